@@ -1,0 +1,1 @@
+"""Atoll: adaptive training over low-bandwidth links."""

@@ -1,0 +1,135 @@
+"""Cluster: sites → hosts → devices, and the links that join them. A noun: frozen, typed, JSON round trip.
+
+Three tiers of link: inside a host (NVLink, PCIe, shared memory), inside a site (each host has one network interface, shared by its devices)
+and between two sites (one pipe, shared by everything that crosses). A link's bandwidth is what one direction carries.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+import msgspec
+
+__all__ = ["Cluster", "Device", "DeviceKind", "Host", "Link", "Site"]
+
+
+class DeviceKind(msgspec.Struct, frozen=True, kw_only=True):
+    """What planning needs to know of a kind of device. `flops` are dense peak rates by precision, in FLOP/s."""
+
+    name: str
+    memory_bytes: float
+    flops: Mapping[str, float]  # "fp32", "tf32", "bf16", "fp16", "fp8", "int8"
+    memory_bytes_per_s: float
+    link_bytes_per_s: float = 0.0  # typical link to its neighbours inside a host, per direction
+    link_latency_s: float = 5e-6
+    source: str = ""
+
+    def peak(self, precision: str) -> float:
+        """FLOP/s at a precision; a device without bf16 units computes it no faster than fp32, and fp32 matmuls stay fp32."""
+        return self.flops.get(precision) or self.flops["fp32"]
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """A link between two sites, or the network inside a site or host (then `between` names one place twice)."""
+
+    between: tuple[str, str]
+    bytes_per_s: float
+    latency_s: float  # one way
+    price_per_byte: float = 0.0  # dollars
+
+    @property
+    def name(self) -> str:
+        """`"oslo–rome"`, or `"oslo"` for the network inside a place."""
+        a, b = self.between
+        return a if a == b else f"{a}–{b}"
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """One accelerator or CPU that holds a shard of a stage."""
+
+    name: str  # "host/0"
+    kind: DeviceKind
+    host: str
+    site: str
+    memory_bytes: float  # what planning may use of it
+    speed: float = 1.0  # of its kind's rates: below 1 for an imposed or shared device
+    preemptions_per_hour: float = 0.0
+    price_per_hour: float = 0.0
+
+
+class Host(msgspec.Struct, frozen=True, kw_only=True):
+    """Devices behind one network interface; `link` is what joins them to each other."""
+
+    name: str
+    site: str
+    devices: tuple[Device, ...]
+    link: Link
+
+
+class Site(msgspec.Struct, frozen=True, kw_only=True):
+    """Hosts on one network; `link.bytes_per_s` is each host's interface."""
+
+    name: str
+    hosts: tuple[Host, ...]
+    link: Link
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything there is to run on. Build one with `Cluster.load("c.toml")`, `load_cluster`, or in Python."""
+
+    name: str
+    sites: tuple[Site, ...]
+    links: tuple[Link, ...] = ()  # between sites
+
+    def __hash__(self) -> int:
+        return id(self)  # looked up by identity in caches; equality stays by value
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        """All hosts, site by site."""
+        return tuple(host for site in self.sites for host in site.hosts)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """All devices, host by host."""
+        return _devices(self)
+
+    def device(self, name: str) -> Device:
+        """The device of that name (`"host/0"`)."""
+        return device_index(self)[name]
+
+    def link_between(self, a: Device, b: Device) -> Link:
+        """The narrowest link on the way from one device to another: their host's, their site's, or the one between their sites."""
+        if a.host == b.host:
+            return host_index(self)[a.host].link
+        if a.site == b.site:
+            return site_index(self)[a.site].link
+        return wan_index(self)[a.site, b.site]
+
+
+@lru_cache(maxsize=16)
+def _devices(cluster: Cluster) -> tuple[Device, ...]:
+    return tuple(device for host in cluster.hosts for device in host.devices)
+
+
+@lru_cache(maxsize=16)
+def device_index(cluster: Cluster) -> dict[str, Device]:
+    """Devices by name."""
+    return {device.name: device for device in cluster.devices}
+
+
+@lru_cache(maxsize=16)
+def host_index(cluster: Cluster) -> dict[str, Host]:
+    """Hosts by name."""
+    return {host.name: host for host in cluster.hosts}
+
+
+@lru_cache(maxsize=16)
+def site_index(cluster: Cluster) -> dict[str, Site]:
+    """Sites by name."""
+    return {site.name: site for site in cluster.sites}
+
+
+@lru_cache(maxsize=16)
+def wan_index(cluster: Cluster) -> dict[tuple[str, str], Link]:
+    """Links between sites, both ways round; every pair of sites is there (the loader sees to it)."""
+    return {pair: link for link in cluster.links for pair in (link.between, link.between[::-1])}

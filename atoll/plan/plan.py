@@ -1,0 +1,92 @@
+"""Plan: which layers run where, with which share of the batch and which parallelism inside. A noun: frozen, JSON round trip.
+
+How to read one. A global batch of `batch_size` samples is cut into micro-batches of `micro_batch_size`. The model is a row of `stages`; a
+stage has `replicas`, each a group of devices that together hold one copy of the stage's parameters. Every micro-batch visits one replica
+of each stage; a replica's `samples` say how much of the global batch it takes, so whole micro-batches are routed to replicas in that
+proportion. (With one stage there is nothing to route: any share is possible, and a replica works through it in micro-batches of at most
+`micro_batch_size`.)
+
+Inside a replica the devices form a grid of `lanes × tensor`. The devices of one lane split tensors between them (`tensor_shares` when
+unequally). Lanes divide each micro-batch; `samples` has one entry a lane. Lanes either repeat the stage's parameters or shard them
+(`sharded`, as FSDP does), and with `expert` they divide the experts and exchange tokens. So a replica has
+`lanes × tensor` devices, listed lane by lane.
+
+Two stages may name the same devices: that is how interleaved schedules (virtual stages) are written.
+"""
+
+from typing import Literal
+
+import msgspec
+
+__all__ = ["CodecName", "Mode", "Plan", "Replica", "Schedule", "Stage"]
+
+Mode = Literal["lockstep", "swarm", "islands", "parts", "tables"]
+Schedule = Literal["gpipe", "1f1b", "interleaved"]
+CodecName = Literal["none", "bf16", "int8", "int4"]
+
+
+class Replica(msgspec.Struct, frozen=True, kw_only=True):
+    """Devices that together hold one copy of a stage, and their share of the global batch."""
+
+    devices: tuple[str, ...]  # lane by lane
+    samples: tuple[int, ...]  # of the global batch, one entry a lane
+    tensor_shares: tuple[int, ...] = ()  # relative shard sizes along a lane; () means equal
+
+    @property
+    def total_samples(self) -> int:
+        """The replica's part of the global batch."""
+        return sum(self.samples)
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers `start` to `stop` (exclusive) and the replicas that run them."""
+
+    start: int
+    stop: int
+    replicas: tuple[Replica, ...]
+    tensor: int = 1  # devices that split each tensor
+    sharded: bool = False  # lanes shard parameters, gradients and optimizer state (FSDP)
+    expert: bool = False  # lanes divide the experts
+    recompute: bool = False  # forward is run again in backward
+
+    @property
+    def lanes(self) -> int:
+        """Devices of a replica that work on different samples."""
+        return len(self.replicas[0].devices) // self.tensor
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """All devices of the stage, replica by replica."""
+        return tuple(device for replica in self.replicas for device in replica.devices)
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a runtime needs to know; see the module's text for how to read it."""
+
+    graph: str  # name of the graph it was made for
+    cluster: str
+    batch_size: int
+    micro_batch_size: int
+    stages: tuple[Stage, ...]
+    mode: Mode = "lockstep"
+    schedule: Schedule = "1f1b"
+    codecs: dict[str, CodecName] = msgspec.field(default_factory=dict)  # by link name; a link not named sends tensors as they are
+    outer_steps: int = 1  # islands: local steps between two exchanges
+    staleness: int = 0  # swarm: steps a reduction may lag
+
+    def __hash__(self) -> int:
+        return hash((self.batch_size, self.micro_batch_size, self.stages, self.mode, self.schedule, tuple(sorted(self.codecs.items()))))
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches make a global batch (the last may be smaller)."""
+        return -(-self.batch_size // self.micro_batch_size)
+
+    def to_json(self) -> str:
+        """This plan as JSON; `from_json` reads it back equal."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
+
+    @staticmethod
+    def from_json(text: "str | bytes") -> "Plan":
+        """The plan that `to_json` wrote."""
+        return msgspec.json.decode(text, type=Plan)

@@ -120,10 +120,24 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True):
         return id(self)  # a Graph is compared by value but looked up (caches of costs) by identity: hashing thousands of nodes is slow
 
     @staticmethod
-    def from_layers(name: str, layers: "tuple[Layer, ...] | list[Layer]", *, precision: Precision = "fp32", tokens_per_sample: int = 1,
-                    shared: tuple[SharedParameter, ...] = (), constraints: tuple[Constraint, ...] = ()) -> "Graph":
+    def from_layers(
+        name: str,
+        layers: "tuple[Layer, ...] | list[Layer]",
+        *,
+        precision: Precision = "fp32",
+        tokens_per_sample: int = 1,
+        shared: tuple[SharedParameter, ...] = (),
+        constraints: tuple[Constraint, ...] = (),
+    ) -> "Graph":
         """A Graph written down by hand, for models that are only planned or simulated."""
-        return Graph(name=name, layers=tuple(layers), precision=precision, tokens_per_sample=tokens_per_sample, shared=shared, constraints=constraints)
+        return Graph(
+            name=name,
+            layers=tuple(layers),
+            precision=precision,
+            tokens_per_sample=tokens_per_sample,
+            shared=shared,
+            constraints=constraints,
+        )
 
     @property
     def parameters(self) -> int:

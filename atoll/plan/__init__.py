@@ -1,5 +1,7 @@
-"""Plan: what runs where."""
+"""Plan: what runs where — its text and JSON forms, its rules, and what differs between two of them."""
 
+from atoll.plan.files import load_plan, save_plan
 from atoll.plan.plan import CodecName, Mode, Plan, Replica, Schedule, Stage
+from atoll.plan.text import parse_plan, to_text
 
-__all__ = ["CodecName", "Mode", "Plan", "Replica", "Schedule", "Stage"]
+__all__ = ["CodecName", "Mode", "Plan", "Replica", "Schedule", "Stage", "load_plan", "parse_plan", "save_plan", "to_text"]

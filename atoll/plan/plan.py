@@ -18,11 +18,15 @@ from typing import Literal
 
 import msgspec
 
+from atoll.plan.strict_json import decode_strictly
+
 __all__ = ["CodecName", "Mode", "Plan", "Replica", "Schedule", "Stage"]
 
 Mode = Literal["lockstep", "swarm", "islands", "parts", "tables"]
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 CodecName = Literal["none", "bf16", "int8", "int4"]
+
+_FORMAT = 1  # of the JSON form; written first, so that a later Atoll knows what it reads
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,9 +88,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def to_json(self) -> str:
         """This plan as JSON; `from_json` reads it back equal."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
+        return msgspec.json.format(msgspec.json.encode({"format": _FORMAT, **msgspec.structs.asdict(self)}), indent=1).decode()
 
     @staticmethod
-    def from_json(text: "str | bytes") -> "Plan":
-        """The plan that `to_json` wrote."""
-        return msgspec.json.decode(text, type=Plan)
+    def from_json(text: "str | bytes", source: str = "plan") -> "Plan":
+        """The plan that `to_json` wrote; a `PlanError` begins with `source` and gives the path to the field that is wrong."""
+        return decode_strictly(text, Plan, what=source, version=_FORMAT)

@@ -1,1 +1,1 @@
-
+"""Watch: a run as people see it."""

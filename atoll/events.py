@@ -1,0 +1,147 @@
+"""Event: everything a run says happened. Runtimes, the simulator and the planner speak it; progress, reports and callbacks listen.
+
+Events are frozen, typed and survive a JSON round trip; a run's `events.jsonl` holds one a line. Times are seconds since the run began,
+real or virtual, so that listeners need no clock of their own.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Literal, Self, TypeAlias
+
+import msgspec
+
+from atoll.errors import AtollError
+
+__all__ = [
+    "AnyEvent",
+    "Evaluated",
+    "Event",
+    "EventLog",
+    "NonFinite",
+    "Observer",
+    "RunFinished",
+    "RunStarted",
+    "StepFinished",
+    "StopTraining",
+    "read_events",
+]
+
+
+def _kind(class_name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", class_name).lower()
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=_kind):
+    """Something that happened, `at_seconds` after the run began."""
+
+    at_seconds: float
+
+    @property
+    def kind(self) -> str:
+        """The event's name on disk, such as `"step_finished"`."""
+        return str(self.__struct_config__.tag)
+
+
+class RunStarted(Event, frozen=True, kw_only=True):
+    """A run began: what is going to be done, and where."""
+
+    name: str
+    mode: str
+    steps: int
+    batch_size: int
+    samples: int  # in the training data
+    parameters: int  # trainable
+    devices: tuple[str, ...]
+    precision: str
+    seed: int
+    unix_seconds: float  # when, by the clock on the wall
+
+
+class StepFinished(Event, frozen=True, kw_only=True):
+    """The optimizer made a step; steps are counted from 1."""
+
+    step: int
+    loss: float  # over the whole global batch
+    samples: int
+    weight: float  # what the loss was divided by: samples, or what the job's loss counts (tokens)
+    seconds: float
+    learning_rate: float
+    gradient_norm: float | None = None  # before clipping; None when the job does not clip, or when it overflowed
+    memory_bytes: int | None = None  # the most used so far, on the accelerator if there is one, else by the process
+    applied: bool = True  # False: fp16 gradients overflowed, the step was skipped and the loss scale lowered
+
+
+class Evaluated(Event, frozen=True, kw_only=True):
+    """The model was evaluated after `step` steps."""
+
+    step: int
+    loss: float
+    metrics: dict[str, float]
+    samples: int
+    seconds: float
+
+
+class NonFinite(Event, frozen=True, kw_only=True):
+    """A number that must be finite was not; the run ends with an error and the weights of the step before."""
+
+    step: int
+    what: Literal["loss", "gradient"]
+    value: str  # "nan", "inf" or "-inf", which JSON has no numbers for
+
+
+class RunFinished(Event, frozen=True, kw_only=True):
+    """A run ended, one way or the other."""
+
+    reason: Literal["done", "stopped", "interrupted", "failed"]
+    steps: int
+    samples: int
+    seconds: float
+    loss: float | None = None  # of the last step
+    message: str = ""
+
+
+AnyEvent: TypeAlias = RunStarted | StepFinished | Evaluated | NonFinite | RunFinished
+Observer: TypeAlias = Callable[[AnyEvent], None]
+
+
+class StopTraining(Exception):  # noqa: N818 - a request, not an error
+    """Raise it in a callback to end the run after the current step, politely."""
+
+
+class EventLog:
+    """Appends events to a new file `events.jsonl` in a run's directory. Each is on disk's way at once: a killed run keeps its past."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "events.jsonl"
+        if self.path.exists():
+            raise AtollError(f"{self.path}: holds another run already; choose a new directory or remove this one")
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._file: BinaryIO = self.path.open("xb", buffering=0)
+        except OSError as error:
+            raise AtollError(f"{directory}: cannot write the run there: {error.strerror or error}") from error
+
+    def __call__(self, event: AnyEvent) -> None:
+        self._file.write(msgspec.json.encode(event) + b"\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+
+
+def read_events(path: Path) -> Iterator[AnyEvent]:
+    """The events of `events.jsonl`, in order. A last line cut short by a crash is left out; any other bad line is an error naming it."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise AtollError(f"{path}: cannot read it: {error.strerror or error}") from error
+    decoder = msgspec.json.Decoder(AnyEvent)
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            yield decoder.decode(line)
+        except msgspec.DecodeError as error:
+            raise AtollError(f"{path}:{number}: not an event: {error}") from error

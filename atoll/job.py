@@ -1,0 +1,325 @@
+"""Job: what the user writes — a model, a loss, data and an optimizer. The same Job trains here alone or is planned onto a cluster.
+
+A training script defines one Job at module level and ends with `if __name__ == "__main__": job.run()`.
+"""
+
+import copy
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, NoReturn, Self, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import IterableDataset, default_collate
+
+from atoll.data import Batch, Dataset, Samples
+from atoll.errors import JobError
+from atoll.events import Evaluated, EventLog, Observer
+from atoll.randomness import mix, own_randomness
+
+__all__ = ["Job", "LossFunction", "LossValue", "RunResult", "read_loss"]
+
+LossFunction: TypeAlias = Callable[[Any, Batch], Tensor | tuple[Tensor, Tensor | float]]
+_PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class LossValue(NamedTuple):
+    """What a loss function returned: a mean over samples (`weight` is None), or a total and the weight it is to be divided by."""
+
+    value: Tensor
+    weight: Tensor | float | None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run left behind."""
+
+    reason: Literal["done", "stopped", "interrupted"]
+    losses: tuple[float, ...]  # per step
+    evaluations: tuple[Evaluated, ...]
+    seconds: float
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Job:
+    """A training job. All arguments are keywords; a wrong one is a `JobError` that names it.
+
+    The global batch of a step is `batch_size` samples, however many devices share it. Data is visited in a seeded order that any worker can
+    compute (`atoll.data`), and the same seed gives the same losses, bit for bit on the same CPU.
+    """
+
+    model: nn.Module | Callable[[], nn.Module]
+    """A callable that builds the module: it is called with the seed set, so that all hosts agree, and planning costs no memory.
+    Or a built module, which is trained in place."""
+    loss: LossFunction
+    """`loss(model, batch)`: the mean over the samples, or `(total, weight)` when the mean is over something else, such as tokens."""
+    data: Dataset | Callable[[], Dataset]
+    """Anything with a length and indexing, or a callable that builds it when it is first needed."""
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    """From the trainable parameters to an optimizer: `functools.partial(torch.optim.AdamW, lr=3e-4)`, or a class."""
+    batch_size: int
+    """Samples in a step, over all devices."""
+    steps: int | None = None
+    """How many steps to train: this, or `epochs`."""
+    epochs: float | None = None
+    """How many times to visit the data; the last batch is filled up from the next epoch."""
+    micro_batch_size: int | None = None
+    """Samples in one forward pass here; gradients are accumulated up to `batch_size`. None: all at once."""
+    collate: Callable[[list[Any]], Batch] = default_collate
+    """From a list of samples to a batch."""
+    seed: int = 0
+    """Decides the starting weights, the order of the data and dropout."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """What matrix products are computed in (autocast); the weights stay fp32. fp16 scales the loss as it needs."""
+    max_grad_norm: float | None = None
+    """Clip the norm of the whole gradient to this."""
+    scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
+    """From the optimizer to a learning-rate schedule, stepped after every step."""
+    eval_data: Dataset | Callable[[], Dataset] | None = None
+    """Data to evaluate on, in its own order."""
+    eval_every: int | None = None
+    """Evaluate after every so many steps; always at the end when there is `eval_data`."""
+    eval_loss: LossFunction | None = None
+    """The loss for evaluation; None: `loss`."""
+    metrics: Mapping[str, LossFunction] = field(default_factory=dict)
+    """More to evaluate: names, and functions like `loss`."""
+    callbacks: Sequence[Observer] = ()
+    """Called with every Event (`atoll.events`); raise `atoll.StopTraining` in one to stop after the step."""
+    name: str = "job"
+    """What the run is called."""
+
+    def __new__(cls, *positional: object, **arguments: object) -> Self:
+        """Refuse wrong names before Python does, with the nearest right ones."""
+        if positional:
+            raise JobError("Job takes its arguments by name: Job(model=…, loss=…, data=…, optimizer=…, batch_size=…, steps=…)")
+        known = {name: parameter for name, parameter in inspect.signature(cls.__init__).parameters.items() if name != "self"}
+        for name in arguments:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
+                hint = f"did you mean {' or '.join(near)}?" if near else f"it takes {', '.join(known)}"
+                raise JobError(f"Job has no argument '{name}'; {hint}")
+        missing = [name for name, parameter in known.items() if parameter.default is parameter.empty and name not in arguments]
+        if missing:
+            raise JobError(f"Job needs {' and '.join(missing)}: Job({', '.join(f'{name}=…' for name in missing)})")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        _check_functions(self)
+        for name in ("batch_size", "steps", "micro_batch_size", "eval_every"):
+            _check_number(name, getattr(self, name), whole=True)
+        for name in ("epochs", "max_grad_norm"):
+            _check_number(name, getattr(self, name), whole=False)
+        if (self.steps is None) == (self.epochs is None):
+            _wrong("steps", "give either steps or epochs" + (", not both" if self.steps is not None else ""))
+        if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
+            _wrong("micro_batch_size", f"must not exceed batch_size ({self.batch_size}), got {self.micro_batch_size}")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            _wrong("seed", f"must be a whole number, got {self.seed!r}")
+        if self.precision not in _PRECISIONS:
+            _wrong("precision", f"must be 'fp32', 'bf16' or 'fp16', got {self.precision!r}")
+        if not isinstance(self.name, str) or not self.name:
+            _wrong("name", f"must be a word or two, got {self.name!r}")
+        for name in ("eval_every", "eval_loss", "metrics"):
+            if getattr(self, name) and self.eval_data is None:
+                _wrong(name, "needs eval_data to evaluate on")
+
+    @cached_property
+    def dataset(self) -> Dataset:
+        """The training data, built on first use."""
+        return _built_dataset("data", self.data)
+
+    @cached_property
+    def eval_dataset(self) -> Dataset | None:
+        """The evaluation data, built on first use."""
+        return None if self.eval_data is None else _built_dataset("eval_data", self.eval_data)
+
+    @cached_property
+    def samples(self) -> Samples:
+        """The training data in the order it is visited."""
+        return Samples(self.dataset, self.collate, self.seed, self.batch_size)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps to train, also when the job counts in epochs."""
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return math.ceil(self.epochs * len(self.dataset) / self.batch_size)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of `precision`."""
+        return _PRECISIONS[self.precision]
+
+    @property
+    def micro_batches(self) -> tuple[tuple[int, int], ...]:
+        """Where each local micro-batch starts and stops within the global batch."""
+        size = self.micro_batch_size or self.batch_size
+        return tuple((start, min(start + size, self.batch_size)) for start in range(0, self.batch_size, size))
+
+    def example_batch(self, samples: int) -> Batch:
+        """The first samples that training will see, collated: the same on every host."""
+        if samples < 1:
+            raise JobError(f"example_batch: samples must be at least 1, got {samples}")
+        return self.samples.at(range(samples))
+
+    def build_model(self, device: torch.device | str = "cpu") -> nn.Module:
+        """The model with the weights it starts from, in training mode: the same weights on every host and device.
+
+        On `"meta"` nothing is allocated. A job that was given a built module gets that very module back (on `"meta"`, a copy).
+        """
+        if isinstance(self.model, nn.Module):
+            return _meta_copy(self.model) if torch.device(device).type == "meta" else self.model.to(device)
+        meta = torch.device(device).type == "meta"
+        with own_randomness(mix(self.seed, 0)), torch.device("meta") if meta else nullcontext():
+            model = cast(object, self.model())
+        if not isinstance(model, nn.Module):
+            raise JobError(f"Job: model: the callable must return a torch.nn.Module, it returned {_kind_of(model)}")
+        return model if meta else model.to(device)
+
+    def build_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """The job's optimizer for those of the parameters that are trained."""
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        if not trainable:
+            raise JobError("Job: model: it has no trainable parameter; set requires_grad on what is to be trained")
+        optimizer = cast(object, self.optimizer(trainable))
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise JobError(f"Job: optimizer: the callable must return a torch.optim.Optimizer, it returned {_kind_of(optimizer)}")
+        return optimizer
+
+    def autocast(self, device: torch.device | str) -> AbstractContextManager[Any]:
+        """The context forward passes run in, so that matrix products are computed in the job's precision."""
+        if self.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(torch.device(device).type, dtype=self.compute_dtype)
+
+    def run(self, *, out: str | Path | None = None, device: torch.device | str | None = None, progress: bool = True) -> RunResult:
+        """Train on this machine alone: on its accelerator if it has one, else on the CPU.
+
+        With `out`, a new directory gets `events.jsonl`. Ctrl-C ends the run after the current step; whatever ends it, the weights are those
+        after a whole step.
+        """
+        from atoll.runtime.alone import train_alone  # later on the road than this file, and not needed to plan
+        from atoll.watch.progress import Progress
+
+        with ExitStack() as stack:
+            observers: list[Observer] = []
+            if out is not None:
+                observers.append(stack.enter_context(EventLog(Path(out))))
+            if progress:
+                observers.append(stack.enter_context(Progress()))
+            return train_alone(self, device=_device(device), observers=[*observers, *self.callbacks])
+
+
+def read_loss(result: object) -> LossValue:
+    """Check what a loss function returned and say what it is."""
+    value, weight = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if not isinstance(value, Tensor):
+        raise JobError(f"Job: loss: it must return a tensor or (total, weight), it returned {_kind_of(result)}")
+    if value.numel() != 1:
+        raise JobError(f"Job: loss: it must return one number, it returned shape {list(value.shape)}; take the mean over the batch")
+    if weight is not None and not isinstance(weight, (Tensor, int, float)):
+        raise JobError(f"Job: loss: the weight in (total, weight) must be a number, it is {_kind_of(weight)}")
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1:
+            raise JobError(f"Job: loss: the weight in (total, weight) must be one number, its shape is {list(weight.shape)}")
+        weight = weight.detach()
+    return LossValue(value, weight)
+
+
+def _check_functions(job: Job) -> None:
+    """Everything callable is callable, with as many arguments as it will be given."""
+    if not isinstance(job.model, nn.Module):
+        _check_callable("model", job.model, 0, "a torch.nn.Module or a callable without arguments that builds one")
+    _check_callable("loss", job.loss, 2, "a function loss(model, batch)")
+    _check_callable("optimizer", job.optimizer, 1, "a callable from parameters to an optimizer, such as torch.optim.AdamW")
+    _check_callable("collate", job.collate, 1, "a callable from a list of samples to a batch")
+    if job.scheduler is not None:
+        _check_callable("scheduler", job.scheduler, 1, "a callable from an optimizer to a learning-rate scheduler")
+    if job.eval_loss is not None:
+        _check_callable("eval_loss", job.eval_loss, 2, "a function eval_loss(model, batch)")
+    if not isinstance(job.metrics, Mapping):
+        _wrong("metrics", f"must be a mapping from names to functions, got {_kind_of(job.metrics)}")
+    for name, metric in job.metrics.items():
+        _check_callable(f"metrics[{name!r}]", metric, 2, "a function metric(model, batch)")
+    if not isinstance(job.callbacks, Sequence):
+        _wrong("callbacks", f"must be a list of callables, got {_kind_of(job.callbacks)}")
+    for i, callback in enumerate(job.callbacks):
+        _check_callable(f"callbacks[{i}]", callback, 1, "a callable that takes an event")
+    for name in ("data", "eval_data"):
+        data = getattr(job, name)
+        if data is not None and not _is_dataset(data):
+            _check_callable(name, data, 0, "map-style data with __len__ and __getitem__, or a callable without arguments that builds it")
+
+
+def _check_callable(name: str, value: object, arguments: int, wanted: str) -> None:
+    if isinstance(value, IterableDataset):
+        _wrong(name, "an IterableDataset cannot be visited in a seeded order; wrap it in data with __len__ and __getitem__")
+    if not callable(value):
+        _wrong(name, f"must be {wanted}, got {_kind_of(value)}")
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):
+        return  # some built-in callables do not tell
+    try:
+        signature.bind(*[None] * arguments)
+    except TypeError as error:
+        hint = "; give it its arguments with functools.partial" if "missing" in str(error) else ""
+        _wrong(name, f"must be {wanted}, but {getattr(value, '__name__', value)}{signature} cannot be called so: {error}{hint}")
+
+
+def _check_number(name: str, value: object, *, whole: bool) -> None:
+    if value is None:
+        return
+    right_kind = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not right_kind or not (math.isfinite(cast(float, value)) and cast(float, value) > 0):
+        _wrong(name, f"must be a positive {'whole number' if whole else 'number'}, got {value!r}")
+
+
+def _is_dataset(value: object) -> bool:
+    return not isinstance(value, type) and hasattr(value, "__len__") and hasattr(value, "__getitem__")
+
+
+def _built_dataset(name: str, data: Dataset | Callable[[], Dataset]) -> Dataset:
+    built: object = data if _is_dataset(data) else cast(Callable[[], object], data)()
+    if not _is_dataset(built):
+        raise JobError(f"Job: {name}: the callable must return data with __len__ and __getitem__, it returned {_kind_of(built)}")
+    if len(cast(Dataset, built)) == 0:
+        raise JobError(f"Job: {name}: it is empty")
+    return cast(Dataset, built)
+
+
+def _meta_copy(model: nn.Module) -> nn.Module:
+    """A copy of the module whose tensors are on the meta device; the originals are never duplicated."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.to("meta")
+    return copy.deepcopy(model, memo)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise JobError(f"run: device {device!r} is not one PyTorch knows; try 'cpu' or 'cuda'") from error
+
+
+def _kind_of(value: object) -> str:
+    return value.__name__ + " (the class itself)" if isinstance(value, type) else f"{type(value).__name__} {value!r}"[:80]
+
+
+def _wrong(argument: str, what: str) -> NoReturn:
+    raise JobError(f"Job: {argument}: {what}")

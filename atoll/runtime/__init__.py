@@ -1,0 +1,1 @@
+"""Runtime: what runs a job. Alone on one machine for now; the distributed modes come next."""

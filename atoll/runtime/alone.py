@@ -1,0 +1,294 @@
+"""Alone: the job on one device of this machine — the reference every distributed mode is compared with.
+
+The loop is what one would write by hand: gradients accumulated over micro-batches, clipped, applied, the schedule advanced. What surrounds
+it — events, evaluation, a polite Ctrl-C — never changes a number.
+"""
+
+import math
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from atoll.data import Dataset, to_device
+from atoll.errors import JobError
+from atoll.events import AnyEvent, Evaluated, NonFinite, Observer, RunFinished, RunStarted, StepFinished, StopTraining
+from atoll.job import Job, LossFunction, LossValue, RunResult, read_loss
+from atoll.randomness import mix, own_randomness, seed_everything
+
+__all__ = ["train_alone"]
+
+_Reason = Literal["done", "stopped", "interrupted"]
+
+
+def train_alone(job: Job, *, device: torch.device, observers: Sequence[Observer]) -> RunResult:
+    """Train the job on one device and tell the observers what happens.
+
+    Whatever ends the run — the last step, Ctrl-C, `StopTraining`, a loss that is not finite — the weights are those after a whole step.
+    """
+    with own_randomness(mix(job.seed, 4)), _polite_interrupt() as interrupt:
+        trainer = _Trainer(job, device, observers)
+        try:
+            reason = trainer.train(interrupt)
+        except BaseException as error:
+            with suppress(Exception):  # an observer that failed may fail again; the first error is the one to show
+                trainer.finish("failed", f"{type(error).__name__}: {error}")
+            raise
+        trainer.finish(reason, "")
+    return RunResult(
+        reason=reason,
+        losses=tuple(trainer.losses),
+        evaluations=tuple(trainer.evaluations),
+        seconds=trainer.elapsed(),
+        model=trainer.model,
+        optimizer=trainer.optimizer,
+    )
+
+
+class _Trainer:
+    """A run under way: model, optimizer and what has been seen so far."""
+
+    def __init__(self, job: Job, device: torch.device, observers: Sequence[Observer]) -> None:
+        self.job, self.device, self.observers = job, device, observers
+        self.began = time.perf_counter()
+        self.model = _on_device(job, device)
+        self.model.train()
+        self.optimizer = job.build_optimizer(self.model.parameters())
+        self.parameters: list[nn.Parameter] = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.scheduler = _scheduler(job, self.optimizer)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=job.precision == "fp16")
+        self.losses: list[float] = []
+        self.evaluations: list[Evaluated] = []
+
+    def elapsed(self) -> float:
+        return time.perf_counter() - self.began
+
+    def emit(self, event: AnyEvent) -> None:
+        """Tell every observer, even after one of them asked to stop."""
+        stop: StopTraining | None = None
+        for observer in self.observers:
+            try:
+                observer(event)
+            except StopTraining as request:
+                stop = request
+        if stop is not None:
+            raise stop
+
+    def train(self, interrupt: threading.Event) -> _Reason:
+        """All steps, and the evaluations between them."""
+        try:
+            self.emit(self._started())
+            for step in range(1, self.job.total_steps + 1):
+                self.emit(self._step(step))
+                self._evaluate_when_due(step)
+                if interrupt.is_set():
+                    return "interrupted"
+        except StopTraining:
+            return "stopped"
+        return "done"
+
+    def finish(self, reason: _Reason | Literal["failed"], message: str) -> None:
+        with suppress(StopTraining):  # there is nothing left to stop
+            self.emit(
+                RunFinished(
+                    at_seconds=self.elapsed(),
+                    reason=reason,
+                    steps=len(self.losses),
+                    samples=len(self.losses) * self.job.batch_size,
+                    seconds=self.elapsed(),
+                    loss=self.losses[-1] if self.losses else None,
+                    message=message,
+                )
+            )
+
+    def _started(self) -> RunStarted:
+        return RunStarted(
+            at_seconds=self.elapsed(),
+            name=self.job.name,
+            mode="alone",
+            steps=self.job.total_steps,
+            batch_size=self.job.batch_size,
+            samples=len(self.job.dataset),
+            parameters=sum(parameter.numel() for parameter in self.parameters),
+            devices=(str(self.device),),
+            precision=self.job.precision,
+            seed=self.job.seed,
+            unix_seconds=time.time(),
+        )
+
+    def _step(self, step: int) -> StepFinished:
+        """One step of the optimizer on one global batch. Nothing is applied unless loss and gradient are finite."""
+        began = time.perf_counter()
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        self.optimizer.zero_grad()
+        loss, weight = self._accumulate_gradient(step)
+        gradient_norm = self._clip(step)
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.losses.append(loss)
+        return StepFinished(
+            at_seconds=self.elapsed(),
+            step=step,
+            loss=loss,
+            samples=self.job.batch_size,
+            weight=weight,
+            seconds=time.perf_counter() - began,
+            learning_rate=learning_rate,
+            gradient_norm=gradient_norm,
+            memory_bytes=_peak_memory_bytes(self.device),
+            applied=self.scaler.get_scale() >= scale,
+        )
+
+    def _accumulate_gradient(self, step: int) -> tuple[float, float]:
+        """The gradient of the global batch's loss, left in `.grad`; returns the loss and what it was divided by."""
+        parts = self.job.micro_batches
+        total = torch.zeros((), device=self.device)
+        weight = torch.zeros((), device=self.device, dtype=torch.float64)
+        deferred = False
+        for number, (start, stop) in enumerate(parts):
+            value = self._forward(step, number, start, stop)
+            share, deferred = _share(value, samples=stop - start, batch_size=self.job.batch_size, alone=len(parts) == 1)
+            self.scaler.scale(share).backward()  # type: ignore[no-untyped-call]
+            total += share.detach()
+            weight += (stop - start) if value.weight is None else value.weight
+        divisor = _checked_weight(step, float(weight))
+        self.scaler.unscale_(self.optimizer) if self.scaler.is_enabled() else None
+        if deferred:
+            torch._foreach_div_([p.grad for p in self.parameters if p.grad is not None], divisor)
+        loss = float(total) / (divisor if deferred else 1.0)
+        if not math.isfinite(loss):
+            self._not_finite(step, "loss", loss)
+        return loss, divisor
+
+    def _forward(self, step: int, number: int, start: int, stop: int) -> LossValue:
+        batch = to_device(self.job.samples.batch(step - 1, start, stop), self.device)
+        seed_everything(mix(self.job.seed, 5, step, number))
+        with self.job.autocast(self.device):
+            value = read_loss(self.job.loss(self.model, batch))
+        if not value.value.requires_grad:
+            raise JobError("Job: loss: no gradient flows from it to the model; is it computed under no_grad, or detached?")
+        return value
+
+    def _clip(self, step: int) -> float | None:
+        if self.job.max_grad_norm is None:
+            return None
+        norm = float(nn.utils.clip_grad_norm_(self.parameters, self.job.max_grad_norm))
+        if math.isfinite(norm):
+            return norm
+        if not self.scaler.is_enabled():  # in fp16 overflow is ordinary: the scaler skips the step
+            self._not_finite(step, "gradient", norm)
+        return None
+
+    def _not_finite(self, step: int, what: Literal["loss", "gradient"], value: float) -> None:
+        self.emit(NonFinite(at_seconds=self.elapsed(), step=step, what=what, value=str(value)))
+        advice = "lower the learning rate, clip gradients with max_grad_norm, or look for bad samples in the data"
+        raise JobError(f"step {step}: the {what} is {value}; the weights are still those after step {step - 1}. To go on: {advice}")
+
+    def _evaluate_when_due(self, step: int) -> None:
+        dataset, every = self.job.eval_dataset, self.job.eval_every
+        if dataset is not None and (step == self.job.total_steps or (every is not None and step % every == 0)):
+            self.evaluations.append(self._evaluate(step, dataset))
+            self.emit(self.evaluations[-1])
+
+    @torch.no_grad()
+    def _evaluate(self, step: int, dataset: Dataset) -> Evaluated:
+        began = time.perf_counter()
+        functions: dict[str, LossFunction] = {"": self.job.eval_loss or self.job.loss, **self.job.metrics}
+        sums = {name: [0.0, 0.0] for name in functions}
+        size = self.job.micro_batch_size or self.job.batch_size
+        self.model.eval()
+        for start in range(0, len(dataset), size):
+            indices = range(start, min(start + size, len(dataset)))
+            batch = to_device(self.job.collate([dataset[i] for i in indices]), self.device)
+            for name, function in functions.items():
+                with self.job.autocast(self.device):
+                    value, weight = read_loss(function(self.model, batch))
+                amount = len(indices) if weight is None else float(weight)
+                sums[name][0] += float(value) * (amount if weight is None else 1.0)
+                sums[name][1] += amount
+        self.model.train()
+        means = {name: total / amount for name, (total, amount) in sums.items() if amount}
+        loss = means.pop("", math.nan)
+        return Evaluated(
+            at_seconds=self.elapsed(),
+            step=step,
+            loss=loss,
+            metrics=means,
+            samples=len(dataset),
+            seconds=time.perf_counter() - began,
+        )
+
+
+def _share(value: LossValue, *, samples: int, batch_size: int, alone: bool) -> tuple[Tensor, bool]:
+    """What to differentiate for one micro-batch, and whether gradients are still to be divided by the batch's weight.
+
+    A mean over samples knows its share of the global batch beforehand. The weight of a batch is known only after its last micro-batch, so
+    totals are differentiated as they are and the sum of their gradients is divided once.
+    """
+    if value.weight is None:
+        return (value.value if alone else value.value * (samples / batch_size)), False
+    return (value.value / value.weight, False) if alone else (value.value, True)
+
+
+def _checked_weight(step: int, weight: float) -> float:
+    if not (math.isfinite(weight) and weight > 0):
+        raise JobError(f"Job: loss: the weights in (total, weight) of step {step} add up to {weight}; they must be positive")
+    return weight
+
+
+def _on_device(job: Job, device: torch.device) -> nn.Module:
+    try:
+        return job.build_model(device)
+    except (RuntimeError, AssertionError) as error:
+        if device.type == "cpu" or "out of memory" in str(error):
+            raise
+        raise JobError(f"run: device '{device}' cannot be used here: {error}") from error
+
+
+def _scheduler(job: Job, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+    if job.scheduler is None:
+        return None
+    scheduler = cast(Any, job.scheduler(optimizer))
+    if not hasattr(scheduler, "step"):
+        raise JobError(f"Job: scheduler: the callable must return a learning-rate scheduler, it returned {type(scheduler).__name__}")
+    return cast(LRScheduler, scheduler)
+
+
+def _peak_memory_bytes(device: torch.device) -> int | None:
+    if device.type not in ("cpu", "mps"):
+        return int(torch.accelerator.max_memory_allocated(device))
+    if sys.platform == "win32":
+        return None
+    import resource  # not there on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+@contextmanager
+def _polite_interrupt() -> Iterator[threading.Event]:
+    """The first Ctrl-C sets the event, so that the step under way can end; the second interrupts as usual."""
+    interrupt = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupt  # only the main thread can listen for signals
+        return
+
+    def remember(number: int, frame: object) -> None:
+        interrupt.set()
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, remember)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,115 @@
+"""Progress: a run's events as a line that moves on a terminal, or as plain lines where there is none (files, CI, pipes)."""
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from atoll.events import AnyEvent, Evaluated, NonFinite, RunFinished, RunStarted, StepFinished
+from atoll.units import format_bytes, format_count
+
+__all__ = ["Progress"]
+
+_PLAIN_LINE_SECONDS = 5.0  # between two plain lines
+_SMOOTHING = 0.9  # of the loss shown
+_RATE_STEPS = 20  # over how many last steps samples/s is taken
+
+
+class Progress:
+    """An observer that shows a run: step, loss, samples/s, memory and time left. It reads no clock: events carry their time."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True, highlight=False)
+        self._live: Live | None = None
+        self._run: RunStarted | None = None
+        self._loss: float | None = None
+        self._recent: list[StepFinished] = []
+        self._printed_at = float("-inf")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stop_live()
+
+    def __call__(self, event: AnyEvent) -> None:
+        match event:
+            case RunStarted():
+                self._start(event)
+            case StepFinished():
+                self._step(event)
+            case Evaluated():
+                metrics = "".join(f"  {name} {value:.4g}" for name, value in event.metrics.items())
+                self._say(f"step {event.step}: evaluation loss {event.loss:.4f}{metrics}")
+            case NonFinite():
+                self._say(f"step {event.step}: the {event.what} is {event.value}")
+            case RunFinished():
+                self._stop_live()
+                self._say(summary(event))
+
+    def _start(self, event: RunStarted) -> None:
+        self._run = event
+        self._say(
+            f"{event.name}: {format_count(event.parameters)} parameters, {event.steps} steps of {event.batch_size} samples, "
+            f"{event.precision} on {', '.join(event.devices)}"
+        )
+        if self.console.is_terminal:
+            self._live = Live(console=self.console, transient=True, auto_refresh=False)
+            self._live.start()
+
+    def _step(self, event: StepFinished) -> None:
+        self._loss = event.loss if self._loss is None else _SMOOTHING * self._loss + (1 - _SMOOTHING) * event.loss
+        self._recent = [*self._recent[1 - _RATE_STEPS :], event]
+        if not event.applied:
+            self._say(f"step {event.step}: fp16 gradients overflowed; step skipped, loss scale lowered")
+        if self._live is not None:
+            self._live.update(self._table(event), refresh=True)
+        elif event.at_seconds - self._printed_at >= _PLAIN_LINE_SECONDS or event.step == self._steps:
+            self._printed_at = event.at_seconds
+            self._say("  ".join(self._cells(event)))
+
+    @property
+    def _steps(self) -> int:
+        return self._run.steps if self._run is not None else 0
+
+    @property
+    def _began(self) -> float:
+        return self._run.at_seconds if self._run is not None else 0.0
+
+    def _cells(self, event: StepFinished) -> list[str]:
+        seconds = sum(step.seconds for step in self._recent)
+        rate = sum(step.samples for step in self._recent) / seconds if seconds else 0.0
+        left = (self._steps - event.step) * (event.at_seconds - self._began) / event.step
+        memory = [f"memory {format_bytes(event.memory_bytes)}"] if event.memory_bytes is not None else []
+        return [f"step {event.step}/{self._steps}", f"loss {self._loss:.4f}", f"{rate:.3g} samples/s", *memory, f"left {_clock(left)}"]
+
+    def _table(self, event: StepFinished) -> Table:
+        table = Table.grid(padding=(0, 2))
+        table.add_row(ProgressBar(self._steps, event.step, width=24), *self._cells(event))
+        return table
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, markup=False)
+
+    def _stop_live(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def summary(event: RunFinished) -> str:
+    """The run in one sentence."""
+    how = {"done": "done", "stopped": "stopped by a callback", "interrupted": "interrupted", "failed": "failed"}[event.reason]
+    loss = f", last loss {event.loss:.4f}" if event.loss is not None else ""
+    rate = f", {event.samples / event.seconds:.3g} samples/s" if event.seconds and event.samples else ""
+    why = f" ({event.message})" if event.message else ""
+    return f"{how}: {event.steps} steps in {_clock(event.seconds)}{loss}{rate}{why}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, whole = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{whole:02}" if hours else f"{minutes}:{whole:02}"

@@ -10,9 +10,10 @@ import msgspec
 
 from atoll.errors import JobError
 from atoll.graph.graph import Graph, Layer, Precision, SharedParameter
-from atoll.graph.transformers import Experts, Positions, TransformerShape, block, embedding, head
+from atoll.graph.parts import Part, matmul, memory
+from atoll.graph.transformers import Experts, Positions, TransformerShape, block, embedding, head, layer_of
 
-__all__ = ["dense_transformer", "encoder_decoder", "mixture_of_experts", "transformer_encoder"]
+__all__ = ["dense_transformer", "encoder_decoder", "mixture_of_experts", "speech_recogniser", "transformer_encoder"]
 
 
 def dense_transformer(
@@ -236,21 +237,16 @@ def encoder_decoder(
         causal=False,
     )
     decoder = replace(encoder, sequence=target_sequence, causal=True)
-    memory_bytes = encoder.stream_bytes
-    layers = [
-        embedding(encoder, "embedding"),
-        *(block(encoder, f"encoder.{i}", "encoder") for i in range(_at_least_one(name, encoder_layers))),
-        _second_embedding(decoder, memory_bytes),
-        *(
-            block(decoder, f"decoder.{i}", "decoder", memory_sequence=sequence, passing=memory_bytes)
-            for i in range(_at_least_one(name, decoder_layers))
-        ),
-        head(decoder, "head", tied=tied),
-    ]
+    _at_least_one(name, min(encoder_layers, decoder_layers))
+    first = embedding(encoder, "embedding")
+    second = embedding(decoder, "decoder.embedding", passing=encoder.stream_bytes)
+    # the decoder looks tokens up in the encoder's table, so only position vectors are its own
+    second = msgspec.structs.replace(second, parameters=second.parameters - second.split_parameters, split_parameters=0)
+    layers = _two_stacks(first, encoder, encoder_layers, second, decoder, decoder_layers, tied=tied)
     users = (0, encoder_layers + 1, *((len(layers) - 1,) if tied else ()))
     return Graph(
         name=name,
-        layers=tuple(layers),
+        layers=layers,
         precision=precision,
         tokens_per_sample=sequence + target_sequence,
         shared=_tied_table(encoder, users),
@@ -258,7 +254,86 @@ def encoder_decoder(
     )
 
 
-def _second_embedding(decoder: TransformerShape, passing: float) -> Layer:
-    """The decoder looks tokens up in the encoder's table, so only position vectors are its own."""
-    layer = embedding(decoder, "decoder.embedding", passing=passing)
-    return msgspec.structs.replace(layer, parameters=layer.parameters - layer.split_parameters, split_parameters=0)
+def _two_stacks(
+    first: Layer,
+    encoder: TransformerShape,
+    encoder_layers: int,
+    second: Layer,
+    decoder: TransformerShape,
+    decoder_layers: int,
+    *,
+    tied: bool,
+) -> tuple[Layer, ...]:
+    memory_sequence, passing = encoder.sequence, encoder.stream_bytes
+    names = [f"decoder.{i}" for i in range(decoder_layers)]
+    blocks = [block(decoder, name, "decoder", memory_sequence=memory_sequence, passing=passing) for name in names]
+    # whatever crosses the last cut goes to the head, which no longer needs the encoder's output
+    stream = decoder.stream_bytes
+    blocks[-1] = msgspec.structs.replace(blocks[-1], output_bytes=stream, gradient_bytes=stream, signature="decoder.last")
+    return (
+        first,
+        *(block(encoder, f"encoder.{i}", "encoder") for i in range(encoder_layers)),
+        second,
+        *blocks,
+        head(decoder, "head", tied=tied),
+    )
+
+
+def speech_recogniser(
+    *,
+    name: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    vocabulary: int,
+    mel_bins: int = 80,
+    frames: int = 3000,
+    target_sequence: int = 448,
+    flash_attention: bool = False,
+    precision: Precision = "fp16",
+) -> Graph:
+    """Whisper: two convolutions halve the frames, an encoder reads them, a decoder with a tied table of its own writes tokens."""
+    encoder = TransformerShape(
+        hidden=hidden,
+        heads=heads,
+        sequence=frames // 2,
+        vocabulary=vocabulary,
+        feed_forward=4 * hidden,
+        kv_heads=heads,
+        head_size=_head_size(name, hidden, heads),
+        precision=precision,
+        dropout=False,
+        positions="none",
+        flash_attention=flash_attention,
+        causal=False,
+    )
+    decoder = replace(encoder, sequence=target_sequence, causal=True, positions="learned")
+    stem = _audio_stem(encoder, mel_bins, frames)
+    second = embedding(decoder, "decoder.embedding", passing=encoder.stream_bytes)
+    stacked = _two_stacks(stem, encoder, _at_least_one(name, layers), second, decoder, layers, tied=True)
+    return Graph(
+        name=name,
+        layers=stacked,
+        precision=precision,
+        tokens_per_sample=encoder.sequence + target_sequence,
+        shared=_tied_table(decoder, (layers + 1, len(stacked) - 1)),
+        input_bytes=4.0 * mel_bins * frames + 16.0 * target_sequence,
+    )
+
+
+def _audio_stem(shape: TransformerShape, mel_bins: int, frames: int) -> Layer:
+    """Two convolutions of three frames with GELU, the second with stride 2; the first needs no gradient of its input."""
+    hidden, element = shape.hidden, shape.element
+    wide = float(frames * hidden * element)
+    work = (
+        matmul(frames, hidden, 3 * mel_bins, element, backward=1.0),
+        memory(2.0 * wide),
+        matmul(shape.sequence, hidden, 3 * hidden, element),
+        memory(2.0 * shape.stream_bytes),
+    )
+    part = Part(
+        work=work,
+        parameters=hidden * (3 * mel_bins + 1) + hidden * (3 * hidden + 1),
+        saved_bytes=frames * mel_bins * element + 2 * wide + shape.stream_bytes,
+    )
+    return layer_of(part, name="stem", signature="stem", input_bytes=float(frames * mel_bins * element), output_bytes=shape.stream_bytes)

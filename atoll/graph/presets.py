@@ -9,9 +9,13 @@ import msgspec
 
 from atoll.errors import JobError
 from atoll.graph.graph import Graph, Precision
-from atoll.graph.preset_table import PRESETS, PresetEntry
+from atoll.graph.preset_decoders import GPT_MODELS, LLAMA_MODELS
+from atoll.graph.preset_entry import PresetEntry
+from atoll.graph.preset_others import OTHER_MODELS
 
 __all__ = ["PRESETS", "Preset", "PresetEntry", "preset"]
+
+PRESETS: tuple[PresetEntry, ...] = (*GPT_MODELS, *LLAMA_MODELS, *OTHER_MODELS)
 
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True):

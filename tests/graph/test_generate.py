@@ -124,7 +124,7 @@ def test_encoder_output_crosses_every_cut_of_the_decoder() -> None:
         name="t", encoder_layers=2, decoder_layers=3, hidden=64, heads=4, sequence=128, target_sequence=32, vocabulary=1000, bias=False
     )
     stream, memory = 32 * 64 * 2, 128 * 64 * 2
-    assert [layer.output_bytes for layer in graph.layers] == [memory] * 3 + [stream + memory] * 4 + [0]
+    assert [layer.output_bytes for layer in graph.layers] == [memory] * 3 + [stream + memory] * 3 + [stream, 0]
     assert graph.shared[0].layers == (0, 3, 7)
     assert graph.parameters == 1000 * 64 + 2 * (12 * 64**2 + 2 * 64) + 3 * (16 * 64**2 + 3 * 64) + 64
 

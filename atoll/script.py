@@ -1,0 +1,102 @@
+"""Script: from the path of a training script to the Job it defines, or to an error that shows the user's own line."""
+
+import ast
+import importlib.util
+import linecache
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from atoll.errors import AtollError, JobError
+from atoll.job import Job
+from atoll.randomness import own_randomness
+
+__all__ = ["load_job"]
+
+_EXAMPLE = "job = atoll.Job(model=…, loss=…, data=…, optimizer=…, batch_size=…, steps=…)"
+
+
+def load_job(path: str | Path) -> Job:
+    """Import a training script (not as `__main__`, so it does not train) and return the one Job it defines.
+
+    The script sees `sys.argv` as it is and can import its neighbours. Its randomness starts from a fixed seed, so that a model built at
+    import time has the same weights on every host.
+    """
+    file = Path(path)
+    module = _import_script(file, _source(file))
+    jobs = {name: value for name, value in vars(module).items() if isinstance(value, Job)}
+    if isinstance(jobs.get("job"), Job):
+        return jobs["job"]
+    different = {id(value) for value in jobs.values()}
+    if not different:
+        raise JobError(f"{path}: defines no atoll.Job; add at module level: {_EXAMPLE}")
+    if len(different) > 1:
+        where = ", ".join(f"{name} (line {_assigned_at(file, name)})" for name in jobs)
+        raise JobError(f"{path}: defines several Jobs: {where}; call the one to use 'job'")
+    return next(iter(jobs.values()))
+
+
+def _source(file: Path) -> str:
+    if file.is_dir():
+        raise JobError(f"{file}: is a directory; give the training script itself")
+    if not file.exists():
+        near = sorted(file.parent.glob("*.py")) if file.parent.is_dir() else []
+        hint = f"; there are {', '.join(str(path) for path in near[:5])}" if near else ""
+        raise JobError(f"{file}: there is no such file{hint}")
+    try:
+        source = file.read_text(encoding="utf-8")
+        ast.parse(source, str(file))
+    except SyntaxError as error:
+        line = (error.text or "").strip()
+        raise JobError(f"{file}:{error.lineno}: {error.msg}: {line}") from error
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a zero byte in the source
+        raise JobError(f"{file}: cannot read it as a Python script: {error}") from error
+    return source
+
+
+def _import_script(file: Path, source: str) -> ModuleType:
+    """Run the script as a module. It stays importable (classes refer to their module by name), as does what lies beside it."""
+    name = f"atoll_script_{file.stem}"
+    spec = importlib.util.spec_from_loader(name, loader=None, origin=str(file))
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    module.__file__ = str(file.resolve())
+    sys.modules[name] = module
+    if str(file.resolve().parent) not in sys.path:
+        sys.path.insert(0, str(file.resolve().parent))
+    try:
+        with own_randomness(0):
+            exec(compile(source, module.__file__, "exec"), module.__dict__)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise JobError(_explain(file, error)) from error
+    return module
+
+
+def _explain(file: Path, error: BaseException) -> str:
+    """The error at the innermost line of the user's own code: in the script, or in a file beside it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(Path(frame.filename), file)]
+    message = str(error) if isinstance(error, AtollError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, SystemExit):
+        message = f'it exits ({error.code}) while being imported; move what runs under `if __name__ == "__main__":`'
+    if not frames:
+        return f"{file}: {message}"
+    frame = frames[-1]
+    shown = file if Path(frame.filename).resolve() == file.resolve() else Path(frame.filename)
+    line = linecache.getline(frame.filename, frame.lineno or 0).strip()
+    return f"{shown}:{frame.lineno}: {message}" + (f"\n    {line}" if line else "")
+
+
+def _is_own(code: Path, script: Path) -> bool:
+    ours = Path(__file__).parent in code.resolve().parents
+    return script.resolve().parent in code.resolve().parents and "site-packages" not in code.parts and not ours
+
+
+def _assigned_at(file: Path, name: str) -> int | str:
+    """The line where the script gives this name at module level."""
+    for statement in ast.parse(file.read_text(encoding="utf-8")).body:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name:
+                return node.lineno
+    return "?"

@@ -4,9 +4,18 @@ Decimal prefixes are powers of ten, `Ki`/`Mi`/`Gi`/`Ti` powers of two. Inside At
 dollars, and field names say so.
 """
 
+import math
 import re
+from collections.abc import Callable
 
 __all__ = [
+    "exact_bytes",
+    "exact_flops",
+    "exact_per_hour",
+    "exact_price_per_byte",
+    "exact_price_per_hour",
+    "exact_rate",
+    "exact_seconds",
     "format_bytes",
     "format_count",
     "format_flops",
@@ -34,13 +43,25 @@ _PREFIX = {
     "Mi": 2.0**20,
     "Gi": 2.0**30,
     "Ti": 2.0**40,
+    "Pi": 2.0**50,
 }
 _NUMBER = r"([-+]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)"
-_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_PER_SECOND = {
+    "ns": 1e9,
+    "us": 1e6,
+    "µs": 1e6,
+    "μs": 1e6,
+    "ms": 1e3,
+    "s": 1.0,
+}  # dividing by these is exact where multiplying by 1e-6 is not
+_SECONDS = {"min": 60.0, "h": 3600.0}
 
 
 def _number(text: str) -> float:
-    return float(text.replace("_", ""))
+    value = float(text.replace("_", ""))
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large to be a number")
+    return value
 
 
 def _bad(text: str, what: str, example: str) -> ValueError:
@@ -69,7 +90,7 @@ def parse_seconds(text: str) -> float:
     match = re.fullmatch(_NUMBER + r"\s*(ns|us|µs|μs|ms|s|min|h)", text.strip())
     if not match:
         raise _bad(text, "a time", "'40 ms' or '10 us'")
-    return _number(match[1]) * _SECONDS[match[2]]
+    return _number(match[1]) * _SECONDS[match[2]] if match[2] in _SECONDS else _number(match[1]) / _PER_SECOND[match[2]]
 
 
 def parse_flops(text: str) -> float:
@@ -99,7 +120,7 @@ def parse_price_per_hour(text: str) -> float:
 def parse_price_per_byte(text: str) -> float:
     """`"$0.02/GB"` → 2e-11 dollars per byte."""
     match = re.fullmatch(r"\$\s*" + _NUMBER + r"\s*(?:/\s*|per\s+)([kKMGT]i?|)B", text.strip())
-    if not match:
+    if not match or match[2] not in _PREFIX:
         raise _bad(text, "a price of traffic", "'$0.02/GB'")
     return _number(match[1]) / _PREFIX[match[2]]
 
@@ -141,3 +162,45 @@ def format_seconds(value: float) -> str:
     if value >= 120:
         return f"{value / 60:.3g} min"
     return _scaled(value, "s", ((1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))) if value else "0 s"
+
+
+def _exact(value: float, nice: str, parse: Callable[[str], float], plain: str) -> str:
+    """The nice form if it reads back as the very same number, else the plain one, which always does."""
+    return nice if parse(nice) == value else plain
+
+
+def exact_bytes(value: float) -> str:
+    """An amount of memory that `parse_bytes` reads back exactly: `"32 GB"`, `"16 GiB"`, or all its digits."""
+    gibibytes = f"{value / 2**30:g} GiB"
+    return _exact(value, format_bytes(value), parse_bytes, _exact(value, gibibytes, parse_bytes, f"{value!r} B"))
+
+
+def exact_rate(bytes_per_s: float) -> str:
+    """A bandwidth that `parse_rate` reads back exactly."""
+    as_bytes = _scaled(bytes_per_s, "B/s", _DECIMAL)
+    return _exact(bytes_per_s, format_rate(bytes_per_s), parse_rate, _exact(bytes_per_s, as_bytes, parse_rate, f"{bytes_per_s!r} B/s"))
+
+
+def exact_seconds(value: float) -> str:
+    """A time that `parse_seconds` reads back exactly."""
+    return _exact(value, format_seconds(value).replace("µ", "u"), parse_seconds, f"{value!r} s")
+
+
+def exact_flops(flops_per_s: float) -> str:
+    """A compute rate that `parse_flops` reads back exactly."""
+    return _exact(flops_per_s, format_flops(flops_per_s).replace("FLOP/s", "FLOPS"), parse_flops, f"{flops_per_s!r} FLOPS")
+
+
+def exact_per_hour(value: float) -> str:
+    """A rate of events that `parse_per_hour` reads back exactly."""
+    return f"{value!r} /h"
+
+
+def exact_price_per_hour(dollars: float) -> str:
+    """A price that `parse_price_per_hour` reads back exactly."""
+    return _exact(dollars, f"${dollars:.2f}/h", parse_price_per_hour, f"${dollars!r}/h")
+
+
+def exact_price_per_byte(dollars: float) -> str:
+    """A price of traffic that `parse_price_per_byte` reads back exactly."""
+    return _exact(dollars, f"${dollars * 1e9:.4g}/GB", parse_price_per_byte, f"${dollars!r}/B")

@@ -1,5 +1,27 @@
 """Cluster: what there is to run on."""
 
-from atoll.cluster.cluster import Cluster, Device, DeviceKind, Host, Link, Site
+from atoll.cluster.build import make_cluster, make_site
+from atoll.cluster.cluster import Cluster, ConvRate, Device, DeviceKind, Host, Link, MatmulRate, Measurements, MemoryRate, Site
+from atoll.cluster.dump import dump_cluster
+from atoll.cluster.file import load_cluster, parse_cluster
+from atoll.cluster.kinds import catalogue, device_kind
 
-__all__ = ["Cluster", "Device", "DeviceKind", "Host", "Link", "Site"]
+__all__ = [
+    "Cluster",
+    "ConvRate",
+    "Device",
+    "DeviceKind",
+    "Host",
+    "Link",
+    "MatmulRate",
+    "Measurements",
+    "MemoryRate",
+    "Site",
+    "catalogue",
+    "device_kind",
+    "dump_cluster",
+    "load_cluster",
+    "make_cluster",
+    "make_site",
+    "parse_cluster",
+]

@@ -6,10 +6,50 @@ and between two sites (one pipe, shared by everything that crosses). A link's ba
 
 from collections.abc import Mapping
 from functools import lru_cache
+from pathlib import Path
 
 import msgspec
 
-__all__ = ["Cluster", "Device", "DeviceKind", "Host", "Link", "Site"]
+__all__ = ["Cluster", "ConvRate", "Device", "DeviceKind", "Host", "Link", "MatmulRate", "Measurements", "MemoryRate", "Site"]
+
+
+class MatmulRate(msgspec.Struct, frozen=True, kw_only=True):
+    """What a `rows × depth` by `depth × columns` product was measured to run at."""
+
+    precision: str
+    rows: int
+    columns: int
+    depth: int
+    flops_per_s: float  # counting 2·rows·columns·depth
+
+
+class ConvRate(msgspec.Struct, frozen=True, kw_only=True):
+    """What a square convolution, stride 1, same size out as in, was measured to run at."""
+
+    precision: str
+    batch: int
+    inputs: int  # channels
+    outputs: int
+    size: int  # pixels a side
+    kernel: int
+    flops_per_s: float  # counting 2·batch·size²·inputs·outputs·kernel²
+
+
+class MemoryRate(msgspec.Struct, frozen=True, kw_only=True):
+    """What elementwise work that touches `bytes` in all was measured to run at: cache for small amounts, memory for large ones."""
+
+    bytes: float  # read and written by one operator: its working set
+    bytes_per_s: float
+
+
+class Measurements(msgspec.Struct, frozen=True, kw_only=True):
+    """What `atoll probe` measured of a device; it goes before the roofline of peak figures."""
+
+    operator_seconds: float  # what the smallest operator costs: dispatch, or the launch of a kernel
+    matmul: tuple[MatmulRate, ...] = ()
+    conv: tuple[ConvRate, ...] = ()
+    memory: tuple[MemoryRate, ...] = ()
+    threads: int = 0  # CPU threads in use; 0 for an accelerator
 
 
 class DeviceKind(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +62,10 @@ class DeviceKind(msgspec.Struct, frozen=True, kw_only=True):
     link_bytes_per_s: float = 0.0  # typical link to its neighbours inside a host, per direction
     link_latency_s: float = 5e-6
     source: str = ""
+    measured: Measurements | None = None
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.memory_bytes, self.memory_bytes_per_s))  # the flops are a mapping, which has no hash
 
     def peak(self, precision: str) -> float:
         """FLOP/s at a precision; a device without bf16 units computes it no faster than fp32, and fp32 matmuls stay fp32."""
@@ -82,6 +126,22 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
     def __hash__(self) -> int:
         return id(self)  # looked up by identity in caches; equality stays by value
+
+    @staticmethod
+    def load(path: "str | Path") -> "Cluster":
+        """The cluster a TOML file describes; see `atoll.cluster.load_cluster`."""
+        from atoll.cluster.file import load_cluster  # the reader needs the nouns, so it cannot be imported before them
+
+        return load_cluster(path)
+
+    def to_json(self) -> str:
+        """This cluster as JSON; `from_json` reads it back equal. `dump_cluster` writes the shorter TOML."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
+
+    @staticmethod
+    def from_json(text: "str | bytes") -> "Cluster":
+        """The cluster that `to_json` wrote."""
+        return msgspec.json.decode(text, type=Cluster)
 
     @property
     def hosts(self) -> tuple[Host, ...]:

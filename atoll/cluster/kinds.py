@@ -1,0 +1,112 @@
+"""Kinds of device: reading one from a table, and the catalogue of those everybody knows."""
+
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from types import MappingProxyType
+
+from atoll.cluster.cluster import ConvRate, DeviceKind, MatmulRate, Measurements, MemoryRate
+from atoll.cluster.reader import BANDWIDTH, BYTES, FLOPS, LATENCY, MEMORY, Table, nearest
+from atoll.errors import ClusterError
+
+__all__ = ["PRECISIONS", "catalogue", "device_kind", "find_kind", "read_kind"]
+
+PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
+KIND_KEYS = ("name", "memory", "memory_bandwidth", "flops", "link", "source", "measured")
+_LARGEST_SIDE = 10**9  # of a measured operator
+
+
+@cache
+def catalogue() -> Mapping[str, DeviceKind]:
+    """Every known kind of device by name."""
+    where = "catalogue.toml"
+    document = tomllib.loads(files("atoll.cluster").joinpath("catalogue.toml").read_text("utf-8"))
+    kinds: dict[str, DeviceKind] = {}
+    for values in Table(document, where, ("device_kind",)).entries("device_kind"):
+        kind = read_kind(values, f"{where}: device_kind {values.get('name')!r}" if isinstance(values, dict) else where)
+        if kind.name in kinds:
+            raise ClusterError(f"{where}: device_kind {kind.name!r} is there twice")
+        kinds[kind.name] = kind
+    return MappingProxyType(kinds)
+
+
+def find_kind(name: str, kinds: Mapping[str, DeviceKind], where: str) -> DeviceKind:
+    """The kind of that name among a file's own and the catalogue's."""
+    kind = kinds.get(name) or catalogue().get(name)
+    if kind is None:
+        hint = nearest(name, [*kinds, *catalogue()]) or "; describe it in a [[device_kind]] table"
+        raise ClusterError(f"{where}: unknown accelerator {name!r}{hint}")
+    return kind
+
+
+def device_kind(name: str) -> DeviceKind:
+    """The kind of that name from the catalogue; an error names the nearest one."""
+    return find_kind(name, {}, "device kind")
+
+
+def read_kind(values: object, where: str) -> DeviceKind:
+    """A kind of device from its table."""
+    table = Table(values, where, KIND_KEYS)
+    link = table.table("link", ("bandwidth", "latency"), "{ … }") if "link" in table else None
+    return DeviceKind(
+        name=table.text("name", "X"),
+        memory_bytes=table.quantity("memory", MEMORY),
+        flops=_flops(table.table("flops", PRECISIONS, '{ fp32 = "20 TFLOPS" }')),
+        memory_bytes_per_s=table.quantity("memory_bandwidth", BANDWIDTH),
+        link_bytes_per_s=link.quantity("bandwidth", BANDWIDTH) if link else 0.0,
+        link_latency_s=link.quantity("latency", LATENCY, 5e-6) if link else 5e-6,
+        source=table.text("source", "a datasheet", ""),
+        measured=_measured(table) if "measured" in table else None,
+    )
+
+
+def _flops(table: Table) -> dict[str, float]:
+    rates = {precision: table.quantity(precision, FLOPS) for precision, _ in table.items()}
+    if "fp32" not in rates:
+        raise table.wrong("fp32", "missing; every device needs its fp32 rate, other precisions are optional")
+    return rates
+
+
+def _measured(kind: Table) -> Measurements:
+    table = kind.table("measured", ("threads", "operator", "matmul", "conv", "memory"), "{ … }")
+    return Measurements(
+        operator_seconds=table.quantity("operator", LATENCY),
+        matmul=tuple(_matmul(values, f"{table.where} › matmul[{i}]") for i, values in enumerate(table.entries("matmul"))),
+        conv=tuple(_conv(values, f"{table.where} › conv[{i}]") for i, values in enumerate(table.entries("conv"))),
+        memory=tuple(_memory(values, f"{table.where} › memory[{i}]") for i, values in enumerate(table.entries("memory"))),
+        threads=table.integer("threads", 0, 10_000, 0),
+    )
+
+
+def _precision(table: Table) -> str:
+    precision = table.text("precision", "fp32")
+    if precision not in PRECISIONS:
+        raise table.wrong("precision", f"unknown precision {precision!r}{nearest(precision, PRECISIONS)}")
+    return precision
+
+
+def _matmul(values: object, where: str) -> MatmulRate:
+    table = Table(values, where, ("precision", "rows", "columns", "depth", "rate"))
+    rows, columns, depth = (table.integer(key, 1, _LARGEST_SIDE) for key in ("rows", "columns", "depth"))
+    return MatmulRate(precision=_precision(table), rows=rows, columns=columns, depth=depth, flops_per_s=table.quantity("rate", FLOPS))
+
+
+def _conv(values: object, where: str) -> ConvRate:
+    sides = ("batch", "inputs", "outputs", "size", "kernel")
+    table = Table(values, where, ("precision", *sides, "rate"))
+    batch, inputs, outputs, size, kernel = (table.integer(key, 1, _LARGEST_SIDE) for key in sides)
+    return ConvRate(
+        precision=_precision(table),
+        batch=batch,
+        inputs=inputs,
+        outputs=outputs,
+        size=size,
+        kernel=kernel,
+        flops_per_s=table.quantity("rate", FLOPS),
+    )
+
+
+def _memory(values: object, where: str) -> MemoryRate:
+    table = Table(values, where, ("size", "rate"))
+    return MemoryRate(bytes=table.quantity("size", BYTES), bytes_per_s=table.quantity("rate", BANDWIDTH))

@@ -1,7 +1,24 @@
 """Plan: what runs where — its text and JSON forms, its rules, and what differs between two of them."""
 
+from atoll.plan.diff import Change, PlanDiff, diff
 from atoll.plan.files import load_plan, save_plan
 from atoll.plan.plan import CodecName, Mode, Plan, Replica, Schedule, Stage
 from atoll.plan.text import parse_plan, to_text
+from atoll.plan.validate import validate
 
-__all__ = ["CodecName", "Mode", "Plan", "Replica", "Schedule", "Stage", "load_plan", "parse_plan", "save_plan", "to_text"]
+__all__ = [
+    "Change",
+    "CodecName",
+    "Mode",
+    "Plan",
+    "PlanDiff",
+    "Replica",
+    "Schedule",
+    "Stage",
+    "diff",
+    "load_plan",
+    "parse_plan",
+    "save_plan",
+    "to_text",
+    "validate",
+]

@@ -81,6 +81,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def __hash__(self) -> int:
         return hash((self.batch_size, self.micro_batch_size, self.stages, self.mode, self.schedule, tuple(sorted(self.codecs.items()))))
 
+    def __str__(self) -> str:
+        from atoll.plan.text import to_text  # it builds Plans, so it comes after this file
+
+        return to_text(self)
+
     @property
     def micro_batches(self) -> int:
         """How many micro-batches make a global batch (the last may be smaller)."""

@@ -22,7 +22,7 @@ PLAN = Plan(
 
 
 @given(any_plans)
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_any_plan_reads_back_equal(plan: Plan) -> None:
     assert Plan.from_json(plan.to_json()) == plan
 

@@ -12,7 +12,7 @@ HEAD = "plan v1 graph=g cluster=c batch=8 micro_batch=2\n"
 
 
 @given(any_plans)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_any_plan_reads_back_equal(plan: Plan) -> None:
     assert parse_plan(to_text(plan)) == plan
 

@@ -1,0 +1,134 @@
+"""What differs between two plans, in words."""
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Literal
+
+import msgspec
+
+from atoll.plan.names import shorten
+from atoll.plan.plan import Plan, Stage
+from atoll.plan.table import inside_text
+from atoll.plan.text import samples_text, to_text
+
+__all__ = ["Change", "PlanDiff", "diff"]
+
+ChangeKind = Literal["plan", "codec", "stages", "layers", "inside", "devices", "samples", "shares"]
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """One difference: what it is about, which stage of the second plan it is in (-1: the plan as a whole), and a sentence."""
+
+    kind: ChangeKind
+    stage: int = -1
+    text: str
+
+
+class PlanDiff(msgspec.Struct, frozen=True, kw_only=True):
+    """All differences, the plan's own first, then stage by stage. False when there are none; `str()` is a line for each."""
+
+    changes: tuple[Change, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.changes)
+
+    def __str__(self) -> str:
+        return "\n".join(change.text for change in self.changes) or "the plans are equal"
+
+    def to_json(self) -> str:
+        """The differences as JSON."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
+
+
+def diff(a: Plan, b: Plan) -> PlanDiff:
+    """What became different from plan `a` to plan `b`; empty exactly when they are equal."""
+    changes = [*_fields(a, b), *_codecs(a, b), *_stages(a, b)]
+    assert bool(changes) == (a != b), f"a difference went unnoticed:\n{to_text(a)}{to_text(b)}"
+    return PlanDiff(changes=tuple(changes))
+
+
+def _fields(a: Plan, b: Plan) -> Iterator[Change]:
+    for name in ("graph", "cluster", "mode", "schedule", "batch_size", "micro_batch_size", "outer_steps", "staleness"):
+        before, after = getattr(a, name), getattr(b, name)
+        if before != after:
+            words = name.replace("micro_batch", "micro-batch").replace("_", " ")
+            yield Change(kind="plan", text=f"{words}: {before} → {after}")
+
+
+def _codecs(a: Plan, b: Plan) -> Iterator[Change]:
+    for link in sorted({*a.codecs, *b.codecs}):
+        before, after = a.codecs.get(link, "not named"), b.codecs.get(link, "not named")
+        if before != after:
+            yield Change(kind="codec", text=f"codec of link {link}: {before} → {after}")
+
+
+def _stages(a: Plan, b: Plan) -> Iterator[Change]:
+    if len(a.stages) != len(b.stages):
+        yield Change(kind="stages", text=f"stages: {len(a.stages)} → {len(b.stages)}, now of layers {_cuts(b)} (were {_cuts(a)})")
+        yield from _devices("the plan", -1, _all_devices(a), _all_devices(b))
+        return
+    for index, (before, after) in enumerate(zip(a.stages, b.stages, strict=True)):
+        yield from _stage(index, before, after)
+
+
+def _cuts(plan: Plan) -> str:
+    return " | ".join(f"{stage.start}-{stage.stop - 1}" for stage in plan.stages) or "none"
+
+
+def _all_devices(plan: Plan) -> tuple[str, ...]:
+    return tuple(device for stage in plan.stages for device in stage.devices)
+
+
+def _stage(index: int, before: Stage, after: Stage) -> Iterator[Change]:
+    name = f"stage {index}"
+    if (before.start, before.stop) != (after.start, after.stop):
+        layers = f"layers {before.start}-{before.stop - 1} → {after.start}-{after.stop - 1}"
+        growth = (after.stop - after.start) - (before.stop - before.start)
+        size = f" ({abs(growth)} {'more' if growth > 0 else 'fewer'})" if growth else ""
+        yield Change(kind="layers", stage=index, text=f"{name}: {layers}{size}")
+    if _inside(before) != _inside(after):
+        yield Change(kind="inside", stage=index, text=f"{name}: inside a replica {inside_text(before)} → {inside_text(after)}")
+    yield from _devices(name, index, before.devices, after.devices)
+    yield from _grouping(name, index, before, after)
+
+
+def _inside(stage: Stage) -> tuple[int, bool, bool, bool]:
+    return stage.tensor, stage.sharded, stage.expert, stage.recompute
+
+
+def _devices(name: str, index: int, before: tuple[str, ...], after: tuple[str, ...]) -> Iterator[Change]:
+    old, new = set(before), set(after)
+    added, removed = tuple(d for d in after if d not in old), tuple(d for d in before if d not in new)
+    if added:
+        yield Change(kind="devices", stage=index, text=f"{name}: {_counted(added)} added: {' '.join(shorten(added))}")
+    if removed:
+        yield Change(kind="devices", stage=index, text=f"{name}: {_counted(removed)} removed: {' '.join(shorten(removed))}")
+
+
+def _counted(devices: tuple[str, ...]) -> str:
+    return f"{len(devices)} device{'s' if len(devices) > 1 else ''}"
+
+
+def _grouping(name: str, index: int, before: Stage, after: Stage) -> Iterator[Change]:
+    """Replicas formed otherwise of their devices, and their shares of the batch and of tensors."""
+    groups_before, groups_after = ([replica.devices for replica in stage.replicas] for stage in (before, after))
+    shape_before, shape_after = (f"{len(groups)} × {len(groups[0]) if groups else 0}" for groups in (groups_before, groups_after))
+    if shape_before != shape_after:
+        yield Change(kind="devices", stage=index, text=f"{name}: replicas × devices {shape_before} → {shape_after}")
+    elif groups_before != groups_after and (set(before.devices) == set(after.devices)):
+        yield Change(kind="devices", stage=index, text=f"{name}: the same devices form other replicas")
+    old, new = _samples(before), _samples(after)
+    if old != new:
+        yield Change(kind="samples", stage=index, text=f"{name}: samples {old} → {new}")
+    shares_before, shares_after = (tuple(replica.tensor_shares for replica in stage.replicas) for stage in (before, after))
+    if shares_before != shares_after and (any(shares_before) or any(shares_after)):
+        yield Change(kind="shares", stage=index, text=f"{name}: tensor shares {_shares(shares_before)} → {_shares(shares_after)}")
+
+
+def _samples(stage: Stage) -> str:
+    runs = [(samples_text(samples), len(list(run))) for samples, run in groupby(replica.samples for replica in stage.replicas)]
+    return " ".join(f"{count}×({samples})" if count > 1 else samples for samples, count in runs) or "none"
+
+
+def _shares(shares: tuple[tuple[int, ...], ...]) -> str:
+    return " ".join(":".join(map(str, share)) or "equal" for share in dict.fromkeys(shares)) or "none"

@@ -1,0 +1,222 @@
+"""The rules of a Plan. `validate` raises a `PlanError` that says in a sentence what is wrong and shows the table with that cell marked.
+
+Decisions the rules rest on:
+- A plan belongs to the graph and the cluster it names; another name is an error, since layer numbers would mean other layers.
+- Lanes that neither shard nor divide experts repeat the parameters; that is allowed (data parallelism inside a replica).
+- All replicas of a stage have the same `lanes × tensor`. A lane may take no samples (it still holds its shard), a replica may not.
+- With several stages a replica takes whole micro-batches; when `batch_size` is not a multiple, one replica takes the smaller last one.
+- Under tensor parallelism, layers that cannot be split are repeated on every device; a stage with nothing to split is an error.
+- Memory is not a rule but a prediction: `Cost.over_memory` says what does not fit.
+"""
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator
+
+from atoll.cluster import Cluster
+from atoll.cluster.cluster import device_index
+from atoll.errors import PlanError
+from atoll.graph import Graph
+from atoll.plan.constraints import constraint_problems
+from atoll.plan.plan import Plan, Stage
+from atoll.plan.table import Mark, Problem, stage_table
+
+__all__ = ["link_names", "validate"]
+
+
+def validate(plan: Plan, graph: Graph | None = None, cluster: Cluster | None = None) -> None:
+    """Raise `PlanError` for the first rule the plan breaks, by itself and, where they are given, with its graph and cluster."""
+    checks: list[Callable[[], Iterable[Problem]]] = [
+        lambda: _fields(plan),
+        lambda: _layers(plan),
+        lambda: _replicas(plan),
+        lambda: _devices(plan),
+    ]
+    if cluster is not None:
+        checks.append(lambda: _against_cluster(plan, cluster))
+    if graph is not None:
+        checks += [lambda: _against_graph(plan, graph), lambda: constraint_problems(plan, graph)]
+    for check in checks:  # each may rely on those before it having found nothing
+        for problem in check():
+            raise PlanError(f"{problem.sentence}\n\n{stage_table(plan, problem.mark)}")
+
+
+def link_names(cluster: Cluster) -> set[str]:
+    """The names by which a plan's codecs may call the cluster's links."""
+    inside = {site.link.name for site in cluster.sites} | {host.link.name for host in cluster.hosts}
+    return inside | {link.name for link in cluster.links}
+
+
+def _fields(plan: Plan) -> Iterator[Problem]:
+    for column, number, least in (
+        ("batch", plan.batch_size, 1),
+        ("micro_batch", plan.micro_batch_size, 1),
+        ("outer_steps", plan.outer_steps, 1),
+        ("staleness", plan.staleness, 0),
+    ):
+        if number < least:
+            yield Problem(f"{column} must be at least {least}, got {number}", Mark(column))
+    if plan.micro_batch_size > plan.batch_size:
+        yield Problem(f"a micro-batch of {plan.micro_batch_size} is larger than the batch of {plan.batch_size}", Mark("micro_batch"))
+    if plan.outer_steps != 1 and plan.mode != "islands":
+        yield Problem(f"outer_steps is for mode islands, but the mode is {plan.mode}", Mark("outer_steps"))
+    if plan.staleness != 0 and plan.mode not in ("swarm", "tables"):
+        yield Problem(f"staleness is for modes swarm and tables, but the mode is {plan.mode}", Mark("staleness"))
+    if not plan.stages:
+        yield Problem("the plan has no stage", Mark("stages"))
+
+
+def _layers(plan: Plan) -> Iterator[Problem]:
+    expected = 0
+    for index, stage in enumerate(plan.stages):
+        mark = Mark("layers", index)
+        if stage.start < 0 or stage.stop <= stage.start:
+            yield Problem(f"stage {index} has no layers: it runs from {stage.start} to {stage.stop - 1}", mark)
+        elif stage.start > expected:
+            missing = f"layer {expected} is" if stage.start == expected + 1 else f"layers {expected}-{stage.start - 1} are"
+            yield Problem(f"{missing} in no stage: stage {index} begins at layer {stage.start}", mark)
+        elif stage.start < expected:
+            how = "out of order" if stage.stop <= plan.stages[index - 1].start else "overlapping"
+            yield Problem(
+                f"stages {index - 1} and {index} are {how}: stage {index} must begin at layer {expected}, not {stage.start}", mark
+            )
+        expected = stage.stop
+
+
+def _replicas(plan: Plan) -> Iterator[Problem]:
+    for index, stage in enumerate(plan.stages):
+        if stage.tensor < 1:
+            yield Problem(f"stage {index}: tensor must be at least 1, got {stage.tensor}", Mark("inside", index))
+        elif not stage.replicas:
+            yield Problem(f"stage {index} has no replica to run its layers", Mark("replicas", index))
+        else:
+            yield from _replica_shapes(index, stage)
+            yield from _shares_of_batch(plan, index, stage)
+
+
+def _replica_shapes(index: int, stage: Stage) -> Iterator[Problem]:
+    size = len(stage.replicas[0].devices)
+    for number, replica in enumerate(stage.replicas):
+        name = f"stage {index}, replica {number}"
+        count, lanes = len(replica.devices), len(replica.samples)
+        if count == 0 or count % stage.tensor:
+            yield Problem(f"{name}: {count} devices do not form lanes of tensor={stage.tensor}", Mark("replicas", index, number))
+        elif count != size:
+            yield Problem(f"{name}: it has {count} devices but replica 0 has {size}", Mark("replicas", index, number))
+        elif lanes != count // stage.tensor:
+            expected = f"{count // stage.tensor} lanes of {stage.tensor}"
+            yield Problem(f"{name}: {count} devices are {expected}, but samples has {lanes} entries", Mark("samples", index, number))
+        shares = replica.tensor_shares
+        if shares and len(shares) != stage.tensor:
+            yield Problem(f"{name}: {len(shares)} tensor shares for tensor={stage.tensor}", Mark("shares", index, number))
+        elif any(share < 1 for share in shares):
+            yield Problem(f"{name}: tensor shares must be at least 1", Mark("shares", index, number))
+    for flag in ("sharded", "expert"):
+        if getattr(stage, flag) and stage.lanes < 2:
+            yield Problem(f"stage {index} is {flag} but a replica has one lane, so there is nothing to divide", Mark("inside", index))
+
+
+def _shares_of_batch(plan: Plan, index: int, stage: Stage) -> Iterator[Problem]:
+    broken = []
+    for number, replica in enumerate(stage.replicas):
+        if any(samples < 0 for samples in replica.samples):
+            yield Problem(f"stage {index}, replica {number}: samples must not be negative", Mark("samples", index, number))
+        elif replica.total_samples == 0:
+            yield Problem(f"stage {index}, replica {number}: it takes no samples; leave its devices out", Mark("samples", index, number))
+        if replica.total_samples % plan.micro_batch_size:
+            broken.append(number)
+    total = sum(replica.total_samples for replica in stage.replicas)
+    if total != plan.batch_size:
+        yield Problem(f"stage {index}: its replicas take {total} samples, but the batch has {plan.batch_size}", Mark("of batch", index))
+    if len(plan.stages) > 1 and len(broken) > 1:
+        replica = stage.replicas[broken[-1]]
+        whole = f"with several stages a replica takes whole micro-batches of {plan.micro_batch_size}, not {replica.total_samples} samples"
+        yield Problem(f"stage {index}, replica {broken[-1]}: {whole}", Mark("samples", index, broken[-1]))
+
+
+def _devices(plan: Plan) -> Iterator[Problem]:
+    home: dict[str, int] = {}  # the first stage each device was seen in
+    for index, stage in enumerate(plan.stages):
+        here: dict[str, int] = {}
+        for number, replica in enumerate(stage.replicas):
+            for position, device in enumerate(replica.devices):
+                mark = Mark("devices", index, number, position)
+                if device in here:
+                    yield Problem(f"stage {index}: device {device!r} is in replica {here[device]} and again in replica {number}", mark)
+                elif device in home and (reason := _may_not_share(plan, home[device], index)):
+                    yield Problem(f"device {device!r} is in stage {home[device]} and in stage {index}; {reason}", mark)
+                here[device] = number
+        home = {**dict.fromkeys(here, index), **home}
+
+
+def _may_not_share(plan: Plan, a: int, b: int) -> str:
+    """Why these stages may not name the same devices, or `""` when they are virtual stages of one another."""
+    if plan.schedule != "interleaved":
+        return f"stages share devices only under schedule interleaved, not {plan.schedule}"
+    groups = [{frozenset(replica.devices) for replica in plan.stages[index].replicas} for index in (a, b)]
+    return "" if groups[0] == groups[1] else "stages that share devices must have the same replicas"
+
+
+def _against_cluster(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
+    if plan.cluster != cluster.name:
+        yield Problem(f"the plan was made for cluster {plan.cluster!r}, not {cluster.name!r}", Mark("cluster"))
+    known = device_index(cluster)
+    for index, stage in enumerate(plan.stages):
+        for number, replica in enumerate(stage.replicas):
+            for position, device in enumerate(replica.devices):
+                if device not in known:
+                    sentence = f"stage {index}: the cluster has no device {device!r}{_nearest(device, known)}"
+                    yield Problem(sentence, Mark("devices", index, number, position))
+            sites = sorted({known[device].site for device in replica.devices if device in known})
+            if plan.mode == "islands" and len(sites) > 1:
+                sentence = (
+                    f"stage {index}, replica {number}: under mode islands a replica stays in one site, this one is in {' and '.join(sites)}"
+                )
+                yield Problem(sentence, Mark("devices", index, number))
+    links = link_names(cluster)
+    for link in plan.codecs:
+        if link not in links:
+            yield Problem(f"codecs: the cluster has no link {link!r}{_nearest(link, links)}", Mark(f"codec {link}"))
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def _against_graph(plan: Plan, graph: Graph) -> Iterator[Problem]:
+    if plan.graph != graph.name:
+        yield Problem(f"the plan was made for graph {plan.graph!r}, not {graph.name!r}", Mark("graph"))
+    last, count = len(plan.stages) - 1, len(graph.layers)
+    if plan.stages[-1].stop != count:
+        stop = plan.stages[-1].stop
+        wrong = f"layers {stop}-{count - 1} are in no stage" if stop < count else f"there is no layer {stop - 1}"
+        yield Problem(f"{wrong}: {graph.name} has {count} layers, 0-{count - 1}", Mark("layers", last))
+        return
+    cuts = set(graph.cuts)
+    for index, stage in enumerate(plan.stages):
+        if index and stage.start not in cuts:
+            names = f"{graph.layers[stage.start - 1].name!r} and {graph.layers[stage.start].name!r}"
+            nearest = min(cuts, key=lambda cut: (abs(cut - stage.start), cut), default=None)
+            hint = f"; the nearest legal cut is before layer {nearest}" if nearest is not None else "; it has no legal cut"
+            yield Problem(f"stage {index}: {graph.name} cannot be cut between {names}{hint}", Mark("layers", index))
+        yield from _parallelism_fits(graph, index, stage)
+
+
+def _parallelism_fits(graph: Graph, index: int, stage: Stage) -> Iterator[Problem]:
+    layers = graph.layers[stage.start : stage.stop]
+    mark = Mark("inside", index)
+    if stage.tensor > 1:
+        if all(layer.tensor_units == 1 for layer in layers):
+            yield Problem(f"stage {index}: tensor={stage.tensor}, but none of its layers can be split", mark)
+        for layer in layers:
+            if 1 < layer.tensor_units < stage.tensor:
+                yield Problem(
+                    f"stage {index}: layer {layer.name!r} splits into at most {layer.tensor_units} parts, not {stage.tensor}", mark
+                )
+                return
+    if stage.expert:
+        experts = [layer.experts for layer in layers if layer.experts]
+        if not experts:
+            yield Problem(f"stage {index} is expert, but none of its layers has experts", mark)
+        elif stage.lanes > min(experts):
+            yield Problem(f"stage {index}: {stage.lanes} lanes cannot divide {min(experts)} experts", mark)

@@ -1,0 +1,209 @@
+"""The rules of a plan: random valid plans pass, and each way to break one gets a sentence and a marked cell."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from msgspec.structs import replace
+
+from atoll.cluster import Cluster
+from atoll.errors import PlanError
+from atoll.graph import Constraint, Graph
+from atoll.plan import Plan, Replica, Stage, parse_plan, to_text, validate
+from tests.plan.strategies import any_plans, make_cluster, make_graph, valid_cases
+
+HEAD = "plan v1 graph=g cluster=c batch=8 micro_batch=2"
+GOOD = f"{HEAD}\nstage 0: layers 0-1 tensor=2: 2x(s0-0/[0-3])=4\nstage 1: layers 2-5 sharded: s0-1/[0-1]=2*2 s0-1/[2-3]=2*2\n"
+CLUSTER = make_cluster(hosts=2, devices=4, sites=2)
+GRAPH = make_graph(6)
+
+
+@given(valid_cases())
+@settings(max_examples=100, deadline=None)
+def test_valid_plans_are_valid(case: tuple[Plan, Graph, Cluster]) -> None:
+    plan, graph, cluster = case
+    validate(plan)
+    validate(plan, graph, cluster)
+
+
+@given(any_plans)
+@settings(max_examples=100, deadline=None)
+def test_any_plan_is_valid_or_gets_a_plan_error_with_one_marked_cell(plan: Plan) -> None:
+    try:
+        validate(plan, GRAPH, CLUSTER)
+    except PlanError as error:
+        sentence, table = str(error).split("\n\n", 1)
+        assert sentence
+        assert table.count("▶") == 1 or "▶" in to_text(plan)
+
+
+PLAN_ERRORS = {
+    HEAD: ("the plan has no stage", "▶none◀"),
+    GOOD.replace("batch=8 ", "batch=0 "): ("batch must be at least 1, got 0", "batch ▶0◀"),
+    GOOD.replace("micro_batch=2", "micro_batch=-1"): ("micro_batch must be at least 1", "▶-1◀"),
+    GOOD.replace("micro_batch=2", "micro_batch=9"): ("a micro-batch of 9 is larger than the batch of 8", "▶9◀"),
+    GOOD.replace("=2\n", "=2 outer_steps=4\n", 1): ("outer_steps is for mode islands, but the mode is lockstep", "▶4◀"),
+    GOOD.replace("=2\n", "=2 outer_steps=-4\n", 1): ("outer_steps must be at least 1", "▶-4◀"),
+    GOOD.replace("=2\n", "=2 staleness=1\n", 1): ("staleness is for modes swarm and tables", "▶1◀"),
+    GOOD.replace("layers 2-5", "layers 3-5"): ("layer 2 is in no stage: stage 1 begins at layer 3", "▶3-5◀"),
+    GOOD.replace("layers 2-5", "layers 4-5"): ("layers 2-3 are in no stage", "▶4-5◀"),
+    GOOD.replace("layers 2-5", "layers 1-5"): ("stages 0 and 1 are overlapping: stage 1 must begin at layer 2, not 1", "▶1-5◀"),
+    GOOD.replace("layers 2-5", "layers 0-0").replace("layers 0-1", "layers 1-5"): ("layer 0 is in no stage", "▶1-5◀"),
+    GOOD.replace("layers 2-5", "layers 2-1"): ("stage 1 has no layers", "▶2-1◀"),
+    GOOD.replace("tensor=2", "tensor=0"): ("stage 0: tensor must be at least 1", "▶tensor 0◀"),
+    GOOD.replace("2x(s0-0/[0-3])=4", ""): ("stage 0 has no replica", "▶none◀"),
+    GOOD.replace("tensor=2", "tensor=4"): ("stage 0, replica 0: 2 devices do not form lanes of tensor=4", "▶1 × 2◀"),
+    GOOD.replace("s0-1/[2-3]=2*2", "s0-1/2=4"): ("stage 1, replica 1: it has 1 devices but replica 0 has 2", "▶1 × 1◀"),
+    GOOD.replace("s0-1/[2-3]=2*2", "s0-1/[2-3]=4"): ("2 devices are 2 lanes of 1, but samples has 1 entries", "▶4◀"),
+    GOOD.replace("[0-3])=4", "[0-3])=4@1:2:3"): ("stage 0, replica 0: 3 tensor shares for tensor=2", "▶1:2:3◀"),
+    GOOD.replace("[0-3])=4", "[0-3])=4@1:0"): ("tensor shares must be at least 1", "▶1:0◀"),
+    GOOD.replace("tensor=2", "tensor=2 sharded"): ("stage 0 is sharded but a replica has one lane", "▶tensor 2 · sharded 1◀"),
+    GOOD.replace("tensor=2", "tensor=2 expert"): ("stage 0 is expert but a replica has one lane", "▶tensor 2 · expert 1◀"),
+    GOOD.replace("s0-1/[2-3]=2*2", "s0-1/[2-3]=-2,6"): ("stage 1, replica 1: samples must not be negative", "▶-2,6◀"),
+    GOOD.replace("s0-1/[2-3]=2*2", "s0-1/[2-3]=2*0"): ("it takes no samples", "▶2*0◀"),
+    GOOD.replace("s0-1/[2-3]=2*2", "s0-1/[2-3]=2,4"): ("stage 1: its replicas take 10 samples, but the batch has 8", "▶10/8◀"),
+    GOOD.replace("s0-1/[0-1]=2*2 s0-1/[2-3]=2*2", "s0-1/[0-1]=1,2 s0-1/[2-3]=2,3"): (
+        "stage 1, replica 1: with several stages a replica takes whole micro-batches of 2, not 5 samples",
+        "▶2,3◀",
+    ),
+    GOOD.replace("s0-1/[2-3]", "s0-1/[1-2]"): ("stage 1: device 's0-1/1' is in replica 0 and again in replica 1", "▶s0-1/1◀ s0-1/2"),
+    GOOD.replace("s0-1/[2-3]", "s0-0/[2-3]"): (
+        "device 's0-0/2' is in stage 0 and in stage 1; stages share devices only under schedule interleaved, not 1f1b",
+        "▶s0-0/2◀ s0-0/3",
+    ),
+    GOOD.replace("s0-1/[2-3]", "s0-0/[2-3]").replace("batch=8", "batch=8 schedule=interleaved", 1): (
+        "stages that share devices must have the same replicas",
+        "▶s0-0/2◀",
+    ),
+    GOOD.replace("cluster=c", "cluster=d"): ("the plan was made for cluster 'd', not 'c'", "cluster ▶d◀"),
+    GOOD.replace("graph=g", "graph=h"): ("the plan was made for graph 'h', not 'g'", "graph ▶h◀"),
+    GOOD.replace("s0-1/[2-3]", "s0-1/[3-4]"): ("stage 1: the cluster has no device 's0-1/4'; did you mean 's0-1/", "s0-1/3 ▶s0-1/4◀"),
+    GOOD + "codec int8: s0–s2": ("codecs: the cluster has no link 's0–s2'; did you mean 's0–s1'?", "codec s0–s2 ▶int8◀"),
+    GOOD.replace("s0-1/[2-3]", "(s0-1/2 s1-0/0)").replace("batch=8", "batch=8 mode=islands", 1): (
+        "stage 1, replica 1: under mode islands a replica stays in one site, this one is in s0 and s1",
+        "▶s0-1/2 s1-0/0◀",
+    ),
+    GOOD.replace("layers 2-5", "layers 2-4"): ("layers 5-5 are in no stage: g has 6 layers, 0-5", "▶2-4◀"),
+    GOOD.replace("layers 2-5", "layers 2-6"): ("there is no layer 6", "▶2-6◀"),
+}
+
+
+@pytest.mark.parametrize("text", PLAN_ERRORS)
+def test_each_broken_rule_has_its_sentence_and_its_cell(text: str) -> None:
+    sentence, cell = PLAN_ERRORS[text]
+    with pytest.raises(PlanError) as caught:
+        validate(parse_plan(text), GRAPH, CLUSTER)
+    message = str(caught.value)
+    assert sentence in message.split("\n\n")[0]
+    assert cell in message.split("\n\n", 1)[1]
+    assert message.count("▶") == 1
+
+
+def test_the_good_plan_is_good() -> None:
+    validate(parse_plan(GOOD), GRAPH, CLUSTER)
+
+
+def test_the_last_smaller_micro_batch_goes_to_one_replica() -> None:
+    text = (
+        GOOD.replace("batch=8", "batch=9", 1)
+        .replace("2x(s0-0/[0-3])=4", "s0-0/[0-1]=4 s0-0/[2-3]=5")
+        .replace("s0-1/[2-3]=2*2", "s0-1/[2-3]=2,3")
+    )
+    validate(parse_plan(text), GRAPH, CLUSTER)
+
+
+def test_one_stage_may_take_any_shares() -> None:
+    validate(parse_plan(f"{HEAD}\nstage 0: layers 0-5: s0-0/0=3 s0-0/1=5"), GRAPH, CLUSTER)
+
+
+def test_virtual_stages_share_devices_under_the_interleaved_schedule() -> None:
+    stages = "".join(f"stage {i}: layers {i}-{i}: 2x(s0-{i % 2}/[0-1])=4\n" for i in range(6))
+    validate(parse_plan(f"{HEAD} schedule=interleaved\n{stages}"), GRAPH, CLUSTER)
+
+
+def test_repeating_lanes_are_allowed() -> None:
+    validate(parse_plan(f"{HEAD}\nstage 0: layers 0-5: s0-0/[0-3]=4*2"), GRAPH, CLUSTER)
+
+
+GRAPH_ERRORS: list[tuple[str, Graph, str, str]] = [
+    (GOOD, make_graph(6, cut=False), "stage 1: g cannot be cut between 'h.1' and 'h.2'; it has no legal cut", "▶2-5◀"),
+    (GOOD, make_graph(6, tensor_units=1), "stage 0: tensor=2, but none of its layers can be split", "▶tensor 2◀"),
+    (
+        GOOD.replace("tensor=2: 2x", "tensor=4: 1x").replace("[0-3])=4", "[0-3])=8"),
+        make_graph(6, tensor_units=3),
+        "stage 0: layer 'h.0' splits into at most 3 parts, not 4",
+        "▶tensor 4◀",
+    ),
+    (GOOD.replace("sharded", "expert"), make_graph(6, experts=0), "stage 1 is expert, but none of its layers has experts", "▶expert 2◀"),
+    (GOOD.replace("sharded", "expert"), make_graph(6, experts=1), "stage 1: 2 lanes cannot divide 1 experts", "▶expert 2◀"),
+]
+
+
+@pytest.mark.parametrize(("text", "graph", "sentence", "cell"), GRAPH_ERRORS)
+def test_a_plan_must_fit_its_graph(text: str, graph: Graph, sentence: str, cell: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        validate(parse_plan(text), graph, CLUSTER)
+    assert sentence in str(caught.value)
+    assert cell in str(caught.value)
+
+
+def test_the_nearest_legal_cut_is_offered() -> None:
+    layers = tuple(replace(layer, cut=i == 2) for i, layer in enumerate(GRAPH.layers))
+    with pytest.raises(PlanError, match="the nearest legal cut is before layer 3"):
+        validate(parse_plan(GOOD), Graph.from_layers("g", layers))
+
+
+def annotated(*constraints: dict[str, Any], **fields: Any) -> Graph:
+    return replace(make_graph(6, **fields), constraints=tuple(Constraint(**{"where": "t.py:3", **c}) for c in constraints))
+
+
+CONSTRAINTS: list[tuple[Graph, str, str]] = [
+    (
+        annotated({"kind": "stage", "layers": (0, 1, 2)}),
+        "the annotation stage at t.py:3 makes one stage of layers that stages 0 and 1 divide",
+        "▶2-5◀",
+    ),
+    (annotated({"kind": "stage", "layers": (0,)}, {"kind": "stage", "layers": (1,), "order": 1}), "are both in stage 0", "▶0-1◀"),
+    (annotated({"kind": "stage", "layers": (0, 1), "devices": 8}), "asks for 8 devices, stage 0 has 4", "▶2 × 2◀"),
+    (annotated({"kind": "split", "layers": (2, 3)}), "asks for its layers to be divided, stage 1 does not", "▶sharded 2◀"),
+    (annotated({"kind": "split", "layers": (0,), "devices": 4}), "asks for 4 parts, stage 0 makes 2", "▶tensor 2◀"),
+    (annotated({"kind": "split", "layers": (0,), "uneven": False}, tensor_units=3), "layer 'h.0' has 3 units for tensor=2", "▶tensor 2◀"),
+    (annotated({"kind": "replica", "layers": (0, 1)}), "keeps its layers whole, stage 0 splits them", "▶tensor 2◀"),
+    (annotated({"kind": "pipeline", "layers": (0, 1), "micro_batches": 8}), "asks for 8 micro-batches, the plan makes 4", "▶2◀"),
+]
+
+
+@pytest.mark.parametrize(("graph", "sentence", "cell"), CONSTRAINTS)
+def test_annotations_are_honoured(graph: Graph, sentence: str, cell: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        validate(parse_plan(GOOD), graph, CLUSTER)
+    assert sentence in str(caught.value)
+    assert cell in str(caught.value)
+
+
+def test_honoured_annotations_pass() -> None:
+    graph = annotated(
+        {"kind": "pipeline", "layers": (0, 1, 2, 3, 4, 5), "micro_batches": 4},
+        {"kind": "stage", "layers": (0, 1), "parent": 0},
+        {"kind": "stage", "layers": (2, 3), "order": 1, "parent": 0},
+        {"kind": "replica", "layers": (0, 1), "parent": 1},
+        {"kind": "split", "layers": (0, 1), "devices": 2, "uneven": False, "parent": 3},
+    )
+    validate(parse_plan(GOOD), graph, CLUSTER)
+
+
+def test_unequal_shares_can_be_forbidden() -> None:
+    plan = parse_plan(GOOD.replace("[0-3])=4", "[0-3])=4@3:1"))
+    validate(plan, annotated({"kind": "split", "layers": (0,)}))
+    with pytest.raises(PlanError, match="forbids unequal shares"):
+        validate(plan, annotated({"kind": "split", "layers": (0,), "uneven": False}))
+
+
+def test_the_table_of_a_large_plan_is_short_and_shows_the_wrong_device() -> None:
+    replicas = tuple(Replica(devices=tuple(f"n-{h}/{d}" for d in range(8)), samples=(h + 1,)) for h in range(128))
+    wrong = replace(replicas[77], devices=("n-0/3", *replicas[77].devices[1:]))
+    stage = Stage(start=0, stop=6, replicas=(*replicas[:77], wrong, *replicas[78:]), tensor=8)
+    with pytest.raises(PlanError) as caught:
+        validate(Plan(graph="g", cluster="c", batch_size=128 * 129 // 2, micro_batch_size=1, stages=(stage,)))
+    assert "▶n-0/3◀ n-77/[1-7]" in str(caught.value)
+    assert len(str(caught.value).splitlines()) < 15

@@ -1,0 +1,39 @@
+"""What a codec promises to the cost model: how small it makes a tensor, what that costs and what it loses.
+
+The codecs themselves come with the fabric; planning needs only their statements.
+"""
+
+import msgspec
+
+__all__ = ["CODECS", "CodecSpec", "codec_spec"]
+
+
+class CodecSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """`bits` per element on the wire (scales of blocks included) and how often encoding plus decoding pass over the tensor in memory.
+
+    `relative_error` is the root mean square error over the root mean square of normally distributed values.
+    """
+
+    name: str
+    bits: float  # 0: as the tensor is
+    memory_passes: float
+    relative_error: float
+
+    def ratio(self, element_bytes: float) -> float:
+        """Bytes on the wire over bytes in memory."""
+        return min(1.0, self.bits / (8 * element_bytes)) if self.bits else 1.0
+
+
+# Block-wise integers carry one fp32 scale for 256 elements; errors are those of rounding a normal distribution whose largest value in
+# 256 (2.8 standard deviations) maps to the largest integer: step / sqrt(12).
+CODECS = {
+    "none": CodecSpec(name="none", bits=0, memory_passes=0, relative_error=0.0),
+    "bf16": CodecSpec(name="bf16", bits=16, memory_passes=2, relative_error=0.0017),
+    "int8": CodecSpec(name="int8", bits=8.125, memory_passes=5, relative_error=0.0064),
+    "int4": CodecSpec(name="int4", bits=4.125, memory_passes=6, relative_error=0.115),
+}
+
+
+def codec_spec(name: str) -> CodecSpec:
+    """The statement of a codec; `"none"` for links no codec was chosen for."""
+    return CODECS[name]

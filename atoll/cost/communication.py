@@ -1,0 +1,170 @@
+"""Collectives and transfers: α–β costs on the tiers of a cluster — inside a host, inside a site, between sites.
+
+A collective takes the cheapest of three shapes: one flat ring through every member (in order of site and host, so that it enters and
+leaves each place once), a binary tree, and a hierarchy (inside hosts first, then between hosts, then between sites). Groups that work at
+the same time share the interfaces and links they cross: a `Span` says how many do.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise, permutations
+from math import ceil, log2
+from typing import NamedTuple
+
+from atoll.cluster import Cluster, Device, Link
+from atoll.cluster.cluster import host_index, site_index, wan_index
+from atoll.codec import codec_spec
+from atoll.cost.calibration import Calibration
+
+__all__ = ["Span", "all_gather_seconds", "all_reduce_seconds", "all_to_all_seconds", "collective_bytes", "span_of"]
+
+
+class Tier(NamedTuple):
+    """One level of a hierarchy: `members` places joined by links of this rate and latency."""
+
+    members: int
+    bytes_per_s: float
+    latency_s: float
+    sharing: float  # groups that use the narrowest link of this tier at the same time
+
+
+class Span(NamedTuple):
+    """Where the members of one collective live, level by level, and how contended their links are."""
+
+    members: int
+    host: Tier
+    site: Tier
+    wan: Tier
+    wan_links: tuple[Link, ...]  # of the ring between sites
+    host_name: str
+    site_names: tuple[str, ...]
+
+
+def span_of(cluster: Cluster, groups: Sequence[Sequence[Device]], calibration: Calibration) -> Span:
+    """The span of the first group, when all `groups` (alike in layout) communicate at once."""
+    group = groups[0]
+    per_host = Counter(device.host for device in group)
+    sites = tuple(sorted({device.site for device in group}))
+    hosts = host_index(cluster)
+    host_links = [hosts[name].link for name in per_host]
+    host_rate = min(link.bytes_per_s for link in host_links) * calibration.host_link_efficiency
+    host = Tier(max(per_host.values()), host_rate, max(link.latency_s for link in host_links), 1.0)
+    per_site = Counter(hosts[name].site for name in per_host)
+    networks = [site_index(cluster)[name].link for name in sites]
+    site_rate = min(link.bytes_per_s for link in networks) * calibration.network_efficiency
+    site_latency = max(link.latency_s for link in networks)
+    site = Tier(max(per_site.values()), site_rate, site_latency, _sharing(groups, "host"))
+    ring = wan_ring(cluster, sites)
+    if not ring:
+        return Span(len(group), host, site, Tier(1, site_rate, site_latency, 1.0), (), group[0].host, sites)
+    wan_rate = min(link.bytes_per_s for link in ring) * calibration.network_efficiency
+    wan = Tier(len(sites), wan_rate, max(link.latency_s for link in ring), _sharing(groups, "site"))
+    return Span(len(group), host, site, wan, ring, group[0].host, sites)
+
+
+def _sharing(groups: Sequence[Sequence[Device]], place: str) -> float:
+    """The most groups that leave one host (or site) at the same time."""
+    if len(groups) == 1:
+        return 1.0
+    leaving: Counter[str] = Counter()
+    for group in groups:
+        places = {getattr(device, place) for device in group}
+        if len(places) > 1:
+            leaving.update(places)
+    return float(max(leaving.values(), default=1))
+
+
+@lru_cache(maxsize=4096)
+def wan_ring(cluster: Cluster, sites: tuple[str, ...]) -> tuple[Link, ...]:
+    """The links of the ring through these sites whose narrowest link is widest."""
+    if len(sites) < 2:
+        return ()
+    links = wan_index(cluster)
+    if len(sites) == 2:
+        return (links[sites[0], sites[1]],)
+    if len(sites) <= 6:
+        first, rest = sites[0], sites[1:]
+        rings = [tuple(links[a, b] for a, b in pairwise((first, *order, first))) for order in permutations(rest)]
+        return max(rings, key=lambda ring: (min(link.bytes_per_s for link in ring), -sum(link.latency_s for link in ring)))
+    order, left = [sites[0]], set(sites[1:])
+    while left:  # widest next hop: seven sites and more make too many rings to try
+        here = order[-1]
+        order.append(max(left, key=lambda site: (links[here, site].bytes_per_s, -links[here, site].latency_s)))
+        left.remove(order[-1])
+    return tuple(links[a, b] for a, b in pairwise((*order, order[0])))
+
+
+def _ring(tier: Tier, nbytes: float, passes: float) -> float:
+    """`passes` is 2 for an all-reduce, 1 for a gather or a reduce-scatter."""
+    n = tier.members
+    if n < 2:
+        return 0.0
+    return passes * ((n - 1) / n * nbytes * tier.sharing / tier.bytes_per_s + (n - 1) * tier.latency_s)
+
+
+def _tree(tier: Tier, nbytes: float, passes: float) -> float:
+    if tier.members < 2:
+        return 0.0
+    return passes * (nbytes * tier.sharing / tier.bytes_per_s + ceil(log2(tier.members)) * tier.latency_s)
+
+
+def _cheapest(span: Span, nbytes: float, passes: float, wan_ratio: float) -> float:
+    tiers = (span.host, span.site, span.wan)
+    amounts = (nbytes, nbytes, nbytes * wan_ratio)
+    hierarchy = sum(min(_ring(tier, amount, passes), _tree(tier, amount, passes)) for tier, amount in zip(tiers, amounts, strict=True))
+    used = [(tier, amount) for tier, amount in zip(tiers, amounts, strict=True) if tier.members > 1]
+    n = span.members
+    slowest = max(amount * tier.sharing / tier.bytes_per_s for tier, amount in used)
+    flat = passes * ((n - 1) / n * slowest + (n - 1) * max(tier.latency_s for tier, _ in used))
+    return min(hierarchy, flat)
+
+
+def _wan_ratio(span: Span, codecs: Mapping[str, str], element_bytes: float) -> float:
+    return max((codec_spec(codecs.get(link.name, "none")).ratio(element_bytes) for link in span.wan_links), default=1.0)
+
+
+def all_reduce_seconds(span: Span, nbytes: float, calibration: Calibration, codecs: Mapping[str, str], element_bytes: float = 4.0) -> float:
+    """All members end with the sum of everyone's `nbytes`."""
+    if span.members < 2 or not nbytes:
+        return 0.0
+    return _cheapest(span, nbytes, 2.0, _wan_ratio(span, codecs, element_bytes)) + calibration.collective_seconds
+
+
+def all_gather_seconds(span: Span, nbytes: float, calibration: Calibration) -> float:
+    """All members end with all `nbytes`, of which each held its part; a reduce-scatter takes as long."""
+    if span.members < 2 or not nbytes:
+        return 0.0
+    return _cheapest(span, nbytes, 1.0, 1.0) + calibration.collective_seconds
+
+
+def all_to_all_seconds(span: Span, nbytes: float, calibration: Calibration) -> float:
+    """Every member sends `nbytes`, spread evenly over all members."""
+    n = span.members
+    if n < 2 or not nbytes:
+        return 0.0
+    inside_host, inside_site = span.host.members, span.host.members * span.site.members
+    to_host = nbytes * (inside_host - 1) / n / span.host.bytes_per_s if inside_host > 1 else 0.0
+    to_site = nbytes * (n - inside_host) / n * inside_host * span.site.sharing / span.site.bytes_per_s if n > inside_host else 0.0
+    to_wan = nbytes * (n - inside_site) / n * inside_site * span.wan.sharing / span.wan.bytes_per_s if span.wan.members > 1 else 0.0
+    latency = max(tier.latency_s for tier in (span.host, span.site, span.wan) if tier.members > 1)
+    return max(to_host, to_site, to_wan) + latency + calibration.collective_seconds
+
+
+def collective_bytes(span: Span, nbytes: float, passes: float, codecs: Mapping[str, str], element_bytes: float = 4.0) -> dict[str, float]:
+    """Bytes each link carries for one collective of one group (a flat ring or a hierarchy put the same on the narrow ones)."""
+    carried: dict[str, float] = {}
+    if span.members < 2 or not nbytes:
+        return carried
+    if span.host.members > 1:
+        carried["inside hosts"] = passes * (span.host.members - 1) * nbytes
+    hosts = span.site.members
+    if hosts > 1:
+        for site in span.site_names:
+            carried[site] = passes * (hosts - 1) * nbytes
+    if span.wan.members > 1:
+        n = span.wan.members
+        for link in span.wan_links:
+            ratio = codec_spec(codecs.get(link.name, "none")).ratio(element_bytes)
+            carried[link.name] = carried.get(link.name, 0.0) + passes * (n - 1) / n * nbytes * ratio * (2 if n == 2 else 1)
+    return carried

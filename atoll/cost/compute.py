@@ -1,0 +1,137 @@
+"""Roofline: how long a layer takes on a device, by the work in it.
+
+A kernel takes the longer of its arithmetic and its memory traffic, plus a constant. Arithmetic runs at a share of the peak that grows with
+each dimension of the matmul. Tables of prefix sums over the layers make a stage's time two subtractions.
+"""
+
+from itertools import accumulate
+from typing import NamedTuple
+
+from atoll.cluster import Device
+from atoll.cost.calibration import Calibration, LayerTime
+from atoll.graph import Graph, Layer, Work
+
+__all__ = ["Compute", "LayerSeconds", "StageTable"]
+
+
+class LayerSeconds(NamedTuple):
+    """One micro-batch through one layer on one device."""
+
+    forward: float
+    backward: float
+    update: float  # the optimizer, once a step, unsharded
+
+
+class StageTable(NamedTuple):
+    """Prefix sums over layers: a stage of layers a…b-1 takes `forward[b] - forward[a]`."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    update: tuple[float, ...]
+
+
+class Compute:
+    """Times of a graph's layers on any device; what was computed once is remembered."""
+
+    def __init__(self, graph: Graph, calibration: Calibration, update_bytes: float) -> None:
+        """`update_bytes` is the optimizer's memory traffic for one parameter."""
+        self._graph = graph
+        self._update_bytes = update_bytes
+        self._calibration = calibration
+        self._tables: dict[tuple[str, float, float, float, int], StageTable] = {}
+        self._measured = _index(calibration.layer_times)
+
+    def table(self, device: Device, samples: float, fraction: float = 1.0, tensor: int = 1, expert_lanes: int = 1) -> StageTable:
+        """Times of all layers for a micro-batch of `samples` where the device holds `fraction` of every split tensor.
+
+        `tensor` is the number of devices the tensors are split over; `expert_lanes` the number that divide the experts.
+        """
+        key = (device.kind.name, device.speed, samples, fraction if tensor > 1 else 1.0, expert_lanes)
+        found = self._tables.get(key)
+        if found is None:
+            found = self._tables[key] = self._build(device, samples, fraction, tensor, expert_lanes)
+        return found
+
+    def _build(self, device: Device, samples: float, fraction: float, tensor: int, expert_lanes: int) -> StageTable:
+        by_signature: dict[str, LayerSeconds] = {}
+        rows = []
+        for layer in self._graph.layers:
+            seconds = by_signature.get(layer.signature) if layer.signature else None
+            if seconds is None:
+                seconds = self._layer(layer, device, samples, fraction, tensor, expert_lanes)
+                by_signature[layer.signature] = seconds
+            rows.append(seconds)
+        columns = zip(*rows, strict=True)
+        return StageTable(*(tuple(accumulate(column, initial=0.0)) for column in columns))
+
+    def _layer(self, layer: Layer, device: Device, samples: float, fraction: float, tensor: int, expert_lanes: int) -> LayerSeconds:
+        measured = _look_up(self._measured, layer, device, samples, tensor)
+        if measured is not None:
+            return measured
+        forward = backward = 0.0
+        for work in layer.work:
+            seconds = self._work(work, device, samples, fraction, expert_lanes)
+            forward += seconds
+            backward += seconds * work.backward
+        held = layer.parameters - layer.split_parameters * (1 - fraction)
+        held -= layer.expert_parameters * (1 - 1 / expert_lanes) * (fraction if layer.split_parameters else 1.0)
+        bandwidth = device.kind.memory_bytes_per_s * self._calibration.memory_efficiency * device.speed
+        return LayerSeconds(forward, backward, held * self._update_bytes / bandwidth)
+
+    def _work(self, work: Work, device: Device, samples: float, fraction: float, expert_lanes: int) -> float:
+        """Forward seconds of one work item."""
+        calibration = self._calibration
+        part = fraction if work.split else 1.0
+        weight_bytes = work.weight_bytes * part / (expert_lanes if work.expert else 1)
+        traffic = (work.bytes * samples * part + weight_bytes) / (device.kind.memory_bytes_per_s * calibration.memory_efficiency)
+        arithmetic = 0.0
+        if work.flops:
+            peak = device.kind.peak(self._graph.precision) * calibration.matmul_efficiency
+            arithmetic = work.flops * samples * part / (peak * self._fill(work, samples, fraction))
+        return work.count * (max(traffic, arithmetic) / device.speed + calibration.kernel_seconds)
+
+    def _fill(self, work: Work, samples: float, fraction: float) -> float:
+        """The share of a large matmul's rate that one of this size reaches."""
+        half = self._calibration.matmul_half_size
+        rows = work.rows * samples * (fraction if work.split == "rows" and work.kind == "matmul" else 1.0)
+        columns = work.columns * (fraction if work.split == "columns" else 1.0)
+        depth = work.depth * (fraction if work.split == "depth" else 1.0)
+        fill = 1.0
+        for size in (rows, columns, depth):
+            if size:
+                fill *= size / (size + half)
+        return fill
+
+
+_Measured = dict[tuple[str, str, int], list[LayerTime]]
+
+
+def _index(times: tuple[LayerTime, ...]) -> _Measured:
+    index: _Measured = {}
+    for time in sorted(times, key=lambda time: time.samples):
+        index.setdefault((time.layer, time.kind, time.tensor), []).append(time)
+    return index
+
+
+def _look_up(measured: _Measured, layer: Layer, device: Device, samples: float, tensor: int) -> LayerSeconds | None:
+    """The measured times of a layer, by name and then by signature, interpolated between the sizes measured."""
+    if not measured:
+        return None
+    points = measured.get((layer.name, device.kind.name, tensor)) or measured.get((layer.signature, device.kind.name, tensor))
+    if not points:
+        return None
+    below = max((point for point in points if point.samples <= samples), key=lambda point: point.samples, default=points[0])
+    above = min((point for point in points if point.samples >= samples), key=lambda point: point.samples, default=points[-1])
+    if above.samples == below.samples:  # at a point, or outside the table: in proportion to the samples
+        share, scale = 0.0, samples / below.samples
+    else:
+        share, scale = (samples - below.samples) / (above.samples - below.samples), 1.0
+
+    def between(a: float, b: float) -> float:
+        return (a + (b - a) * share) * scale / device.speed
+
+    return LayerSeconds(
+        between(below.forward_seconds, above.forward_seconds),
+        between(below.backward_seconds, above.backward_seconds),
+        (below.update_seconds + (above.update_seconds - below.update_seconds) * share) / device.speed,
+    )

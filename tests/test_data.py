@@ -52,7 +52,7 @@ def test_random_augmentation_gives_the_same_sample_whoever_loads_it() -> None:
 
 
 def test_batches_of_any_make_move_to_a_device() -> None:
-    pair = namedtuple("pair", ["first", "second"])  # noqa: PYI024
+    pair = namedtuple("pair", ["first", "second"])
 
     @dataclass
     class Record:

@@ -130,11 +130,7 @@ class _Trainer:
         self.optimizer.zero_grad()
         loss, weight = self._accumulate_gradient(step)
         gradient_norm = self._clip(step)
-        scale = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        if self.scheduler is not None:
-            self.scheduler.step()
+        applied = self._apply()
         self.losses.append(loss)
         return StepFinished(
             at_seconds=self.elapsed(),
@@ -146,7 +142,7 @@ class _Trainer:
             learning_rate=learning_rate,
             gradient_norm=gradient_norm,
             memory_bytes=_peak_memory_bytes(self.device),
-            applied=self.scaler.get_scale() >= scale,
+            applied=applied,
         )
 
     def _accumulate_gradient(self, step: int) -> tuple[float, float]:
@@ -162,7 +158,8 @@ class _Trainer:
             total += share.detach()
             weight += (stop - start) if value.weight is None else value.weight
         divisor = _checked_weight(step, float(weight))
-        self.scaler.unscale_(self.optimizer) if self.scaler.is_enabled() else None
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(self.optimizer)
         if deferred:
             torch._foreach_div_([p.grad for p in self.parameters if p.grad is not None], divisor)
         loss = float(total) / (divisor if deferred else 1.0)
@@ -188,6 +185,16 @@ class _Trainer:
         if not self.scaler.is_enabled():  # in fp16 overflow is ordinary: the scaler skips the step
             self._not_finite(step, "gradient", norm)
         return None
+
+    def _apply(self) -> bool:
+        """Step the optimizer and the schedule; False when fp16 overflowed and neither moved."""
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        applied = self.scaler.get_scale() >= scale
+        if applied and self.scheduler is not None:
+            self.scheduler.step()
+        return applied
 
     def _not_finite(self, step: int, what: Literal["loss", "gradient"], value: float) -> None:
         self.emit(NonFinite(at_seconds=self.elapsed(), step=step, what=what, value=str(value)))

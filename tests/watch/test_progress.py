@@ -1,0 +1,81 @@
+"""What people see of a run."""
+
+import io
+
+from rich.console import Console
+
+from atoll.events import AnyEvent, Evaluated, NonFinite, RunFinished, RunStarted, StepFinished
+from atoll.watch.progress import Progress
+
+
+def events(steps: int, seconds: float) -> list[AnyEvent]:
+    started = RunStarted(
+        at_seconds=0.0,
+        name="tiny",
+        mode="alone",
+        steps=steps,
+        batch_size=8,
+        samples=100,
+        parameters=1_500_000,
+        devices=("cpu",),
+        precision="bf16",
+        seed=0,
+        unix_seconds=0.0,
+    )
+    finished = [
+        StepFinished(
+            at_seconds=seconds * step,
+            step=step,
+            loss=4.0 / step,
+            samples=8,
+            weight=8.0,
+            seconds=seconds,
+            learning_rate=0.1,
+            memory_bytes=2_000_000_000,
+        )
+        for step in range(1, steps + 1)
+    ]
+    last = RunFinished(at_seconds=seconds * steps, reason="done", steps=steps, samples=8 * steps, seconds=seconds * steps, loss=0.5)
+    return [started, *finished, last]
+
+
+def shown(story: list[AnyEvent], *, terminal: bool) -> str:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=120, highlight=False, legacy_windows=False)
+    with Progress(console) as progress:
+        for event in story:
+            progress(event)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_plain_lines_are_few_and_say_everything() -> None:
+    lines = shown(events(10, seconds=2.0), terminal=False).splitlines()
+    assert lines[0] == "tiny: 1.5 M parameters, 10 steps of 8 samples, bf16 on cpu"
+    assert lines[1] == "step 1/10  loss 4.0000  4 samples/s  memory 2 GB  left 0:18"
+    assert [line.split()[1] for line in lines[1:-1]] == ["1/10", "4/10", "7/10", "10/10"]
+    assert lines[-1] == "done: 10 steps in 0:20, last loss 0.5000, 4 samples/s"
+    assert "\x1b" not in "".join(lines)
+
+
+def test_a_terminal_gets_a_line_that_moves_and_a_summary_that_stays() -> None:
+    text = shown(events(10, seconds=600.0), terminal=True)
+    assert "step 10/10" in text
+    assert "\x1b[2K" in text  # the line is redrawn
+    assert "left 1:30:00" in text
+    assert text.rstrip().endswith("samples/s")
+    assert "done: 10 steps in 1:40:00" in text
+
+
+def test_what_is_out_of_the_ordinary_gets_its_own_line() -> None:
+    story = events(2, seconds=1.0)
+    story[1:1] = [
+        Evaluated(at_seconds=0.5, step=0, loss=5.5, metrics={"accuracy": 0.25}, samples=10, seconds=0.1),
+        NonFinite(at_seconds=0.6, step=1, what="gradient", value="inf"),
+        StepFinished(at_seconds=0.7, step=1, loss=1.0, samples=8, weight=8, seconds=0.1, learning_rate=0.1, applied=False),
+    ]
+    text = shown(story, terminal=False)
+    assert "step 0: evaluation loss 5.5000  accuracy 0.25\n" in text
+    assert "step 1: the gradient is inf\n" in text
+    assert "step 1: fp16 gradients overflowed; step skipped, loss scale lowered\n" in text
+    failed = RunFinished(at_seconds=1.0, reason="failed", steps=0, samples=0, seconds=1.0, message="JobError: [bold] is no markup here")
+    assert shown([failed], terminal=False) == "failed: 0 steps in 0:01 (JobError: [bold] is no markup here)\n"

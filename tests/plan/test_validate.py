@@ -164,7 +164,21 @@ CONSTRAINTS: list[tuple[Graph, str, str]] = [
         "▶2-5◀",
     ),
     (annotated({"kind": "stage", "layers": (0,)}, {"kind": "stage", "layers": (1,), "order": 1}), "are both in stage 0", "▶0-1◀"),
-    (annotated({"kind": "stage", "layers": (0, 1), "devices": 8}), "asks for 8 devices, stage 0 has 4", "▶2 × 2◀"),
+    (
+        annotated({"kind": "replica", "layers": (2, 3), "devices": 3}),
+        "asks for 3 copies, stage 1 makes 4 (replicas × lanes)",
+        "▶sharded 2◀",
+    ),
+    (
+        annotated({"kind": "replica", "layers": (2, 3), "devices": 3}, {"kind": "replica", "layers": (2, 3), "parent": 0}),
+        "asks for 3 copies, stage 1 makes 4",
+        "▶sharded 2◀",
+    ),
+    (
+        annotated({"kind": "replica", "layers": (2,), "devices": 3}, {"kind": "pipeline", "layers": (2,), "micro_batches": 2, "parent": 0}),
+        "asks for 3 copies",
+        "▶sharded 2◀",
+    ),
     (annotated({"kind": "split", "layers": (2, 3)}), "asks for its layers to be divided, stage 1 does not", "▶sharded 2◀"),
     (annotated({"kind": "split", "layers": (0,), "devices": 4}), "asks for 4 parts, stage 0 makes 2", "▶tensor 2◀"),
     (annotated({"kind": "split", "layers": (0,), "uneven": False}, tensor_units=3), "layer 'h.0' has 3 units for tensor=2", "▶tensor 2◀"),
@@ -188,6 +202,16 @@ def test_honoured_annotations_pass() -> None:
         {"kind": "stage", "layers": (2, 3), "order": 1, "parent": 0},
         {"kind": "replica", "layers": (0, 1), "parent": 1},
         {"kind": "split", "layers": (0, 1), "devices": 2, "uneven": False, "parent": 3},
+        {"kind": "replica", "layers": (2, 3, 4, 5), "devices": 2, "parent": 2},
+        {"kind": "replica", "layers": (2, 3, 4, 5), "devices": 2, "parent": 5},
+    )
+    validate(parse_plan(GOOD), graph, CLUSTER)
+
+
+def test_micro_batches_are_counted_for_each_copy_of_the_pipeline() -> None:
+    whole = (0, 1, 2, 3, 4, 5)
+    graph = annotated(
+        {"kind": "replica", "layers": whole, "devices": 2}, {"kind": "pipeline", "layers": whole, "micro_batches": 2, "parent": 0}
     )
     validate(parse_plan(GOOD), graph, CLUSTER)
 

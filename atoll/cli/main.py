@@ -1,0 +1,94 @@
+"""`atoll`: the commands, and how each way to fail ends.
+
+Exit code 0: done. 1: the job failed. 2: what the user gave was wrong, with a sentence on stderr. 130: interrupted.
+"""
+
+import io
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from atoll.cli.diff import diff
+from atoll.cli.plan import plan
+from atoll.errors import AtollError
+
+__all__ = ["build_app", "main", "run"]
+
+
+def build_app() -> typer.Typer:
+    """The command line as a typer application."""
+    app = typer.Typer(
+        name="atoll",
+        help="Plan and run PyTorch training on whatever devices there are.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_options)
+    app.command()(plan)
+    app.command()(diff)
+    return app
+
+
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=lambda on: _version(on))
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error in Atoll itself.")] = False,
+) -> None:
+    """Plan and run PyTorch training on whatever devices there are."""
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"atoll {version('atoll')}")
+        raise typer.Exit()
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit code; errors become sentences on stderr."""
+    try:
+        code = _call(arguments)
+        sys.stdout.flush()
+    except AtollError as error:
+        _complain(str(error))
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has left. Python would complain when it flushes stdout at exit, so give it somewhere to flush to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if "--debug" in arguments:
+            traceback.print_exc()
+        _complain(f"{type(error).__name__}: {error}\nThis is a fault in Atoll, not in what you gave it; `atoll --debug …` shows where.")
+        return 1
+    return code
+
+
+def _call(arguments: Sequence[str]) -> int:
+    try:
+        build_app()(args=list(arguments), prog_name="atoll")
+    except SystemExit as end:  # how typer ends, well or not
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+def _complain(message: str) -> None:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), message))
+
+
+def main() -> None:
+    """The entry point of the `atoll` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows `?`, and the command goes on
+    sys.exit(run(sys.argv[1:]))

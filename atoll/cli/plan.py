@@ -1,0 +1,97 @@
+"""`atoll plan TARGET --cluster FILE`: make a plan, explain it, and write it down."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from atoll.cli.plan_json import checked_json, planned_json
+from atoll.cli.render import plan_view, show
+from atoll.cli.status import say, working
+from atoll.cli.target import Target, load_target
+from atoll.cli.why import alternatives_table, why_view
+from atoll.cluster import Cluster, load_cluster
+from atoll.cost import Calibration, cost, load_calibration
+from atoll.errors import PlanError
+from atoll.plan import Mode, load_plan, save_plan, validate
+from atoll.units import format_bytes
+
+if TYPE_CHECKING:
+    from atoll.planner import Planned
+
+__all__ = ["plan"]
+
+
+def plan(
+    target: Annotated[str, typer.Argument(help="A training script, or a published model by name, such as gpt3-175b.", metavar="TARGET")],
+    cluster: Annotated[
+        Path,
+        typer.Option("--cluster", "-c", help="The cluster file; `atoll probe -o here.toml` writes one of this machine.", metavar="FILE"),
+    ],
+    top: Annotated[int, typer.Option(help="How many plans to return, best first.", min=1, max=100)] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the best plan here (.txt or .plan: as text, else JSON).", metavar="FILE")
+    ] = None,
+    why: Annotated[bool, typer.Option("--why", help="Explain at length.")] = False,
+    batch_size: Annotated[int | None, typer.Option(help="Samples in a step, instead of the target's own.", min=1)] = None,
+    mode: Annotated[Mode | None, typer.Option(help="Only plans of this execution mode.")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="Measured constants of the cost model.", metavar="FILE")] = None,
+    check: Annotated[Path | None, typer.Option(help="Instead of planning, check this plan and predict its cost.", metavar="FILE")] = None,
+) -> None:
+    """Choose which layers run where, and say why."""
+    devices = load_cluster(cluster)
+    constants = load_calibration(calibration) if calibration else None
+    model = load_target(target, batch_size)
+    if check is not None:
+        _check(check, model, devices, constants, as_json)
+        return
+    planned = _make(model, devices, constants, top, mode)
+    if output is not None:
+        save_plan(planned.candidates[0].plan, output)
+    if as_json:
+        print(planned_json(planned, model, devices))
+    else:
+        _show(planned, model, devices, why)
+    if output is not None:
+        say(f"wrote {output}")
+
+
+def _make(model: Target, cluster: Cluster, calibration: Calibration | None, top: int, mode: Mode | None) -> "Planned":
+    with working(f"planning {model.graph.name} on {len(cluster.devices):,} devices") as update:
+        from atoll.planner import plan as make_plans  # it needs scipy, which takes a moment to load
+
+        return make_plans(
+            model.graph,
+            cluster,
+            batch_size=model.batch_size,
+            top=top,
+            mode=mode,
+            optimizer=model.optimizer,
+            calibration=calibration,
+            progress=update,
+        )
+
+
+def _show(planned: "Planned", model: Target, cluster: Cluster, long: bool) -> None:
+    best = planned.candidates[0]
+    others = [alternatives_table(planned, long=long)] if len(planned.candidates) > 1 else []
+    show(plan_view(best.plan, best.cost, model.graph, cluster), why_view(planned, long=long), *others)
+
+
+def _check(path: Path, model: Target, cluster: Cluster, calibration: Calibration | None, as_json: bool) -> None:
+    """Validate a plan someone else made and predict what it costs. One that does not fit the devices' memory is a failure (exit 1)."""
+    given = load_plan(path)
+    try:
+        validate(given, model.graph, cluster)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from None
+    predicted = cost(model.graph, cluster, given, optimizer=model.optimizer, calibration=calibration)
+    if as_json:
+        print(checked_json(given, predicted, model, cluster))
+    else:
+        show(plan_view(given, predicted, model.graph, cluster))
+    if not predicted.fits:
+        device, lacking = max(predicted.over_memory.items(), key=lambda item: item[1])
+        say(f"{path}: the plan does not fit: {len(predicted.over_memory)} devices lack memory, {device} the most ({format_bytes(lacking)})")
+        raise typer.Exit(1)

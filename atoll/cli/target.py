@@ -1,0 +1,71 @@
+"""What `atoll plan TARGET` speaks of: a training script, or a published model by name."""
+
+import os
+import sys
+import time
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from atoll.cli.status import working
+from atoll.cost import OPTIMIZERS
+from atoll.errors import JobError
+from atoll.graph import PRESETS, Graph, preset
+
+if TYPE_CHECKING:
+    from atoll.job import Job
+
+__all__ = ["Target", "load_target"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model to plan, with the batch and the optimizer it is trained with."""
+
+    graph: Graph
+    batch_size: int
+    optimizer: str
+    capture_seconds: float
+    description: str = ""
+
+
+def load_target(name: str, batch_size: int | None = None) -> Target:
+    """The model that `name` means: a script when it looks like a path or is a file and no preset, else a preset."""
+    looks_like_path = name.endswith(".py") or os.sep in name
+    is_preset = any(entry.name == name.lower() for entry in PRESETS)
+    if looks_like_path or (not is_preset and Path(name).is_file()):
+        return _from_script(name, batch_size)
+    started = time.perf_counter()
+    try:
+        found = preset(name, batch_size=batch_size)
+    except JobError as error:
+        raise JobError(f"{error} A training script is given by its path, such as ./{name}.py") from None if not is_preset else error
+    return Target(found.graph, found.batch_size, found.optimizer, time.perf_counter() - started, found.description)
+
+
+def _from_script(path: str, batch_size: int | None) -> Target:
+    """Import the script and capture its job. What the script prints goes to stderr, so that `--json` stays JSON."""
+    with working(f"capturing {path}"), redirect_stdout(sys.stderr):
+        from atoll.graph import capture  # PyTorch takes seconds to load, and presets do without it
+        from atoll.script import load_job
+
+        started = time.perf_counter()
+        job = load_job(path)
+        graph = capture(job)
+        return Target(graph, batch_size or job.batch_size, _optimizer_name(job), time.perf_counter() - started)
+
+
+def _optimizer_name(job: "Job") -> str:
+    """The cost model's name for the job's optimizer; one it does not know is taken for one that keeps as much state."""
+    import torch
+
+    parameter = torch.nn.Parameter(torch.zeros(64, 64))
+    optimizer = job.build_optimizer([parameter])
+    name = type(optimizer).__name__.lower()
+    if name in OPTIMIZERS and name != "sgd":
+        return name
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    state = sum(value.numel() for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor))
+    return ("sgd", "momentum", "adamw")[min(2, round(state / parameter.numel()))]

@@ -8,11 +8,21 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from atoll.events import StopTraining
+    from atoll.graph.annotations import default, pipeline, replica, split, stage
     from atoll.job import Job, RunResult
 
-__all__ = ["Job", "RunResult", "StopTraining"]
+__all__ = ["Job", "RunResult", "StopTraining", "default", "pipeline", "replica", "split", "stage"]
 
-_HOME = {"Job": "atoll.job", "RunResult": "atoll.job", "StopTraining": "atoll.events"}
+_HOME = {
+    "Job": "atoll.job",
+    "RunResult": "atoll.job",
+    "StopTraining": "atoll.events",
+    "default": "atoll.graph.annotations",
+    "pipeline": "atoll.graph.annotations",
+    "replica": "atoll.graph.annotations",
+    "split": "atoll.graph.annotations",
+    "stage": "atoll.graph.annotations",
+}
 
 
 def __getattr__(name: str) -> object:

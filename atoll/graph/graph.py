@@ -47,7 +47,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     signature: str = ""  # equal for layers that cost the same; "" means like no other
     work: tuple[Work, ...] = ()
     parameters: int = 0  # trainable, as many as this layer uses (shared ones counted at their first user)
-    split_parameters: int = 0  # of those, divided by tensor parallelism
+    split_parameters: int = 0  # of those, divided by tensor parallelism; experts are not among them
     expert_parameters: int = 0  # of those, divided by expert parallelism
     frozen_parameters: int = 0  # without gradient or optimizer state
     saved_bytes: float = 0.0  # kept for backward, per sample, nothing recomputed

@@ -1,99 +1,76 @@
 """What a device must hold: parameters, gradients, optimizer state, activations in flight, buffers."""
 
-from itertools import accumulate
-from typing import NamedTuple
+from collections.abc import Sequence
 
+from atoll.cost.amounts import Held, held_parameters, tensor_fraction
 from atoll.cost.calibration import Calibration
 from atoll.cost.cost import MemoryUse
-from atoll.errors import PlanError
-from atoll.graph import Graph
+from atoll.cost.in_flight import in_flight_bounds
+from atoll.cost.optimizer import OptimizerCost
+from atoll.cost.setting import Setting
+from atoll.plan import Plan, Replica, Stage
 
-__all__ = ["OPTIMIZERS", "Amounts", "OptimizerCost", "memory_use", "optimizer_cost"]
-
-
-class OptimizerCost(NamedTuple):
-    """Bytes of state an optimizer keeps for a parameter, and bytes it reads and writes to update it."""
-
-    state_bytes: float
-    update_bytes: float
+__all__ = ["Memory", "memory_use"]
 
 
-OPTIMIZERS = {
-    "sgd": OptimizerCost(0, 12),
-    "momentum": OptimizerCost(4, 20),
-    "adam": OptimizerCost(8, 28),
-    "adamw": OptimizerCost(8, 28),
-    "adagrad": OptimizerCost(4, 20),
-    "rmsprop": OptimizerCost(4, 20),
-    "adafactor": OptimizerCost(0.1, 20),
-    "lion": OptimizerCost(4, 20),
-}
+class Memory:
+    """Memory of any plan's devices; what was computed once is remembered."""
 
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._largest: dict[tuple[int, int, int], float] = {}
 
-def optimizer_cost(name: str) -> OptimizerCost:
-    """What an optimizer costs, by its class's name in any case."""
-    try:
-        return OPTIMIZERS[name.lower()]
-    except KeyError:
-        raise PlanError(f"optimizer {name!r}: unknown to the cost model; it knows {', '.join(OPTIMIZERS)}") from None
+    def plan(self, plan: Plan, in_flight: Sequence[Sequence[int]] | None = None) -> dict[str, MemoryUse]:
+        """What every device holds at its peak; without a timeline, by the schedule's bound on micro-batches in flight."""
+        held = in_flight or in_flight_bounds(plan)
+        uses: dict[str, MemoryUse] = {}
+        for stage, row in zip(plan.stages, held, strict=True):
+            for replica, count in zip(stage.replicas, row, strict=True):
+                self._replica(plan, stage, replica, count, uses)
+        return uses
 
+    def _replica(self, plan: Plan, stage: Stage, replica: Replica, held: int, uses: dict[str, MemoryUse]) -> None:
+        lanes = len(replica.devices) // stage.tensor
+        total = replica.total_samples or 1
+        rounds = -(-total // plan.micro_batch_size)
+        micro = total / rounds if len(plan.stages) == 1 else float(plan.micro_batch_size)
+        known: dict[tuple[float, float, bool], MemoryUse] = {}
+        for index, name in enumerate(replica.devices):
+            lane, position = divmod(index, stage.tensor)
+            fraction = tensor_fraction(replica, stage.tensor, position)
+            is_cpu = self._setting.devices[name].kind.link_bytes_per_s == 0.0
+            key = (fraction, replica.samples[lane] / total * micro, is_cpu)
+            if key not in known:
+                known[key] = self.device(stage, fraction, key[1], held, lanes, is_cpu)
+            before = uses.get(name)
+            uses[name] = known[key] if before is None else _sum(before, known[key])
 
-class Amounts(NamedTuple):
-    """Prefix sums over the layers of what communication and memory need."""
+    def device(self, stage: Stage, fraction: float, samples: float, held: int, lanes: int, is_cpu: bool) -> MemoryUse:
+        """What a device with `fraction` of the tensors holds when `held` micro-batches of `samples` each are in flight."""
+        setting = self._setting
+        parameters = held_parameters(setting.amounts, stage.start, stage.stop, fraction, lanes if stage.expert else 1)
+        shards = lanes if stage.sharded else 1
+        working = 2 * parameters.dense / max(1, stage.stop - stage.start) if stage.sharded and lanes > 1 else 0.0
+        activations = self.activation_bytes(stage.start, stage.stop, stage.recompute, fraction) * samples
+        once = self._largest_saved(stage.start, stage.stop, fraction) * samples if stage.recompute else 0.0
+        kept = activations * held + once
+        return memory_use(parameters, shards, kept, working, setting.half_precision, setting.optimizer, setting.calibration, is_cpu)
 
-    parameters: tuple[float, ...]
-    split_parameters: tuple[float, ...]
-    expert_parameters: tuple[float, ...]
-    frozen_parameters: tuple[float, ...]
-    saved: tuple[float, ...]
-    split_saved: tuple[float, ...]
-    inputs: tuple[float, ...]
-    tensor_bytes: tuple[float, ...]
-    tensor_reductions: tuple[float, ...]
-    expert_bytes: tuple[float, ...]
-    expert_layers: tuple[float, ...]
+    def activation_bytes(self, start: int, stop: int, recompute: bool, fraction: float) -> float:
+        """Bytes one sample in flight keeps in a stage."""
+        amounts = self._setting.amounts
+        if recompute:
+            return amounts.inputs[stop] - amounts.inputs[start]
+        split = amounts.split_saved[stop] - amounts.split_saved[start]
+        return (amounts.saved[stop] - amounts.saved[start]) - split * (1 - fraction)
 
-    @staticmethod
-    def of(graph: Graph) -> "Amounts":
-        """Summed once a graph."""
-        rows = [
-            (
-                float(layer.parameters),
-                float(layer.split_parameters),
-                float(layer.expert_parameters),
-                float(layer.frozen_parameters),
-                layer.saved_bytes,
-                layer.split_saved_bytes,
-                layer.input_bytes,
-                layer.tensor_bytes,
-                float(layer.tensor_reductions),
-                layer.expert_bytes,
-                float(layer.experts > 0),
-            )
-            for layer in graph.layers
-        ]
-        return Amounts(*(tuple(accumulate(column, initial=0.0)) for column in zip(*rows, strict=True)))
-
-
-class Held(NamedTuple):
-    """Parameters of a stage as one device holds them."""
-
-    dense: float  # beside the experts
-    expert: float
-    frozen: float
-
-
-def held_parameters(amounts: Amounts, start: int, stop: int, fraction: float, expert_lanes: int) -> Held:
-    """Parameters of a stage on a device with `fraction` of each split tensor, when `expert_lanes` devices divide the experts."""
-    total = amounts.parameters[stop] - amounts.parameters[start]
-    split = amounts.split_parameters[stop] - amounts.split_parameters[start]
-    experts = amounts.expert_parameters[stop] - amounts.expert_parameters[start]
-    frozen = amounts.frozen_parameters[stop] - amounts.frozen_parameters[start]
-    split_experts = min(experts, split)
-    own_experts = (split_experts * fraction + experts - split_experts) / expert_lanes
-    dense_split = split - split_experts
-    dense = (total - experts) - dense_split * (1 - fraction)
-    return Held(dense, own_experts, frozen)
+    def _largest_saved(self, start: int, stop: int, fraction: float) -> float:
+        """The most any one layer keeps while it is recomputed."""
+        key = (start, stop, round(fraction * 1e6))
+        if key not in self._largest:
+            layers = self._setting.graph.layers[start:stop]
+            self._largest[key] = max(layer.saved_bytes - layer.split_saved_bytes * (1 - fraction) for layer in layers)
+        return self._largest[key]
 
 
 def memory_use(
@@ -116,4 +93,14 @@ def memory_use(
         optimizer=optimizer.state_bytes * trained,
         activations=activations * overhead,
         buffers=(0.0 if is_cpu else calibration.context_bytes) + working_parameters * (2.0 if half_precision else 4.0),
+    )
+
+
+def _sum(a: MemoryUse, b: MemoryUse) -> MemoryUse:
+    return MemoryUse(
+        parameters=a.parameters + b.parameters,
+        gradients=a.gradients + b.gradients,
+        optimizer=a.optimizer + b.optimizer,
+        activations=a.activations + b.activations,
+        buffers=max(a.buffers, b.buffers),
     )

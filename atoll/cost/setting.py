@@ -1,0 +1,30 @@
+"""Setting: what pricing a plan reads and no plan changes — a graph, a cluster and the constants of the model, prepared once."""
+
+from atoll.cluster import Cluster
+from atoll.cluster.cluster import device_index
+from atoll.cost.amounts import Amounts, Held, held_parameters, tensor_fraction
+from atoll.cost.calibration import Calibration
+from atoll.cost.optimizer import optimizer_cost
+from atoll.graph import Graph
+from atoll.plan import Replica, Stage
+
+__all__ = ["Setting"]
+
+
+class Setting:
+    """A graph on a cluster, with an optimizer and a calibration."""
+
+    def __init__(self, graph: Graph, cluster: Cluster, optimizer: str, calibration: Calibration) -> None:
+        self.graph = graph
+        self.cluster = cluster
+        self.calibration = calibration
+        self.optimizer = optimizer_cost(optimizer)
+        self.amounts = Amounts.of(graph)
+        self.devices = device_index(cluster)
+        self.half_precision = graph.precision != "fp32"
+        self.element_bytes = 2.0 if self.half_precision else 4.0
+
+    def held(self, stage: Stage, replica: Replica, position: int) -> Held:
+        """Parameters the device at a position of a lane holds, before lanes shard them."""
+        fraction = tensor_fraction(replica, stage.tensor, position)
+        return held_parameters(self.amounts, stage.start, stage.stop, fraction, stage.lanes if stage.expert else 1)

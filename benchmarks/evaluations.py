@@ -1,0 +1,151 @@
+"""How many plans a second the cost model prices: a 48-layer model on 64 mixed devices in two sites, one core.
+
+    python benchmarks/evaluations.py [--json] [--plans 4000] [--seed 0]
+
+Every plan is priced once and no two are equal. They are random and valid: 1–8 stages cut anywhere, tensor degree 1–8, replicas of one or
+several lanes (some sharded), recomputation, micro-batches of 1–8 samples, batches of 128–512. One in four has unequal shares: replicas of
+a stage take different parts of the batch, so that the step is played event by event. The evaluator starts cold and its caches warm as they
+do in a search. `plain` plans have equal shares, `unequal` ones not; `all` is the mix.
+"""
+
+import argparse
+import json
+import platform
+import random
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+from atoll.cluster import Cluster, make_cluster, make_site
+from atoll.cost import Evaluator
+from atoll.graph import Graph, dense_transformer
+from atoll.plan import Plan, Replica, Stage, validate
+
+TARGET = 2000.0  # evaluations a second
+
+
+def mixed_cluster() -> Cluster:
+    """Four hosts of eight A100 and four of eight V100, 1 Gbit/s apart."""
+    oslo = make_site("oslo", kind="A100-80GB", hosts=4, devices=8, network="100 Gbit/s", latency="10 us")
+    rome = make_site("rome", kind="V100-32GB", hosts=4, devices=8, network="25 Gbit/s", latency="20 us")
+    return make_cluster("sixty-four", [oslo, rome], default_link=("1 Gbit/s", "10 ms"))
+
+
+def model() -> Graph:
+    """GPT-shaped, 48 blocks, 15 billion parameters."""
+    return dense_transformer(name="gpt-48", layers=48, hidden=5120, heads=40, sequence=2048, vocabulary=51200)
+
+
+def random_plan(draw: random.Random, graph: Graph, cluster: Cluster, unequal: bool) -> Plan:
+    """A valid plan on all or nearly all devices."""
+    stages = draw.randint(2 if unequal else 1, 8)
+    per_stage = len(cluster.devices) // stages
+    tensor = draw.choice([t for t in (1, 2, 4, 8) if t <= per_stage])
+    micro_batch = draw.choice([1, 2, 4, 8])
+    micro_batches = draw.choice([m for m in (32, 64, 128) if 128 <= m * micro_batch <= 512] or [64])
+    lanes = draw.choice([n for n in (1, 1, 2, 4) if n <= micro_batch and n * tensor <= per_stage])
+    width = per_stage // (tensor * lanes)
+    while micro_batches % width and not unequal:
+        width -= 1
+    width = min(width, micro_batches)
+    cuts = [0, *sorted(draw.sample(graph.cuts, stages - 1)), len(graph.layers)]
+    names = [device.name for device in cluster.devices]
+    recompute, sharded = draw.random() < 0.5, lanes > 1 and draw.random() < 0.5
+    rows = []
+    for s in range(stages):
+        own = names[s * per_stage : (s + 1) * per_stage]
+        shares = _shares(draw, micro_batches, draw.randint(1, width) if unequal else width, unequal)
+        rows.append(
+            Stage(
+                start=cuts[s],
+                stop=cuts[s + 1],
+                tensor=tensor,
+                sharded=sharded,
+                recompute=recompute,
+                replicas=tuple(
+                    Replica(
+                        devices=tuple(own[i * tensor * lanes : (i + 1) * tensor * lanes]), samples=(share * micro_batch // lanes,) * lanes
+                    )
+                    for i, share in enumerate(shares)
+                ),
+            )
+        )
+    schedule = "gpipe" if draw.random() < 0.1 else "1f1b"
+    return Plan(
+        graph=graph.name,
+        cluster=cluster.name,
+        batch_size=micro_batches * micro_batch,
+        micro_batch_size=micro_batch,
+        stages=tuple(rows),
+        schedule=schedule,
+        codecs={"oslo–rome": "int8"} if draw.random() < 0.3 else {},
+    )
+
+
+def _shares(draw: random.Random, total: int, parts: int, unequal: bool) -> list[int]:
+    if not unequal:
+        return [total // parts] * parts
+    edges = [0, *sorted(draw.sample(range(1, total), parts - 1)), total]
+    return [b - a for a, b in pairwise(edges)]
+
+
+def distinct_plans(count: int, seed: int, graph: Graph, cluster: Cluster, unequal: bool) -> list[Plan]:
+    """`count` different plans; the same seed gives the same ones."""
+    draw = random.Random(seed)
+    found: dict[Plan, None] = {}
+    while len(found) < count:
+        found.setdefault(random_plan(draw, graph, cluster, unequal))
+    for plan in found:
+        validate(plan, graph, cluster)
+    return list(found)
+
+
+def rate(price: Callable[[Plan], object], plans: list[Plan]) -> float:
+    """Plans priced a second."""
+    began = time.perf_counter()
+    for plan in plans:
+        price(plan)
+    return len(plans) / (time.perf_counter() - began)
+
+
+def measure(count: int, seed: int) -> dict[str, dict[str, float]]:
+    """Evaluations a second by kind of plan and by question."""
+    graph, cluster = model(), mixed_cluster()
+    plain = distinct_plans(count - count // 4, seed, graph, cluster, unequal=False)
+    unequal = distinct_plans(count // 4, seed + 1, graph, cluster, unequal=True)
+    both = plain + unequal
+    random.Random(seed).shuffle(both)
+    rates: dict[str, dict[str, float]] = {}
+    for name, plans in (("all", both), ("plain", plain), ("unequal", unequal)):
+        rates[name] = {
+            "seconds": rate(Evaluator(graph, cluster).seconds, plans),
+            "cost": rate(Evaluator(graph, cluster).cost, plans),
+            "fits": rate(Evaluator(graph, cluster).fits, plans),
+        }
+    return rates
+
+
+def main() -> int:
+    """Prints a table or JSON; exit code 1 where the target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--plans", type=int, default=4000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    rates = measure(options.plans, options.seed)
+    machine = f"{platform.processor() or platform.machine()}, {platform.system()}, Python {platform.python_version()}"
+    met = min(rates["all"]["seconds"], rates["all"]["cost"]) >= TARGET
+    if options.json:
+        found = {"machine": machine, "plans": options.plans, "target": TARGET, "met": met, "evaluations_per_second": rates}
+        print(json.dumps(found, indent=1))
+    else:
+        print(f"{'plans':<10}{'seconds/s':>12}{'cost/s':>12}{'fits/s':>12}")
+        for name, row in rates.items():
+            print(f"{name:<10}{row['seconds']:>12,.0f}{row['cost']:>12,.0f}{row['fits']:>12,.0f}")
+        print(f"target {TARGET:,.0f} evaluations/s of both kinds: {'met' if met else 'missed'} ({machine})")
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

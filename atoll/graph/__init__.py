@@ -1,7 +1,10 @@
 """Graph: from a job to layers that know what they cost, and the annotations that constrain the planner.
 
-Nothing here loads torch: what does (`atoll.graph.annotations`, capture) is imported by its own name.
+What needs torch (the annotations' functions) is loaded when it is first asked for: planning a preset need not wait for it.
 """
+
+import importlib
+from typing import TYPE_CHECKING
 
 from atoll.graph.annotation import Annotation
 from atoll.graph.constraints import resolve
@@ -11,6 +14,9 @@ from atoll.graph.generate_recurrent import recurrent_translator
 from atoll.graph.generate_vision import residual_network, vision_transformer
 from atoll.graph.graph import Constraint, Graph, Layer, Node, Precision, SharedParameter, Work
 from atoll.graph.presets import PRESETS, Preset, preset
+
+if TYPE_CHECKING:
+    from atoll.graph.annotations import annotations_of, default, pipeline, replica, split, stage
 
 __all__ = [
     "Annotation",
@@ -23,15 +29,29 @@ __all__ = [
     "Preset",
     "SharedParameter",
     "Work",
+    "annotations_of",
     "check_constraints",
+    "default",
     "dense_transformer",
     "encoder_decoder",
     "mixture_of_experts",
+    "pipeline",
     "preset",
     "recurrent_translator",
+    "replica",
     "residual_network",
     "resolve",
     "speech_recogniser",
+    "split",
+    "stage",
     "transformer_encoder",
     "vision_transformer",
 ]
+
+_NEEDS_TORCH = ("annotations_of", "default", "pipeline", "replica", "split", "stage")
+
+
+def __getattr__(name: str) -> object:
+    if name in _NEEDS_TORCH:
+        return getattr(importlib.import_module("atoll.graph.annotations"), name)
+    raise AttributeError(f"module 'atoll.graph' has no attribute {name!r}")

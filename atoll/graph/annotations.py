@@ -206,8 +206,9 @@ def _caller(depth: int) -> str:
 def annotations_of(model: nn.Module) -> list[Annotation]:
     """The annotations on a model's modules in the order they were made, each with the paths (as in `named_modules`) it covers.
 
-    A module that hangs in several places (an embedding that encoder and decoder share) belongs to the first annotation of each kind
-    that covers it, so that annotating encoder and decoder is no contradiction.
+    A module that hangs in several places (an embedding that encoder and decoder share) is listed in `shared` and counts for the first
+    annotation of each kind that covers it; `resolve` lets other modules decide where there are any, so that annotating encoder and
+    decoder is no contradiction.
     """
     paths: dict[int, tuple[nn.Module, list[str]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):

@@ -6,6 +6,7 @@ width of the first one of their range when it begins with a zero (`[00-15]`). Wh
 
 import json
 import re
+from itertools import groupby
 
 __all__ = ["BARE", "quote", "shorten"]
 
@@ -39,19 +40,21 @@ def _merge(patterns: list[tuple[Piece, ...]], position: int) -> list[tuple[Piece
     pattern expand in the same order as its parts.
     """
     merged: list[tuple[Piece, ...]] = []
-    for pattern in patterns:
-        if merged and _joinable(merged[-1], pattern, position):
-            previous = merged[-1]
-            merged[-1] = (*previous[:position], previous[position] + pattern[position], *previous[position + 1 :])
+    for (has_number, _), run in groupby(patterns, lambda pattern: _around(pattern, position)):
+        alike = list(run)
+        if has_number:
+            numbers = tuple(number for pattern in alike for number in pattern[position])
+            merged.append((*alike[0][:position], numbers, *alike[0][position + 1 :]))
         else:
-            merged.append(pattern)
+            merged += alike
     return merged
 
 
-def _joinable(a: tuple[Piece, ...], b: tuple[Piece, ...], position: int) -> bool:
-    if len(a) != len(b) or position >= len(a) or not (_NUMBER.fullmatch(a[position][0]) and _NUMBER.fullmatch(b[position][0])):
-        return False
-    return a[:position] == b[:position] and a[position + 1 :] == b[position + 1 :]
+def _around(pattern: tuple[Piece, ...], position: int) -> tuple[bool, tuple[Piece, ...]]:
+    """Whether a number stands at `position`, and what stands around it: neighbours that agree in both may join."""
+    if position < len(pattern) and _NUMBER.fullmatch(pattern[position][0]):
+        return True, (*pattern[:position], (), *pattern[position + 1 :])
+    return False, ()
 
 
 def _written(pattern: tuple[Piece, ...]) -> str:

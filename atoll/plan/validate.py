@@ -137,13 +137,15 @@ def _devices(plan: Plan) -> Iterator[Problem]:
     home: dict[str, int] = {}  # the first stage each device was seen in
     for index, stage in enumerate(plan.stages):
         here: dict[str, int] = {}
+        shared = {home[device] for device in stage.devices if device in home}
+        reasons = {other: _may_not_share(plan, other, index) for other in shared}
         for number, replica in enumerate(stage.replicas):
             for position, device in enumerate(replica.devices):
                 mark = Mark("devices", index, number, position)
                 if device in here:
                     yield Problem(f"stage {index}: device {device!r} is in replica {here[device]} and again in replica {number}", mark)
-                elif device in home and (reason := _may_not_share(plan, home[device], index)):
-                    yield Problem(f"device {device!r} is in stage {home[device]} and in stage {index}; {reason}", mark)
+                elif device in home and reasons[home[device]]:
+                    yield Problem(f"device {device!r} is in stage {home[device]} and in stage {index}; {reasons[home[device]]}", mark)
                 here[device] = number
         home = {**dict.fromkeys(here, index), **home}
 

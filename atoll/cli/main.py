@@ -17,6 +17,7 @@ from rich.text import Text
 
 from atoll.cli.diff import diff
 from atoll.cli.plan import plan
+from atoll.cli.probe import probe
 from atoll.errors import AtollError
 
 __all__ = ["build_app", "main", "run"]
@@ -32,6 +33,7 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_options)
+    app.command()(probe)
     app.command()(plan)
     app.command()(diff)
     return app

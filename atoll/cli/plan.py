@@ -40,6 +40,8 @@ def plan(
     check: Annotated[Path | None, typer.Option(help="Instead of planning, check this plan and predict its cost.", metavar="FILE")] = None,
 ) -> None:
     """Choose which layers run where, and say why."""
+    if output is not None:
+        _check_writable(output)
     devices = load_cluster(cluster)
     constants = load_calibration(calibration) if calibration else None
     model = load_target(target, batch_size)
@@ -55,6 +57,14 @@ def plan(
         _show(planned, model, devices, why)
     if output is not None:
         say(f"wrote {output}")
+
+
+def _check_writable(path: Path) -> None:
+    """Before a long search, not after it."""
+    if path.is_dir():
+        raise PlanError(f"-o {path}: is a directory; give a file")
+    if not path.resolve().parent.is_dir():
+        raise PlanError(f"-o {path}: there is no directory {path.resolve().parent}")
 
 
 def _make(model: Target, cluster: Cluster, calibration: Calibration | None, top: int, mode: Mode | None) -> "Planned":

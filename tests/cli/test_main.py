@@ -50,6 +50,8 @@ BAD_INPUT = {
     "plan bert-large -c tiny.toml --mode lockstap": "lockstep",
     "plan bert-large -c tiny.toml --top 0": "--top",
     "plan bert-large -c tiny.toml --batch-size -3": "--batch-size",
+    "plan bert-large -c tiny.toml -o nowhere/p.json": "error: -o nowhere/p.json: there is no directory",
+    "plan bert-large -c tiny.toml -o .": "error: -o .: is a directory; give a file",
     "plan bert-large": "--cluster",
     "plan bert-large --clustr tiny.toml": "--cluster",
     "pla bert-large": "plan",
@@ -91,11 +93,12 @@ def test_a_reader_that_leaves_is_no_error(folder: Path) -> None:
 
 def test_ctrl_c_is_quiet(folder: Path) -> None:
     Path("slow.py").write_text("open('started', 'w').close()\nimport time\ntime.sleep(60)\n")
-    process = subprocess.Popen([*COMMAND, "plan", "slow.py", "-c", "tiny.toml"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    while not Path("started").exists() and process.poll() is None:
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGINT)
-    out, err = process.communicate()
+    with subprocess.Popen([*COMMAND, "plan", "slow.py", "-c", "tiny.toml"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        while not Path("started").exists():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGINT)
+        out, err = process.communicate()
     assert (process.returncode, out) == (130, b"")
     assert b"Traceback" not in err
 

@@ -17,9 +17,11 @@ from atoll.graph.presets import PRESETS, Preset, preset
 
 if TYPE_CHECKING:
     from atoll.graph.annotations import annotations_of, default, pipeline, replica, split, stage
+    from atoll.graph.capture import Captured, capture_program
 
 __all__ = [
     "Annotation",
+    "Captured",
     "Constraint",
     "Graph",
     "Layer",
@@ -30,6 +32,7 @@ __all__ = [
     "SharedParameter",
     "Work",
     "annotations_of",
+    "capture_program",
     "check_constraints",
     "default",
     "dense_transformer",
@@ -48,10 +51,12 @@ __all__ = [
     "vision_transformer",
 ]
 
-_NEEDS_TORCH = ("annotations_of", "default", "pipeline", "replica", "split", "stage")
+# `capture` itself is imported from the module of that name
+_NEEDS_TORCH = dict.fromkeys(("annotations_of", "default", "pipeline", "replica", "split", "stage"), "atoll.graph.annotations")
+_NEEDS_TORCH |= dict.fromkeys(("Captured", "capture_program"), "atoll.graph.capture")
 
 
 def __getattr__(name: str) -> object:
     if name in _NEEDS_TORCH:
-        return getattr(importlib.import_module("atoll.graph.annotations"), name)
+        return getattr(importlib.import_module(_NEEDS_TORCH[name]), name)
     raise AttributeError(f"module 'atoll.graph' has no attribute {name!r}")

@@ -1,0 +1,273 @@
+"""Job → exported program: `loss(model, batch)` in training mode on fake tensors, with the batch dimension symbolic where it can be."""
+
+import contextlib
+import io
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
+
+from atoll.errors import CaptureError
+from atoll.graph.custom_function import keep_custom_functions
+from atoll.graph.fake import build_model, fake_model, new_fake_mode, plain_batch, real_model
+from atoll.graph.graph import Precision
+from atoll.graph.oracle import Answers, Assumption, Recorder, Replayer
+
+__all__ = ["Exported", "TrainingJob", "ambient_precision", "export_job"]
+
+SAMPLES = 4  # in the captured batch: not 0 or 1, which torch specialises, and large enough that what is shared by the batch weighs little
+OTHER_SAMPLES = 3  # in a second batch, to see which dimensions grow with the number of samples
+
+
+class TrainingJob(Protocol):
+    """What capture needs of a job."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def model(self) -> nn.Module | Callable[[], nn.Module]: ...
+    @property
+    def loss(self) -> Callable[[nn.Module, Any], Any]: ...
+    @property
+    def precision(self) -> Precision: ...
+    def example_batch(self, samples: int) -> Any:
+        """A collated batch of that many samples."""
+        ...
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The program and what was found out on the way."""
+
+    program: ExportedProgram
+    model: nn.Module  # the fake copy that was captured
+    samples: int  # in the captured batch
+    varying: dict[str, tuple[int, ...]]  # batch tensor → its dimensions that may have another size when the program runs
+    fixed: dict[str, tuple[int, ...]]  # batch tensor → its dimensions that grow with the batch but were captured at one size
+    assumptions: tuple[Assumption, ...]
+    notes: tuple[str, ...]
+
+
+class _LossOf(nn.Module):
+    """`loss(model, batch)` as a module, which is what export takes. The model's own paths get the prefix `model.`."""
+
+    def __init__(
+        self, model: nn.Module, loss: Callable[[nn.Module, Any], Any], mode: "Callable[[], contextlib.AbstractContextManager[Any]]"
+    ):
+        super().__init__()
+        self.model = model
+        self._loss = loss
+        self._mode = mode
+
+    def forward(self, batch: Any) -> Any:
+        with self._mode():
+            return self._loss(self.model, batch)
+
+
+@contextlib.contextmanager
+def ambient_precision(precision: Precision) -> Iterator[None]:
+    """Autocast as the runtime will have it around the program; nothing for fp32."""
+    if precision == "fp32":
+        yield
+        return
+    with torch.autocast("cpu", dtype=torch.bfloat16 if precision == "bf16" else torch.float16, cache_enabled=False):
+        yield
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """When export fails it prints the half-made program; the failure itself is handled or raised here."""
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _growing(batch: Any, other: Any) -> dict[str, tuple[int, ...]]:
+    """Dimensions that differ between two batches of different size, by the tensor's path in the batch."""
+    leaves = pytree.tree_flatten_with_path(batch)[0]
+    others = pytree.tree_flatten_with_path(other)[0]
+    if [path for path, _ in leaves] != [path for path, _ in others]:
+        raise CaptureError("batches of different sizes have different structure; the collate function must always return the same keys")
+    growing = {}
+    for (path, leaf), (_, second) in zip(leaves, others, strict=True):
+        if isinstance(leaf, torch.Tensor):
+            if leaf.dim() != second.dim():
+                raise CaptureError(f"batch{pytree.keystr(path)} has {leaf.dim()} dimensions in one batch and {second.dim()} in another")
+            growing[pytree.keystr(path)] = tuple(d for d in range(leaf.dim()) if leaf.shape[d] != second.shape[d])
+    return growing
+
+
+def _dynamic_shapes(batch: Any, growing: dict[str, tuple[int, ...]]) -> Any:
+    def shapes(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return None
+        return dict.fromkeys(growing[pytree.keystr(path)], Dim.AUTO)
+
+    return {"batch": pytree.tree_map_with_path(shapes, batch)}
+
+
+def module_of_error(error: BaseException, model: nn.Module) -> str:
+    """Path of the innermost module that was running when the error was raised; "" for code outside modules."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found = ""
+    trace = error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and names.get(id(owner)):
+            found = names[id(owner)]
+        trace = trace.tb_next
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__
+
+
+def _capture_error(job: TrainingJob, error: BaseException, model: nn.Module, advice: str) -> CaptureError:
+    path = module_of_error(error, model)
+    where = (
+        f"module {path!r} ({type(model.get_submodule(path)).__name__})" if path else f"the loss or top-level code of {type(model).__name__}"
+    )
+    return CaptureError(f"job {job.name!r} cannot be captured: {where}: {type(error).__name__}: {_first_line(error)}. {advice}")
+
+
+_DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException", "UserError")
+
+
+def _is_data_dependent(error: BaseException) -> bool:
+    text = f"{type(error).__name__} {error}"
+    return any(name in text for name in _DATA_DEPENDENT) or "data-dependent" in text or "item()" in text or "Expected bool" in text
+
+
+def _record_answers(job: TrainingJob, model: nn.Module, batch: Any) -> Answers | None:
+    """What an eager run answers to the model's questions; None when the model is too large to be run here."""
+    real = real_model(model, job.model)
+    if real is None:
+        return None
+    use_batched_experts(real)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), ambient_precision(job.precision), Recorder() as recorder:
+            job.loss(real, batch)
+    except Exception as error:
+        raise _capture_error(job, error, real, "The model fails in an ordinary run too; mend that first.") from error
+    return dict(recorder.answers)
+
+
+def use_batched_experts(model: nn.Module) -> bool:
+    """Let Hugging Face mixture-of-experts models compute experts by `bmm`; whether there was anything to set.
+
+    Their default (`grouped_mm`) refuses fp32 and hides which expert works on which row.
+    """
+    changed = False
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_experts_implementation") and "expert" in type(module).__name__.lower():
+            config._experts_implementation = "batched_mm"
+            changed = True
+    return changed
+
+
+class _Attempts:
+    """The ladder: plain export with symbolic sizes; with the oracle; at fixed sizes."""
+
+    def __init__(self, job: TrainingJob, model: nn.Module, batch: Any, growing: dict[str, tuple[int, ...]]):
+        self.job, self.original, self.batch, self.growing = job, model, batch, growing
+        self.assumptions: tuple[Assumption, ...] = ()
+        self.notes: list[str] = []
+
+    def run(self) -> tuple[ExportedProgram, nn.Module]:
+        try:
+            return self._export(self.growing, contextlib.nullcontext)
+        except CaptureError:
+            raise
+        except Exception as error:
+            if not _is_data_dependent(error):
+                return self._at_fixed_size(error, contextlib.nullcontext)
+        answers = _record_answers(self.job, self.original, self.batch)
+        if answers is None:
+            self.notes.append("the model asks tensors for values and is too large to be run here: yes-or-no questions were answered no")
+        replayers: list[Replayer] = []
+
+        def replay() -> Replayer:
+            replayers.append(Replayer(answers))
+            return replayers[-1]
+
+        try:
+            program = self._export(self.growing, replay)
+        except Exception as error:
+            program = self._at_fixed_size(error, replay)
+        self.assumptions = tuple(replayers[-1].assumptions)
+        return program
+
+    def _at_fixed_size(self, first: Exception, mode: Callable[[], Any]) -> tuple[ExportedProgram, nn.Module]:
+        try:
+            result = self._export(dict.fromkeys(self.growing, ()), mode)
+        except Exception as error:
+            advice = "Rewrite that code without reading values of tensors, or plan it with Graph.from_layers."
+            raise _capture_error(self.job, error, self._last, advice) from error
+        self.notes.append(f"captured at one batch size, because: {_first_line(first)}")
+        return result
+
+    def _export(self, growing: dict[str, tuple[int, ...]], mode: Callable[[], Any]) -> tuple[ExportedProgram, nn.Module]:
+        self._last = model = fake_model(self.original, new_fake_mode())
+        use_batched_experts(model)
+        wrapped = _LossOf(model, self.job.loss, mode).train()
+        shapes = _dynamic_shapes(self.batch, growing)
+        with _quiet(), keep_custom_functions(), ambient_precision(self.job.precision):
+            program = torch.export.export(wrapped, (self.batch,), strict=False, dynamic_shapes=shapes)
+        return program, model
+
+
+def _drop_metadata_checks(program: ExportedProgram) -> None:
+    """Export litters the program with checks of dtype and device that the eager model does not make."""
+    for node in list(program.graph.nodes):
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            program.graph.erase_node(node)
+    program.graph_module.recompile()
+
+
+def _varying(program: ExportedProgram, batch: Any, growing: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Of the growing dimensions, those that stayed symbolic."""
+    names = list(program.graph_signature.user_inputs)
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(batch)[0]]
+    varying = {}
+    for path, name in zip(paths, names, strict=True):
+        value = values.get(name) if isinstance(name, str) else None
+        if isinstance(value, torch.Tensor):
+            varying[path] = tuple(d for d in growing.get(path, ()) if isinstance(value.shape[d], torch.SymInt))
+    return varying
+
+
+def export_job(job: TrainingJob) -> Exported:
+    """Capture `job.loss(job.model, batch)` without allocating the model; raises `CaptureError` with the module and the reason."""
+    model = build_model(job.model)
+    batch, other = plain_batch(job.example_batch(SAMPLES)), plain_batch(job.example_batch(OTHER_SAMPLES))
+    growing = _growing(batch, other)
+    if not any(growing.values()):
+        raise CaptureError(f"job {job.name!r}: no tensor of the batch grows with the number of samples; check the collate function")
+    attempts = _Attempts(job, model, batch, growing)
+    program, fake = attempts.run()
+    _drop_metadata_checks(program)
+    varying = _varying(program, batch, growing)
+    fixed = {name: rest for name, dims in growing.items() if (rest := tuple(d for d in dims if d not in varying.get(name, ())))}
+    return Exported(
+        program=program,
+        model=fake,
+        samples=SAMPLES,
+        varying={name: dims for name, dims in varying.items() if dims},
+        fixed=fixed,
+        assumptions=attempts.assumptions,
+        notes=tuple(attempts.notes),
+    )

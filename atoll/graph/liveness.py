@@ -1,0 +1,225 @@
+"""Where the captured program may be cut, and what crosses each cut.
+
+A value crosses when it is made before the cut and read after it. What can be made again from the batch alone — masks, positions, rotary
+tables — is not sent: each stage makes its own. A value is made again only if it depends on no parameter, is not random and nothing it
+shares memory with is.
+"""
+
+import operator
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from atoll.graph.flops import TensorSpec
+from atoll.graph.operators import OperatorTable
+
+__all__ = ["Liveness", "StagePart", "find_liveness"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """A run of the program as a stage executes it."""
+
+    receives: tuple[str, ...]  # values that come from earlier stages
+    run: tuple[str, ...]  # operators to execute, in program order; some are made again here
+    sends: tuple[str, ...]  # values later stages need, whoever made them
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The values an in-place operator changes."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    found = []
+    for index, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            found += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)]
+    return found
+
+
+def _is_random(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags or "dropout" in str(node.target) or "rand" in str(node.target)
+
+
+def _has_effect(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return "assert" in str(node.target) or (schema is not None and not schema.returns)
+
+
+def _changes_nothing(table: OperatorTable, node: fx.Node) -> fx.Node | None:
+    """The argument a cast or copy hands on unchanged, if that is all it does."""
+    if node.target not in (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.contiguous.default, aten.alias.default):
+        return None
+    source = node.args[0]
+    if not isinstance(source, fx.Node) or table.memory[node] is not table.memory[source] or table.specs[node] != table.specs[source]:
+        return None
+    return source
+
+
+class Liveness:
+    """Answers for one program; positions are those of `OperatorTable.operators`, and a cut at p is made before operator p."""
+
+    def __init__(self, table: OperatorTable):
+        self._table = table
+        self._nodes = [entry.node for entry in table.operators]
+        self._place = self._places()
+        self._mutators = self._find_mutators()
+        self._tainted = self._find_tainted()
+        self._canonical = self._find_canonical()
+        self._last_use = self._find_last_uses()
+        self._starts = sorted((self._place[value], index) for index, value in enumerate(self._values()))
+        self.illegal = self._find_illegal()
+
+    def _places(self) -> dict[fx.Node, int]:
+        """Position at which a value exists; the parts of a tuple exist when the tuple does."""
+        place: dict[fx.Node, int] = {}
+        for node in self._nodes:
+            source: Any = node.args[0] if node.target is operator.getitem else None
+            place[node] = place.get(source, self._table.position[node]) if source is not None else self._table.position[node]
+        return place
+
+    def _find_mutators(self) -> dict[fx.Node, list[fx.Node]]:
+        """Memory → the operators that write to it."""
+        mutators: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node in self._nodes:
+            for value in _written(node):
+                mutators[self._table.memory[value]].append(node)
+        return mutators
+
+    def _find_tainted(self) -> set[fx.Node]:
+        """Values that cannot be made again on another stage."""
+        table = self._table
+        tainted: set[fx.Node] = set(table.parameters)
+        tainted |= {root for root in self._mutators if root.op != "call_function"}  # state: changed once, in one place
+        tainted |= {node for node in self._nodes if _is_random(node) or _has_effect(node)}
+        before = -1
+        while before != len(tainted):  # memory taints its views backwards too, so one pass may not be enough
+            before = len(tainted)
+            for node in self._nodes:
+                root = table.memory[node]
+                if node in tainted or root in tainted or any(value in tainted for value in node.all_input_nodes):
+                    tainted.add(node)
+                    if root in self._mutators:
+                        tainted.add(root)
+        return tainted
+
+    def recomputable(self, node: fx.Node) -> bool:
+        """Whether every stage can make this value from the batch."""
+        return node not in self._tainted
+
+    def _find_canonical(self) -> dict[fx.Node, fx.Node]:
+        canonical: dict[fx.Node, fx.Node] = {}
+        for node in self._nodes:
+            source = _changes_nothing(self._table, node)
+            canonical[node] = canonical.get(source, source) if source is not None and source.op == "call_function" else node
+        return canonical
+
+    def _values(self) -> list[fx.Node]:
+        """What could cross a cut: tensors and numbers that are not made again, aliases of the same value once."""
+        if not hasattr(self, "_value_list"):
+            self._value_list = [
+                node
+                for node in self._nodes
+                if node in self._tainted
+                and self._canonical[node] is node
+                and not isinstance(self._table.specs[node], (list, tuple, dict, type(None)))
+            ]
+        return self._value_list
+
+    def _find_last_uses(self) -> dict[fx.Node, int]:
+        last: dict[fx.Node, int] = {}
+        for node in self._nodes:
+            value = self._canonical[node]
+            uses = [self._place[user] for user in node.users if user.op == "call_function" and self._canonical[user] is not value]
+            if node in self._table.results:
+                uses.append(len(self._nodes))
+            last[value] = max([last.get(value, -1), *uses])
+        return last
+
+    def _find_illegal(self) -> set[int]:
+        """Cuts with a value before them that is changed in place after them."""
+        illegal: set[int] = set()
+        for root, nodes in self._mutators.items():
+            first = (
+                self._place[root]
+                if root.op == "call_function"
+                else min((self._place[user] for user in root.users if user in self._place), default=0)
+            )
+            if root.op == "call_function" and root not in self._tainted:
+                continue
+            for node in nodes:
+                illegal.update(range(first + 1, self._place[node] + 1))
+        return illegal
+
+    def crossing(self, cut: int) -> list[fx.Node]:
+        """Values made before the cut that are read after it and must be sent."""
+        values = self._values()
+        before = bisect_right(self._starts, (cut, -1))
+        return [values[index] for _, index in self._starts[:before] if self._last_use[values[index]] >= cut]
+
+    def crossing_counts(self) -> list[int]:
+        """How many values cross each cut."""
+        change = [0] * (len(self._nodes) + 2)
+        for value in self._values():
+            if self._last_use[value] > self._place[value]:
+                change[self._place[value] + 1] += 1
+                change[self._last_use[value] + 1] -= 1
+        counts, total = [], 0
+        for step in change[:-1]:
+            total += step
+            counts.append(total)
+        return counts
+
+    def needed_by(self, start: int, stop: int) -> list[fx.Node]:
+        """Values from before `start` that operators of the run read: what must be kept to compute the run again."""
+        found: dict[fx.Node, None] = {}
+        for node in self._nodes[start:stop]:
+            for value in node.all_input_nodes:
+                if value.op == "call_function" and value in self._tainted and self._place[value] < start:
+                    found[self._canonical[value]] = None
+        return list(found)
+
+    def bytes_of(self, values: Iterable[fx.Node]) -> float:
+        """Bytes of values of the whole captured batch."""
+        specs = [self._table.specs[value] for value in values]
+        return float(sum(spec.bytes if isinstance(spec, TensorSpec) else 8 for spec in specs))
+
+    def wants_gradient(self, value: fx.Node) -> bool:
+        """Whether a gradient comes back for a value that crosses."""
+        spec = self._table.specs[value]
+        return isinstance(spec, TensorSpec) and spec.requires_grad
+
+    def stage(self, start: int, stop: int) -> StagePart:
+        """The run from operator `start` to `stop` as a stage of its own."""
+        own = {node for node in self._nodes if node in self._tainted and start <= self._place[node] < stop}
+        last = stop >= len(self._nodes)
+        wanted = [value for node in own for value in node.all_input_nodes] + (list(self._table.results) if last else [])
+        again: set[fx.Node] = set()
+        while wanted:
+            node = wanted.pop()
+            if node.op != "call_function" or node in again or node in self._tainted:
+                continue
+            again.add(node)
+            wanted += [*node.all_input_nodes, *self._mutators.get(self._table.memory[node], ())]
+        receives = self.crossing(start) if start else []
+        sends = [] if last else self.crossing(stop)
+        run = [node.name for node in self._nodes if node in own or node in again]
+        return StagePart(tuple(value.name for value in receives), tuple(run), tuple(value.name for value in sends))
+
+    def aliases(self) -> dict[str, str]:
+        """Names of values that are another value unchanged, and that value's name: only the latter is sent."""
+        return {node.name: value.name for node, value in self._canonical.items() if node is not value}
+
+
+def find_liveness(table: OperatorTable) -> Liveness:
+    """Analyse a program for cutting."""
+    return Liveness(table)

@@ -1,0 +1,279 @@
+"""The captured program, operator by operator: every value at concrete sizes, its cost, its memory, whether a gradient flows.
+
+This is the table that everything else about a Graph is computed from.
+"""
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from atoll.graph.export import Exported
+from atoll.graph.flops import OperatorCost, TensorSpec, measure, storage_bytes
+from atoll.graph.graph import Precision
+
+__all__ = ["Operator", "OperatorTable", "build_table"]
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Operator:
+    """One call in the program. Amounts are of the whole captured batch."""
+
+    node: fx.Node
+    module: str  # path of the innermost module, "" for top-level code
+    calls: tuple[tuple[str, str], ...]  # enclosing modules, outermost first: (path, which call of it)
+    cost: OperatorCost
+    inputs: tuple[fx.Node, ...]  # its tensor arguments, in order, getitems and views as they are
+    outputs: tuple[TensorSpec, ...]
+    saved: dict[fx.Node, float] = field(default_factory=dict)  # value → bytes of its memory, counted where it is first kept
+    saved_fresh: float = 0.0
+
+    @property
+    def saved_bytes(self) -> float:
+        """Everything autograd keeps because of this operator and did not keep before."""
+        return sum(self.saved.values()) + self.saved_fresh
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(self.cost.requires_grad)
+
+
+@dataclass
+class OperatorTable:
+    """All operators in program order, and the program's inputs by what they are."""
+
+    operators: list[Operator]
+    position: dict[fx.Node, int]  # of the call_function nodes
+    parameters: dict[fx.Node, str]  # placeholder → the user's name of the parameter
+    buffers: dict[fx.Node, str]
+    batch: list[fx.Node]  # placeholders of the batch
+    specs: dict[fx.Node, Any]  # node → TensorSpec, or a structure of them, or a number
+    memory: dict[fx.Node, fx.Node]  # value → the value whose memory it shares (itself when it has its own)
+    samples: int
+    results: list[fx.Node]  # what the program returns
+    state_updates: set[fx.Node]  # values written back to buffers at the end
+    notes: list[str]
+
+
+def _concrete(value: Any, fallback: int) -> Any:
+    if isinstance(value, torch.SymInt):
+        node = value.node
+        return node.hint if node.hint is not None else fallback
+    if isinstance(value, (torch.SymFloat, torch.SymBool)):
+        return value.node.hint if value.node.hint is not None else 0
+    return value
+
+
+def _spec(value: Any, fallback: int) -> Any:
+    """A traced value with numbers in place of symbols; a size that depends on data is taken as `fallback`."""
+    if isinstance(value, torch.Tensor):
+        shape = tuple(int(_concrete(size, fallback)) for size in value.shape)
+        if value.layout is not torch.strided:
+            return TensorSpec(shape, tuple(torch.empty(shape, device="meta").stride()), value.dtype)
+        stride = tuple(int(_concrete(step, fallback)) for step in value.stride())
+        return TensorSpec(shape, stride, value.dtype)
+    if isinstance(value, (list, tuple)):
+        return (
+            type(value)(_spec(item, fallback) for item in value)
+            if type(value) in (list, tuple)
+            else [_spec(item, fallback) for item in value]
+        )
+    if isinstance(value, dict):
+        return {key: _spec(item, fallback) for key, item in value.items()}
+    return _concrete(value, fallback)
+
+
+def _calls(node: fx.Node) -> tuple[tuple[str, str], ...]:
+    """Enclosing modules of the user's model: `("transformer.h.3", "")`; a second call of a shared module has "1" for "" and so on."""
+    found = []
+    for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
+        name, _, again = path.partition("@")
+        again = again or key.partition("@")[2]
+        if name.startswith("model."):
+            found.append((name.removeprefix("model."), again))
+    return tuple(found)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return pytree.tree_leaves(tree, is_leaf=lambda leaf: isinstance(leaf, TensorSpec))
+
+
+class _Builder:
+    def __init__(self, exported: Exported, precision: Precision):
+        self.exported, self.precision = exported, precision
+        self.graph = exported.program.graph
+        self.module = exported.program.graph_module
+        self.names = {id(parameter): name for name, parameter in exported.model.named_parameters()}  # tied ones have their first name
+        self.memo: dict[Any, OperatorCost] = {}
+        self.kept: set[fx.Node] = set()
+        self.table = OperatorTable([], {}, {}, {}, [], {}, {}, exported.samples, [], set(), [])
+
+    def build(self) -> OperatorTable:
+        inputs = {spec.arg.name: spec for spec in self.exported.program.graph_signature.input_specs}
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node, inputs[node.name])
+            elif node.op == "get_attr":
+                self._attribute(node)
+            elif node.target is operator.getitem:
+                self._getitem(node)
+            elif node.op == "call_function":
+                self._call(node)
+            else:
+                self._output(node)
+        return self.table
+
+    def _placeholder(self, node: fx.Node, spec: Any) -> None:
+        table = self.table
+        value = _spec(node.meta.get("val"), 1)
+        if spec.kind is InputKind.PARAMETER:
+            parameter = self.exported.model.get_parameter(spec.target.removeprefix("model."))
+            name = self.names[id(parameter)]
+            value = TensorSpec(value.shape, value.stride, value.dtype, parameter.requires_grad, True)
+            table.parameters[node] = name
+        elif spec.kind is InputKind.USER_INPUT:
+            table.batch.append(node)
+        else:
+            table.buffers[node] = str(spec.target).removeprefix("model.")
+        table.specs[node] = value
+        table.memory[node] = node
+
+    def _attribute(self, node: fx.Node) -> None:
+        value: Any = self.module
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        self.table.specs[node] = _spec(value, 1) if isinstance(value, torch.Tensor) else value
+        self.table.memory[node] = node
+
+    def _output(self, node: fx.Node) -> None:
+        signature = self.exported.program.graph_signature
+        mutated = set(signature.buffers_to_mutate) | set(signature.user_inputs_to_mutate)
+        for argument in node.all_input_nodes:
+            if argument.name in mutated:
+                self.table.state_updates.add(argument)
+            else:
+                self.table.results.append(argument)
+
+    def _call(self, node: fx.Node) -> None:
+        table = self.table
+        args, kwargs = fx.node.map_aggregate(
+            (node.args, node.kwargs), lambda leaf: table.specs[leaf] if isinstance(leaf, fx.Node) else leaf
+        )
+        flat = pytree.tree_leaves((node.args, node.kwargs))
+        inputs = tuple(leaf for leaf in flat if isinstance(leaf, fx.Node) and isinstance(table.specs[leaf], TensorSpec))
+        largest = max((max(table.specs[leaf].shape, default=1) for leaf in inputs), default=1)
+        value = _spec(node.meta.get("val"), largest)
+        cost = _EXPERT_WEIGHTS if self._picks_expert_weights(node) else self._cost(node.target, args, kwargs)
+        outputs = [leaf for leaf in _leaves(value) if isinstance(leaf, TensorSpec)]
+        flags = cost.requires_grad if len(cost.requires_grad) == len(outputs) else (any(cost.requires_grad),) * len(outputs)
+        flagged = [TensorSpec(s.shape, s.stride, s.dtype, g and s.dtype.is_floating_point) for s, g in zip(outputs, flags, strict=True)]
+        given = iter(flagged)
+        table.specs[node] = pytree.tree_map(
+            lambda leaf: next(given) if isinstance(leaf, TensorSpec) else leaf, value, is_leaf=lambda leaf: isinstance(leaf, TensorSpec)
+        )
+        calls = _calls(node)
+        entry = Operator(node, calls[-1][0] if calls else "", calls, cost, inputs, tuple(flagged))
+        self._remember(node, entry)
+
+    def _picks_expert_weights(self, node: fx.Node) -> bool:
+        """`weights[expert_of_row]`: stands for the experts' own weights, which a grouped kernel reads in place."""
+        source: Any = node.args[0] if node.args else None
+        if node.target is not aten.index.Tensor or self.table.memory.get(source) not in self.table.parameters:
+            return False
+        return len(self.table.specs[source].shape) >= 3
+
+    def _getitem(self, node: fx.Node) -> None:
+        table = self.table
+        source: Any = node.args[0]
+        value = table.specs[source]
+        index: Any = node.args[1]
+        table.specs[node] = value[index] if isinstance(value, (list, tuple, dict)) else _spec(node.meta.get("val"), 1)
+        spec = table.specs[node]
+        # Which memory: that of an argument the producer made a view of, or its own.
+        producer = table.operators[table.position[source]] if source in table.position else None
+        table.memory[node] = node
+        if producer is not None and isinstance(index, int) and index < len(producer.cost.aliases):
+            alias = producer.cost.aliases[index]
+            if 0 <= alias < len(producer.inputs):
+                table.memory[node] = table.memory[producer.inputs[alias]]
+        outputs = (spec,) if isinstance(spec, TensorSpec) else ()
+        flag = tuple(output.requires_grad for output in outputs)
+        calls = _calls(node)
+        cost = OperatorCost(aliases=(0,) * len(outputs), requires_grad=flag)
+        self._place(node, Operator(node, calls[-1][0] if calls else "", calls, cost, (), outputs))
+        if producer is not None and isinstance(index, int) and index in producer.cost.saved_outputs:
+            self._keep(producer, node)
+
+    def _cost(self, target: Any, args: Any, kwargs: Any) -> OperatorCost:
+        leaves, tree = pytree.tree_flatten((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, TensorSpec))
+        key = (target, tuple(_key(leaf) for leaf in leaves), str(tree))
+        found = self.memo.get(key)
+        if found is None:
+            found = self.memo[key] = self._measure(target, args, kwargs, leaves)
+            if found.note:
+                self.table.notes.append(f"backward of {target} was estimated: {found.note}")
+        return found
+
+    def _measure(self, target: Any, args: Any, kwargs: Any, leaves: list[Any]) -> OperatorCost:
+        specs = [leaf for leaf in leaves if isinstance(leaf, TensorSpec)]
+        if not specs and not isinstance(target, torch._ops.OpOverload):
+            return OperatorCost()
+        try:
+            return measure(target, args, kwargs, self.precision)
+        except Exception as error:  # an operator that cannot run on fake tensors is estimated, and said so
+            gradient = any(spec.requires_grad for spec in specs)
+            traffic = float(sum(spec.bytes for spec in specs))
+            note = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]
+            return OperatorCost(
+                bytes=traffic,
+                backward_bytes=2 * traffic * gradient,
+                saved_inputs=tuple(range(len(specs))) * gradient,
+                requires_grad=(gradient,),
+                note=note,
+            )
+
+    def _place(self, node: fx.Node, entry: Operator) -> None:
+        self.table.position[node] = len(self.table.operators)
+        self.table.operators.append(entry)
+
+    def _remember(self, node: fx.Node, entry: Operator) -> None:
+        table, cost = self.table, entry.cost
+        self._place(node, entry)
+        table.memory[node] = node
+        if isinstance(table.specs[node], TensorSpec) and cost.aliases and 0 <= cost.aliases[0] < len(entry.inputs):
+            table.memory[node] = table.memory[entry.inputs[cost.aliases[0]]]
+        for index in cost.saved_inputs:
+            if index < len(entry.inputs):
+                self._keep(entry, entry.inputs[index])
+        if 0 in cost.saved_outputs and isinstance(table.specs[node], TensorSpec):
+            self._keep(entry, node)
+        entry.saved_fresh = cost.saved_fresh
+
+    def _keep(self, entry: Operator, value: fx.Node) -> None:
+        """Autograd keeps a value's memory, once however many operators want it; parameters are there anyway."""
+        root = self.table.memory[value]
+        if root in self.kept or root in self.table.parameters or root in self.table.buffers or root.op == "get_attr":
+            return
+        self.kept.add(root)
+        spec = self.table.specs[root]
+        entry.saved[root] = float(storage_bytes(spec if isinstance(spec, TensorSpec) else self.table.specs[value]))
+
+
+_EXPERT_WEIGHTS = OperatorCost(aliases=(0,), requires_grad=(True,))  # a view of the parameter: neither copied nor kept
+
+
+def _key(leaf: Any) -> Any:
+    if isinstance(leaf, (TensorSpec, int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)):
+        return (type(leaf).__name__, leaf)
+    return id(leaf)
+
+
+def build_table(exported: Exported, precision: Precision) -> OperatorTable:
+    """Measure every operator of an exported program."""
+    return _Builder(exported, precision).build()

@@ -1,0 +1,103 @@
+"""Answers for models whose Python code asks a tensor for its value (`.item()`, `if mask.any():`) while being captured.
+
+`torch.export` has no values, so such a model stops it. One eager run tells what each question was answered, by the place in the code that
+asked; the capture replays the answers and leaves an assertion in the program for each of them, so that data which would have taken
+another branch raises instead of training wrongly.
+"""
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import msgspec
+import torch
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["Answers", "Assumption", "Recorder", "Replayer"]
+
+_ASKING: frozenset[Any] = frozenset(
+    {
+        torch.Tensor.__bool__,
+        torch.Tensor.__int__,
+        torch.Tensor.__float__,
+        torch.Tensor.__index__,
+        torch.Tensor.item,
+        torch.Tensor.tolist,
+        torch.is_nonzero,
+    }
+)
+
+Answers = dict[tuple[str, int], list[Any]]
+
+
+class Assumption(msgspec.Struct, frozen=True, kw_only=True):
+    """A value the captured program takes for granted; it checks it when it runs."""
+
+    where: str  # "modeling_x.py:120"
+    value: str
+    seen: bool  # True: an eager run gave this value; False: nobody could run the model, so it is the default answer
+
+
+def _call_site() -> tuple[str, int]:
+    """The nearest frame that is the model's own code: not torch's, except for its `nn` modules, and not this file."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        inside_torch = "/torch/" in name and "/nn/modules/" not in name
+        if not inside_torch and name != __file__:
+            return name, frame.f_lineno
+        frame = frame.f_back
+    return "", 0
+
+
+class Recorder(TorchFunctionMode):
+    """While it is on, every value asked of a tensor is written down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: Answers = defaultdict(list)
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        value = func(*args, **(kwargs or {}))
+        if func in _ASKING:
+            self.answers[_call_site()].append(value)
+        return value
+
+
+class Replayer(TorchFunctionMode):
+    """While it is on, questions get the recorded answers, each with an assertion in the program.
+
+    Without a record (`answers` is None: the model is too large to run) a yes-or-no question is answered no, and any other is left alone.
+    """
+
+    def __init__(self, answers: Answers | None) -> None:
+        super().__init__()
+        self._answers = answers
+        self._asked: Counter[tuple[str, int]] = Counter()
+        self.assumptions: list[Assumption] = []
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _ASKING:
+            return func(*args, **(kwargs or {}))
+        site = _call_site()
+        if self._answers is None:
+            if func not in (torch.Tensor.__bool__, torch.is_nonzero):
+                return func(*args, **(kwargs or {}))
+            return self._assume(args[0], False, site, seen=False)
+        earlier = self._answers.get(site, [])
+        index = self._asked[site]
+        self._asked[site] += 1
+        if index >= len(earlier):  # the eager run did not pass here: let export say what it thinks of it
+            return func(*args, **(kwargs or {}))
+        return self._assume(args[0], earlier[index], site, seen=True)
+
+    def _assume(self, tensor: torch.Tensor, value: Any, site: tuple[str, int], *, seen: bool) -> Any:
+        where = f"{site[0].rpartition('/')[2]}:{site[1]}"
+        with torch.no_grad():
+            expected = torch.tensor(value, dtype=tensor.dtype, device=tensor.device)
+            equal = torch.ops.aten.eq.Tensor(tensor.detach(), expected).all()
+            torch.ops.aten._assert_async.msg(equal, f"the captured program took {value!r} for granted at {where}")
+        self.assumptions.append(Assumption(where=where, value=repr(value), seen=seen))
+        return value

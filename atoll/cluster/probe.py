@@ -1,0 +1,181 @@
+"""This machine as a Cluster: what it is, what it was measured to do, and the peers it was measured against."""
+
+import os
+import platform
+import re
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+import msgspec
+import torch
+
+from atoll.cluster.build import DEFAULT_RESERVE, assemble
+from atoll.cluster.cluster import Cluster, Device, DeviceKind, Host, Link, Site
+from atoll.cluster.file import parse_cluster
+from atoll.cluster.measure import Measured, interleaved, measure, one_way_copy
+from atoll.cluster.memory import host_memory
+from atoll.cluster.peer import PeerLink
+
+__all__ = ["Probed", "join_peers", "probe_host"]
+
+_SITE = "here"
+_NEAR_S = 2e-3  # a round trip shorter than this is a network inside a site
+_FALLBACK_LATENCY_S = 5e-6
+
+Tick = Callable[[float], None]
+Effort = Callable[[torch.device], Measured]
+
+
+@dataclass(frozen=True)
+class Probed:
+    """This machine as a cluster of one host, and how busy it was while it was measured (1: not at all)."""
+
+    cluster: Cluster
+    busy: float
+
+
+def probe_host(*, quick: bool = False, budget_s: float | None = None, tick: Tick = lambda share: None) -> Probed:
+    """Measure this machine: its accelerators if PyTorch sees any, else its CPU."""
+    name = _host_name()
+
+    def effort(device: torch.device) -> Measured:
+        return measure(device, quick=quick, budget_s=budget_s, tick=tick)
+
+    devices, busy = _accelerators(name, effort) if torch.accelerator.is_available() else _cpu(name, effort)
+    link = _inside_link(name, devices)
+    host = Host(name=name, site=_SITE, devices=tuple(devices), link=link)
+    interface = Link(between=(_SITE, _SITE), bytes_per_s=link.bytes_per_s, latency_s=link.latency_s)
+    return Probed(Cluster(name=name, sites=(Site(name=_SITE, hosts=(host,), link=interface),)), busy)
+
+
+def _host_name() -> str:
+    name = re.sub(r"[^\w.\-]+", "-", socket.gethostname().split(".")[0]).strip("-._")
+    return name if name and name != _SITE else "this-host"
+
+
+def _cpu(host: str, effort: Effort) -> tuple[list[Device], float]:
+    memory = host_memory()
+    measured = effort(torch.device("cpu"))
+    kind = _kind(f"{_cpu_name()}, {torch.get_num_threads()} of {_cores()} cores", memory.total_bytes, measured)
+    usable = memory.available_bytes * (1.0 - DEFAULT_RESERVE)
+    return [Device(name=f"{host}/0", kind=kind, host=host, site=_SITE, memory_bytes=usable)], measured.busy
+
+
+def _accelerators(host: str, effort: Effort) -> tuple[list[Device], float]:
+    """Every accelerator; the first of each name is measured and stands for the others."""
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None, "asked only when there is one"
+    module = torch.get_device_module(accelerator)
+    kinds: dict[str, DeviceKind] = {}
+    devices, busy = [], 1.0
+    for i in range(torch.accelerator.device_count()):
+        name = module.get_device_name(i) if hasattr(module, "get_device_name") else accelerator.type
+        free, total = torch.accelerator.get_memory_info(i)
+        if name not in kinds:
+            torch.accelerator.set_device_index(i)
+            measured = effort(torch.device(accelerator.type, i))
+            kinds[name], busy = _kind(name, total, measured), max(busy, measured.busy)
+        usable = free * (1.0 - DEFAULT_RESERVE)
+        devices.append(Device(name=f"{host}/{i}", kind=kinds[name], host=host, site=_SITE, memory_bytes=usable))
+    return devices, busy
+
+
+def _kind(name: str, memory_bytes: float, measured: Measured) -> DeviceKind:
+    flops: dict[str, float] = {}
+    for rate in measured.measurements.matmul:
+        flops[rate.precision] = max(flops.get(rate.precision, 0.0), rate.flops_per_s)
+    return DeviceKind(
+        name=name,
+        memory_bytes=float(memory_bytes),
+        flops=flops,
+        memory_bytes_per_s=measured.memory_bytes_per_s,
+        source=f"atoll probe, torch {torch.__version__}; flops are the fastest products measured",
+        measured=measured.measurements,
+    )
+
+
+def _inside_link(host: str, devices: Sequence[Device]) -> Link:
+    """What joins the host's devices: measured between the first two, or the only one's memory."""
+    bytes_per_s = min(device.kind.memory_bytes_per_s for device in devices)
+    if len(devices) > 1:
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None, "only accelerators come in numbers"
+        size, case = one_way_copy(torch.device(accelerator.type, 0), torch.device(accelerator.type, 1))
+        (timing,) = interleaved([case], budget_s=1.0, synchronize=torch.accelerator.synchronize)
+        assert timing is not None, "the case is not optional"
+        bytes_per_s = min(bytes_per_s, size / timing.seconds)
+    return Link(between=(host, host), bytes_per_s=bytes_per_s, latency_s=_FALLBACK_LATENCY_S)
+
+
+def _cores() -> int:
+    """CPUs this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    try:
+        match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text("utf-8", errors="replace"), re.MULTILINE)
+    except OSError:
+        match = None
+    return match[1].strip() if match else platform.processor() or platform.machine() or "CPU"
+
+
+def join_peers(here: Cluster, peers: Sequence[PeerLink]) -> Cluster:
+    """This machine and the peers it was measured against.
+
+    A peer within two milliseconds joins this machine's site, whose network is then as measured to the slowest such peer; others are sites
+    of their own. Between two of those nothing was measured: the way through here is taken, the narrower link and the sum of the latencies.
+    """
+    site = here.sites[0]
+    taken = {site.name, *(host.name for host in site.hosts)}
+    kinds = {device.kind.name: device.kind for device in here.devices}
+    near: list[PeerLink] = []
+    hosts = list(site.hosts)
+    far: dict[str, PeerLink] = {}
+    sites: list[Site] = []
+    for peer in peers:
+        described = parse_cluster(peer.description, f"--peer {peer.address}").hosts[0]
+        name = _free(described.name, taken)
+        if peer.round_trip_s < _NEAR_S:
+            near.append(peer)
+            hosts.append(_moved(described, name, site.name, kinds))
+        else:
+            place = _free(f"{name}-site", taken)
+            far[place] = peer
+            host = _moved(described, name, place, kinds)
+            sites.append(Site(name=place, hosts=(host,), link=_link((place, place), host.link.bytes_per_s, host.link.latency_s)))
+    own = site.link
+    if near:
+        own = _link(own.between, min(peer.bytes_per_s for peer in near), max(peer.round_trip_s for peer in near) / 2)
+    links = [_link((site.name, place), peer.bytes_per_s, peer.round_trip_s / 2) for place, peer in far.items()]
+    for (a, one), (b, other) in combinations(far.items(), 2):
+        links.append(_link((a, b), min(one.bytes_per_s, other.bytes_per_s), (one.round_trip_s + other.round_trip_s) / 2))
+    return assemble(here.name, [Site(name=site.name, hosts=tuple(hosts), link=own), *sites], links, None, "probe")
+
+
+def _link(between: tuple[str, str], bytes_per_s: float, latency_s: float) -> Link:
+    return Link(between=between, bytes_per_s=bytes_per_s, latency_s=latency_s)
+
+
+def _free(name: str, taken: set[str]) -> str:
+    """The name, or with a number behind it if another has it."""
+    candidates = [name, *(f"{name}-{i}" for i in range(2, len(taken) + 3))]
+    free = next(candidate for candidate in candidates if candidate not in taken)
+    taken.add(free)
+    return free
+
+
+def _moved(host: Host, name: str, site: str, kinds: dict[str, DeviceKind]) -> Host:
+    """A peer's host under a name and in a site of this cluster. Two hosts of a kind were measured apart, so their kinds are told apart."""
+    devices = []
+    for i, device in enumerate(host.devices):
+        kind = device.kind
+        if kinds.setdefault(kind.name, kind) != kind:
+            kind = msgspec.structs.replace(kind, name=f"{kind.name} ({name})")
+            kinds[kind.name] = kind
+        devices.append(msgspec.structs.replace(device, name=f"{name}/{i}", kind=kind, host=name, site=site))
+    link = msgspec.structs.replace(host.link, between=(name, name))
+    return Host(name=name, site=site, devices=tuple(devices), link=link)

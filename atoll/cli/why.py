@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 __all__ = ["alternatives_table", "why_view"]
 
 _FEW = 3  # sentences of each kind when the user did not ask for all
+_SHORT = 56  # characters of a difference in a table
 
 
 def why_view(planned: "Planned", *, long: bool) -> RenderableType:
     """The bottleneck and what would relieve it, the reasons for the choice, what was considered and what ruled it out."""
-    search = "all of them, so nothing is better by this model" if planned.exact else "a search that does not try all"
-    considered = f"{planned.considered:,} plans in {format_seconds(planned.seconds)}, {search}"
+    search = "that is all there are, and none is faster" if planned.exact else "not all there are; a faster one may exist"
+    considered = f"{planned.considered:,} plans in {format_seconds(planned.seconds)}; {search}"
     rows: list[tuple[str, Sequence[str]]] = [
         ("bottleneck", [planned.bottleneck]),
         ("would help", planned.relief),
@@ -46,7 +47,7 @@ def why_view(planned: "Planned", *, long: bool) -> RenderableType:
 def alternatives_table(planned: "Planned", *, long: bool) -> RenderableType:
     """The plans after the best: how much slower, and in what they differ from it."""
     best = planned.candidates[0]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("#", justify="right")
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("slower", justify="right", no_wrap=True)
@@ -55,11 +56,15 @@ def alternatives_table(planned: "Planned", *, long: bool) -> RenderableType:
     for number, candidate in enumerate(planned.candidates[1:], start=2):
         slower = candidate.cost.step_seconds / best.cost.step_seconds - 1 if best.cost.step_seconds else 0.0
         changes = [change.text for change in diff(best.plan, candidate.plan).changes]
-        shown = changes if long else changes[:2]
+        shown = changes if long else [_short(change) for change in changes[:2]]
         more = [f"… {len(changes) - len(shown)} more"] if len(changes) > len(shown) else []
         step = format_seconds(candidate.cost.step_seconds)
         table.add_row(str(number), step, f"{slower:+.1%}", _shape(candidate.plan), Text("\n".join([*shown, *more]), style="dim"))
     return Group(Text("Next best", style="bold"), table)
+
+
+def _short(sentence: str) -> str:
+    return sentence if len(sentence) <= _SHORT else f"{sentence[: _SHORT - 1].rstrip()}…"
 
 
 def _shape(plan: Plan) -> str:

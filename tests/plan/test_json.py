@@ -1,11 +1,13 @@
 """The JSON form and files."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from atoll.errors import PlanError
 from atoll.plan import Plan, Replica, Stage, load_plan, save_plan, to_text
@@ -40,7 +42,7 @@ def _broken(path: list[str | int], value: object) -> bytes:
     for key in path[:-1]:
         place = place[key]
     if value is None:
-        del place[path[-1]]
+        place.pop(path[-1], None) if isinstance(place, dict) else place.pop()
     else:
         place[path[-1]] = value
     return msgspec.json.encode(raw)
@@ -102,3 +104,19 @@ def test_file_errors_name_the_file(tmp_path: Path) -> None:
         load_plan(tmp_path / "bad.txt")
     with pytest.raises(PlanError, match="cannot write the plan: no such file or directory"):
         save_plan(PLAN, tmp_path / "nowhere" / "p.json")
+
+
+values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(["stages", "graph", "start", "x"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.sampled_from([*ERRORS]), values)
+@settings(max_examples=100, deadline=None)
+def test_any_value_anywhere_is_a_plan_or_a_plan_error(error: tuple[list[str | int], object, str], value: object) -> None:
+    with suppress(PlanError):
+        Plan.from_json(_broken(error[0], value))

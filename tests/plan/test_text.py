@@ -1,7 +1,10 @@
 """The text form: exact round trip, short for large plans, errors that point at the place."""
 
+from contextlib import suppress
+
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from atoll.errors import PlanError
 from atoll.plan import Plan, Replica, Stage, parse_plan, to_text
@@ -92,3 +95,16 @@ def test_errors_say_where_and_what_was_expected(text: str) -> None:
     assert str(caught.value).startswith("my.plan:")
     assert ERRORS[text] in str(caught.value)
     assert str(caught.value).splitlines()[-1].strip() == "^"
+
+
+@given(
+    any_plans,
+    st.integers(0, 10_000),
+    st.sampled_from(["", "x", "=", ":", "[", "]", "(", ")", '"', "\n", "-", "*", "9" * 12, "#", "\\", "²", "\x00"]),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_slip_of_the_pen_is_a_plan_or_a_plan_error(plan: Plan, place: int, slip: str) -> None:
+    text = to_text(plan)
+    place %= len(text) + 1
+    with suppress(PlanError):
+        parse_plan(text[:place] + slip + text[place + 1 :])

@@ -1,27 +1,55 @@
 """Atoll: adaptive training over low-bandwidth links.
 
-`atoll.Job` is what a training script defines; everything else is loaded when it is first asked for, so that `import atoll` is cheap.
+`atoll.Job` is what a training script defines; `atoll.replica`, `split`, `stage`, `pipeline`, `default` are demands on the plan.
+Everything is loaded when it is first asked for, so that `import atoll` is cheap and planning needs no more than it uses.
 """
 
 import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from atoll.cluster import Cluster, load_cluster
+    from atoll.errors import AtollError
     from atoll.events import StopTraining
-    from atoll.graph.annotations import default, pipeline, replica, split, stage
+    from atoll.graph import Graph, capture, default, pipeline, replica, split, stage
     from atoll.job import Job, RunResult
+    from atoll.plan import Plan
+    from atoll.script import load_job
 
-__all__ = ["Job", "RunResult", "StopTraining", "default", "pipeline", "replica", "split", "stage"]
+__all__ = [
+    "AtollError",
+    "Cluster",
+    "Graph",
+    "Job",
+    "Plan",
+    "RunResult",
+    "StopTraining",
+    "capture",
+    "default",
+    "load_cluster",
+    "load_job",
+    "pipeline",
+    "replica",
+    "split",
+    "stage",
+]
 
 _HOME = {
+    "AtollError": "atoll.errors",
+    "Cluster": "atoll.cluster",
+    "Graph": "atoll.graph",
     "Job": "atoll.job",
+    "Plan": "atoll.plan",
     "RunResult": "atoll.job",
     "StopTraining": "atoll.events",
-    "default": "atoll.graph.annotations",
-    "pipeline": "atoll.graph.annotations",
-    "replica": "atoll.graph.annotations",
-    "split": "atoll.graph.annotations",
-    "stage": "atoll.graph.annotations",
+    "capture": "atoll.graph",
+    "default": "atoll.graph",
+    "load_cluster": "atoll.cluster",
+    "load_job": "atoll.script",
+    "pipeline": "atoll.graph",
+    "replica": "atoll.graph",
+    "split": "atoll.graph",
+    "stage": "atoll.graph",
 }
 
 

@@ -1,7 +1,15 @@
-"""What every test starts from: one thread, so that results do not depend on the machine's cores."""
+"""What every test starts from: one thread and fixed random examples, so that results depend neither on the machine's cores nor on luck.
+
+`make soak` asks for the profile `soak`: many more examples, new ones each time.
+"""
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("soak", max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("steady")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -58,6 +58,8 @@ class _Trainer:
     def __init__(self, job: Job, device: torch.device, observers: Sequence[Observer]) -> None:
         self.job, self.device, self.observers = job, device, observers
         self.began = time.perf_counter()
+        self.steps = job.total_steps
+        self.data_length = len(job.dataset)
         self.model = _on_device(job, device)
         self.model.train()
         self.optimizer = job.build_optimizer(self.model.parameters())
@@ -85,7 +87,7 @@ class _Trainer:
         """All steps, and the evaluations between them."""
         try:
             self.emit(self._started())
-            for step in range(1, self.job.total_steps + 1):
+            for step in range(1, self.steps + 1):
                 self.emit(self._step(step))
                 self._evaluate_when_due(step)
                 if interrupt.is_set():
@@ -113,9 +115,9 @@ class _Trainer:
             at_seconds=self.elapsed(),
             name=self.job.name,
             mode="alone",
-            steps=self.job.total_steps,
+            steps=self.steps,
             batch_size=self.job.batch_size,
-            samples=len(self.job.dataset),
+            samples=self.data_length,
             parameters=sum(parameter.numel() for parameter in self.parameters),
             devices=(str(self.device),),
             precision=self.job.precision,
@@ -203,7 +205,7 @@ class _Trainer:
 
     def _evaluate_when_due(self, step: int) -> None:
         dataset, every = self.job.eval_dataset, self.job.eval_every
-        if dataset is not None and (step == self.job.total_steps or (every is not None and step % every == 0)):
+        if dataset is not None and (step == self.steps or (every is not None and step % every == 0)):
             self.evaluations.append(self._evaluate(step, dataset))
             self.emit(self.evaluations[-1])
 

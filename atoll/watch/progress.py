@@ -25,6 +25,7 @@ class Progress:
         self.console = console or Console(stderr=True, highlight=False)
         self._live: Live | None = None
         self._run: RunStarted | None = None
+        self._first_loss: float | None = None
         self._loss: float | None = None
         self._recent: list[StepFinished] = []
         self._printed_at = float("-inf")
@@ -48,7 +49,7 @@ class Progress:
                 self._say(f"step {event.step}: the {event.what} is {event.value}")
             case RunFinished():
                 self._stop_live()
-                self._say(summary(event))
+                self._say(_summary(event, self._first_loss))
 
     def _start(self, event: RunStarted) -> None:
         self._run = event
@@ -61,6 +62,7 @@ class Progress:
             self._live.start()
 
     def _step(self, event: StepFinished) -> None:
+        self._first_loss = event.loss if self._first_loss is None else self._first_loss
         self._loss = event.loss if self._loss is None else _SMOOTHING * self._loss + (1 - _SMOOTHING) * event.loss
         self._recent = [*self._recent[1 - _RATE_STEPS :], event]
         if not event.applied:
@@ -100,10 +102,11 @@ class Progress:
             self._live = None
 
 
-def summary(event: RunFinished) -> str:
+def _summary(event: RunFinished, first_loss: float | None) -> str:
     """The run in one sentence."""
     how = {"done": "done", "stopped": "stopped by a callback", "interrupted": "interrupted", "failed": "failed"}[event.reason]
-    loss = f", last loss {event.loss:.4f}" if event.loss is not None else ""
+    first = f"{first_loss:.4f} → " if first_loss is not None and event.steps > 1 else ""
+    loss = f", loss {first}{event.loss:.4f}" if event.loss is not None else ""
     rate = f", {event.samples / event.seconds:.3g} samples/s" if event.seconds and event.samples else ""
     why = f" ({event.message})" if event.message else ""
     return f"{how}: {event.steps} steps in {_clock(event.seconds)}{loss}{rate}{why}"

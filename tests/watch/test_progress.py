@@ -53,7 +53,7 @@ def test_plain_lines_are_few_and_say_everything() -> None:
     assert lines[0] == "tiny: 1.5 M parameters, 10 steps of 8 samples, bf16 on cpu"
     assert lines[1] == "step 1/10  loss 4.0000  4 samples/s  memory 2 GB  left 0:18"
     assert [line.split()[1] for line in lines[1:-1]] == ["1/10", "4/10", "7/10", "10/10"]
-    assert lines[-1] == "done: 10 steps in 0:20, last loss 0.5000, 4 samples/s"
+    assert lines[-1] == "done: 10 steps in 0:20, loss 4.0000 → 0.5000, 4 samples/s"
     assert "\x1b" not in "".join(lines)
 
 

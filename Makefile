@@ -1,0 +1,51 @@
+# Everything starts here. `make demo` and `make test` work from a fresh clone with python3 (3.11 or newer) and make.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: help install demo test lint unit bench soak clean
+
+help:
+	@echo "make demo      plan and train a small language model (under 3 minutes)"
+	@echo "make test      lint, types and every test"
+	@echo "make install   only make .venv with everything a user and a developer need"
+	@echo "make unit      only the tests;  make lint   only style and types"
+	@echo "make bench     every benchmark, as tables;  make soak   long random tests"
+	@echo "make clean     remove .venv and everything made"
+
+install: $(INSTALLED)
+
+$(INSTALLED): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Atoll needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.12 " + "install")'
+	@echo "Making .venv (PyTorch is large: this takes a few minutes the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --disable-pip-version-check -r requirements.lock
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+	@echo "Installed. Commands are in $(BIN); try: $(BIN)/atoll --help"
+
+demo: install
+	@echo; echo "1. Plan: where would this model train best on two sites joined by the internet?"; echo
+	@$(BIN)/atoll plan examples/language_model.py --cluster examples/clusters/two_sites.toml
+	@echo; echo "2. Train: the same file, on this machine alone; watch the loss fall."; echo
+	@$(BIN)/python examples/language_model.py
+
+test: lint unit
+
+lint: install
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+
+unit: install
+	@$(BIN)/python -m pytest
+
+bench: install
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+soak: install
+	@$(BIN)/python -m pytest --hypothesis-profile=soak
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis runs

@@ -1,0 +1,45 @@
+"""Examples are documentation that runs: each loads, takes a few steps, learns something, and stays short."""
+
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from atoll.script import load_job
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+
+
+@pytest.fixture(autouse=True)
+def unchanged_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_trains(path: Path) -> None:
+    job = load_job(path)
+    short = replace(job, steps=8, batch_size=4, micro_batch_size=2, eval_data=None, eval_every=None, metrics={}, scheduler=None)
+    losses = replace(short, data=[job.dataset[i] for i in range(4)]).run(progress=False, device="cpu").losses
+    assert losses[-1] < losses[0]  # on four samples, over and over
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_short_and_says_how_to_run_it(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 100
+    assert f"python examples/{path.name}" in text
+    assert text.rstrip().endswith('if __name__ == "__main__":\n    job.run()')
+
+
+def test_the_language_models_schedule_fits_its_steps() -> None:
+    job = load_job(next(path for path in EXAMPLES if path.stem == "language_model"))
+    assert job.scheduler is not None
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = job.scheduler(optimizer)
+    for _ in range(job.total_steps):
+        optimizer.step()
+        scheduler.step()  # one step too many would raise
+    assert isinstance(job.scheduler, partial)

@@ -5,6 +5,7 @@ then touches a few turns of every case instead of ruining one. Disturbances only
 how much slower the usual turn was tells how busy the machine is.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +25,9 @@ _OPERANDS_BYTES = (
 _FULL_S, _QUICK_S = 40.0, 7.0
 _MOST_TURNS = 60
 _TURN_S = 0.004  # about a scheduler's time slice: longer turns are rarely left alone
-_LONGEST_OPTIONAL_S = 0.03
-_OPTIONAL_EVERY = 4  # optional cases have a turn in every fourth round: they are slow, and matter less
+_MINOR_EVERY = 4
+_LONGEST_MINOR_S = 0.03  # products that would take longer in a precision without fast units are left out: the rate no longer changes
+_PILOT = (256, 256, 256)
 
 # (rows, columns, depth)
 _QUICK_PRODUCTS = [
@@ -63,15 +65,15 @@ _CHAIN = 32  # operators in the chain that tells what the smallest one costs
 
 @dataclass(frozen=True)
 class Case:
-    """Something to time. An optional one is dropped when a single run of it takes too long."""
+    """Something to time; what matters less has a turn in every fourth round only."""
 
     run: Callable[[], object]
-    optional: bool = False
+    minor: bool = False
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one run: of the fastest tenth of turns, and of the median turn."""
+    """Seconds of one run: undisturbed (the fastest tenth of turns), and of the median turn by the clock on the wall."""
 
     seconds: float
     usual_seconds: float
@@ -93,39 +95,44 @@ def interleaved(
     synchronize: Callable[[], None],
     tick: Callable[[float], None] = lambda share: None,
     clock: Callable[[], float] = time.perf_counter,
-) -> list[Timing | None]:
-    """How long one run of each case takes; None for an optional case that was dropped.
+    stopwatch: Callable[[], float] | None = None,
+) -> list[Timing]:
+    """How long one run of each case takes.
 
-    Turns go round until the budget is spent or each case has had plenty. `tick` hears how far we are.
+    Each case is run twice; then turns go round until the budget is spent or each case has had plenty. `tick` hears how far we are. Cases
+    are timed with the stopwatch, if there is one that others cannot disturb, else with the clock.
     """
+    stopwatch = stopwatch or clock
     start = clock()
-    once = [min(_seconds(case.run, 1, synchronize, clock) for _ in range(2)) for case in cases]  # the first run warms up
-    kept = [i for i, case in enumerate(cases) if not (case.optional and once[i] > _LONGEST_OPTIONAL_S)]
-    times: dict[int, list[float]] = {i: [once[i]] for i in kept}
-    turns = ((turn, i) for turn in range(_MOST_TURNS) for i in kept if not (cases[i].optional and turn % _OPTIONAL_EVERY))
-    for turn, i in turns:
+    turns = [[min(_turn(case.run, 1, synchronize, stopwatch, clock) for _ in range(2))] for case in cases]  # the first run warms up
+    order = ((turn, i) for turn in range(_MOST_TURNS) for i, case in enumerate(cases) if not (case.minor and turn % _MINOR_EVERY))
+    for turn, i in order:
         elapsed = clock() - start
         if elapsed >= budget_s:
             break
         tick(max(elapsed / budget_s, turn / _MOST_TURNS))
-        repeats = max(1, round(_TURN_S / max(min(times[i]), 1e-9)))
-        times[i].append(_seconds(cases[i].run, repeats, synchronize, clock))
+        repeats = max(1, round(_TURN_S / max(min(turns[i])[0], 1e-9)))
+        turns[i].append(_turn(cases[i].run, repeats, synchronize, stopwatch, clock))
     tick(1.0)
-    return [_timing(times[i]) if i in times else None for i in range(len(cases))]
+    return [_timing(taken) for taken in turns]
 
 
-def _timing(times: Sequence[float]) -> Timing:
-    ordered = sorted(times)
-    return Timing(seconds=max(ordered[len(ordered) // 10], 1e-9), usual_seconds=max(ordered[len(ordered) // 2], 1e-9))
+def _timing(turns: Sequence[tuple[float, float]]) -> Timing:
+    ours = sorted(seconds for seconds, _ in turns)
+    everything = sorted(seconds for _, seconds in turns)
+    return Timing(seconds=max(ours[len(ours) // 10], 1e-9), usual_seconds=max(everything[len(everything) // 2], 1e-9))
 
 
-def _seconds(run: Callable[[], object], repeats: int, synchronize: Callable[[], None], clock: Callable[[], float]) -> float:
+def _turn(
+    run: Callable[[], object], repeats: int, synchronize: Callable[[], None], stopwatch: Callable[[], float], clock: Callable[[], float]
+) -> tuple[float, float]:
+    """Seconds a run, by the stopwatch and by the clock."""
     synchronize()
-    start = clock()
+    ours, everything = stopwatch(), clock()
     for _ in range(repeats):
         run()
     synchronize()
-    return (clock() - start) / repeats
+    return (stopwatch() - ours) / repeats, (clock() - everything) / repeats
 
 
 def measure(
@@ -133,49 +140,52 @@ def measure(
 ) -> Measured:
     """What a device does. Takes about 40 s, quick 7 s, or the budget given; each case is run twice in any event."""
     on_cpu = device.type == "cpu"
-    products = _products(quick, on_cpu)
+    synchronize = (lambda: None) if on_cpu else torch.accelerator.synchronize
+    # One thread's own processor time leaves out the time others took; several threads wait for each other, so only the clock tells.
+    stopwatch = time.process_time if on_cpu and torch.get_num_threads() == 1 else time.perf_counter
+    products = _products(device, quick, lambda case: interleaved([case], budget_s=0.0, synchronize=synchronize, stopwatch=stopwatch)[0])
     convolutions = _CONVOLUTIONS[:2] if quick else _CONVOLUTIONS
     sizes = _MEMORY_BYTES if on_cpu else [*_MEMORY_BYTES, 768e6]
     cases = [
         _chain(device),
         _copy(device, sizes[-1]),
+        *(_product(device, *product) for product in products),
         *(_convolution(device, *shape) for shape in convolutions),
         *(_elementwise(device, size) for size in sizes),
-        *(_product(device, *product) for product in products),
     ]
-    synchronize = (lambda: None) if on_cpu else torch.accelerator.synchronize
     budget_s = budget_s if budget_s is not None else _QUICK_S if quick else _FULL_S
-    timings = interleaved(cases, budget_s=budget_s, synchronize=synchronize, tick=tick)
-    timed = [timing for timing in timings if timing is not None]
-    chain, copy, *others = timed
-    conv, memory = others[: len(convolutions)], others[len(convolutions) : len(convolutions) + len(sizes)]
+    timings = interleaved(cases, budget_s=budget_s, synchronize=synchronize, tick=tick, stopwatch=stopwatch)
+    chain, copy, *others = timings
     measurements = Measurements(
         operator_seconds=chain.seconds / (2 * _CHAIN),
-        matmul=tuple(_product_rates(products, timings[-len(products) :])),
-        conv=tuple(_convolution_rates(convolutions, conv)),
-        memory=tuple(MemoryRate(bytes=size, bytes_per_s=size / timing.seconds) for size, timing in zip(sizes, memory, strict=True)),
+        matmul=tuple(_product_rates(products, others)),
+        conv=tuple(_convolution_rates(convolutions, others[len(products) :])),
+        memory=tuple(MemoryRate(bytes=size, bytes_per_s=size / t.seconds) for size, t in zip(sizes, others[-len(sizes) :], strict=True)),
         threads=torch.get_num_threads() if on_cpu else 0,
     )
-    busy = statistics.median(timing.usual_seconds / timing.seconds for timing in timed)
+    busy = statistics.median(timing.usual_seconds / timing.seconds for timing in timings)
     return Measured(measurements=measurements, memory_bytes_per_s=sizes[-1] / copy.seconds, busy=busy)
 
 
-def _products(quick: bool, on_cpu: bool) -> list[tuple[str, int, int, int]]:
-    """(precision, rows, columns, depth) of the products to time."""
+def _products(device: torch.device, quick: bool, pilot: Callable[[Case], Timing]) -> list[tuple[str, int, int, int]]:
+    """(precision, rows, columns, depth) of the products to time: all in fp32, in other precisions those that do not take too long."""
     shapes = list(_QUICK_PRODUCTS) if quick else _QUICK_PRODUCTS + _MORE_PRODUCTS
-    shapes += [] if on_cpu else _ACCELERATOR_PRODUCTS
-    return [(precision, *shape) for precision in _DTYPES for shape in shapes]
+    shapes += [] if device.type == "cpu" else _ACCELERATOR_PRODUCTS
+    chosen = []
+    for precision in _DTYPES:
+        rate = math.prod(_PILOT) / pilot(_product(device, precision, *_PILOT)).seconds
+        chosen += [(precision, *shape) for shape in shapes if precision == "fp32" or math.prod(shape) / rate <= _LONGEST_MINOR_S]
+    return chosen
 
 
-def _product_rates(products: Sequence[tuple[str, int, int, int]], timings: Sequence[Timing | None]) -> Iterator[MatmulRate]:
-    for (precision, rows, columns, depth), timing in zip(products, timings, strict=True):
-        if timing is not None:
-            rate = 2.0 * rows * columns * depth / timing.seconds
-            yield MatmulRate(precision=precision, rows=rows, columns=columns, depth=depth, flops_per_s=rate)
+def _product_rates(products: Sequence[tuple[str, int, int, int]], timings: Sequence[Timing]) -> Iterator[MatmulRate]:
+    for (precision, rows, columns, depth), timing in zip(products, timings, strict=False):
+        rate = 2.0 * rows * columns * depth / timing.seconds
+        yield MatmulRate(precision=precision, rows=rows, columns=columns, depth=depth, flops_per_s=rate)
 
 
 def _convolution_rates(shapes: Sequence[tuple[int, int, int, int, int]], timings: Sequence[Timing]) -> Iterator[ConvRate]:
-    for (batch, inputs, outputs, size, kernel), timing in zip(shapes, timings, strict=True):
+    for (batch, inputs, outputs, size, kernel), timing in zip(shapes, timings, strict=False):
         flops = 2.0 * batch * size**2 * inputs * outputs * kernel**2
         yield ConvRate(
             precision="fp32",
@@ -189,12 +199,12 @@ def _convolution_rates(shapes: Sequence[tuple[int, int, int, int, int]], timings
 
 
 def _product(device: torch.device, precision: str, rows: int, columns: int, depth: int) -> Case:
-    """A linear layer's product. Precisions other than fp32 may have no fast units, so their large products are optional."""
+    """A linear layer's product."""
     dtype = _DTYPES[precision]
     sets = max(1, min(16, round(_OPERANDS_BYTES / (dtype.itemsize * depth * (rows + columns)))))
     inputs = cycle([torch.randn(rows, depth, device=device).to(dtype) for _ in range(sets)])
     weights = cycle([torch.randn(columns, depth, device=device).to(dtype) for _ in range(sets)])
-    return Case(lambda: torch.nn.functional.linear(next(inputs), next(weights)), optional=precision != "fp32")
+    return Case(lambda: torch.nn.functional.linear(next(inputs), next(weights)), minor=precision != "fp32")
 
 
 def _convolution(device: torch.device, batch: int, inputs: int, outputs: int, size: int, kernel: int) -> Case:

@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
 INSTALLED := .venv/.installed
 
 .PHONY: help install demo test lint unit bench soak clean
@@ -16,14 +17,16 @@ help:
 
 install: $(INSTALLED)
 
+# pip's own output goes to a log: people see one line a download, and the end of the log when something fails.
 $(INSTALLED): requirements.lock pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Atoll needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.12 " + "install")'
-	@echo "Making .venv (PyTorch is large: this takes a few minutes the first time)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Atoll needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.12")'
+	@echo "Installing into .venv (PyTorch is large: this takes some minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --disable-pip-version-check -r requirements.lock
-	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
+	@{ $(PIP) -r requirements.lock && $(PIP) --no-deps --no-build-isolation --editable . || echo FAILED; } 2>&1 | tee .venv/install.log \
+		| awk '/^ *Downloading /{print "  " $$2 " " $$3 " " $$4; fflush()} /^Installing collected/{print "  unpacking"; fflush()}'
+	@if tail -1 .venv/install.log | grep -q FAILED; then tail -15 .venv/install.log; echo "Installing failed; all of it is in .venv/install.log"; exit 1; fi
 	@touch $@
-	@echo "Installed. Commands are in $(BIN); try: $(BIN)/atoll --help"
+	@echo "Installed. Commands are in $(BIN), for example $(BIN)/atoll --help"
 
 demo: install
 	@echo; echo "1. Plan: where would this model train best on two sites joined by the internet?"; echo

@@ -2,7 +2,7 @@
 
 import json
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -19,14 +19,12 @@ stage 1: layers 2-5 sharded: s0-1/[0-1]=2*2 s0-1/[2-3]=2*2
 
 
 @given(any_plans, any_plans)
-@settings(max_examples=50, deadline=None)
 def test_the_difference_is_empty_exactly_for_equal_plans(a: Plan, b: Plan) -> None:
     assert bool(diff(a, b)) == (a != b)
     assert not diff(a, a)
 
 
 @given(any_plans, st.data())
-@settings(max_examples=100, deadline=None)
 def test_a_small_change_is_noticed(plan: Plan, data: st.DataObject) -> None:
     """Change one field of one stage or replica, the way a hand does."""
     if not plan.stages:
@@ -47,7 +45,6 @@ def test_a_small_change_is_noticed(plan: Plan, data: st.DataObject) -> None:
 
 
 @given(valid_cases())
-@settings(max_examples=30, deadline=None)
 def test_equal_plans_say_so(case: tuple[Plan, Graph, Cluster]) -> None:
     assert str(diff(case[0], case[0])) == "the plans are equal"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.errors import PlanError
@@ -24,7 +24,6 @@ PLAN = Plan(
 
 
 @given(any_plans)
-@settings(max_examples=50, deadline=None)
 def test_any_plan_reads_back_equal(plan: Plan) -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
@@ -116,7 +115,6 @@ values = st.recursive(
 
 
 @given(st.sampled_from([*ERRORS]), values)
-@settings(max_examples=100, deadline=None)
 def test_any_value_anywhere_is_a_plan_or_a_plan_error(error: tuple[list[str | int], object, str], value: object) -> None:
     with suppress(PlanError):
         Plan.from_json(_broken(error[0], value))

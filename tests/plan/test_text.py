@@ -3,7 +3,7 @@
 from contextlib import suppress
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.errors import PlanError
@@ -15,13 +15,11 @@ HEAD = "plan v1 graph=g cluster=c batch=8 micro_batch=2\n"
 
 
 @given(any_plans)
-@settings(max_examples=200, deadline=None)
 def test_any_plan_reads_back_equal(plan: Plan) -> None:
     assert parse_plan(to_text(plan)) == plan
 
 
 @given(device_lists)
-@settings(deadline=None)
 def test_shortened_names_expand_to_the_same_names_in_order(names: list[str]) -> None:
     text = f"{HEAD}stage 0: layers 0-1: ({' '.join(shorten(tuple(names)))})=1"
     assert list(parse_plan(text).stages[0].replicas[0].devices) == names
@@ -102,7 +100,6 @@ def test_errors_say_where_and_what_was_expected(text: str) -> None:
     st.integers(0, 10_000),
     st.sampled_from(["", "x", "=", ":", "[", "]", "(", ")", '"', "\n", "-", "*", "9" * 12, "#", "\\", "²", "\x00"]),
 )
-@settings(max_examples=200, deadline=None)
 def test_a_slip_of_the_pen_is_a_plan_or_a_plan_error(plan: Plan, place: int, slip: str) -> None:
     text = to_text(plan)
     place %= len(text) + 1

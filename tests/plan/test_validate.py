@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from msgspec.structs import replace
 
 from atoll.cluster import Cluster
@@ -19,7 +19,6 @@ GRAPH = make_graph(6)
 
 
 @given(valid_cases())
-@settings(max_examples=100, deadline=None)
 def test_valid_plans_are_valid(case: tuple[Plan, Graph, Cluster]) -> None:
     plan, graph, cluster = case
     validate(plan)
@@ -27,7 +26,6 @@ def test_valid_plans_are_valid(case: tuple[Plan, Graph, Cluster]) -> None:
 
 
 @given(any_plans)
-@settings(max_examples=100, deadline=None)
 def test_any_plan_is_valid_or_gets_a_plan_error_with_one_marked_cell(plan: Plan) -> None:
     try:
         validate(plan, GRAPH, CLUSTER)

@@ -19,9 +19,7 @@ from atoll.cluster.cluster import ConvRate, MatmulRate, Measurements, MemoryRate
 __all__ = ["Case", "Measured", "Timing", "interleaved", "measure", "one_way_copy"]
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_OPERANDS_BYTES = (
-    8e6  # operands take turns over this much, so that small products are not timed on data that never leaves the nearest cache
-)
+_OPERANDS_BYTES = 8e6  # operands take turns over this much, so that small products do not find theirs in the nearest cache every time
 _FULL_S, _QUICK_S = 40.0, 7.0
 _MOST_TURNS = 60
 _TURN_S = 0.004  # about a scheduler's time slice: longer turns are rarely left alone
@@ -30,7 +28,7 @@ _LONGEST_MINOR_S = 0.03  # products that would take longer in a precision withou
 _PILOT = (256, 256, 256)
 
 # (rows, columns, depth)
-_QUICK_PRODUCTS = [
+_QUICK_PRODUCTS = (
     (64, 64, 64),
     (256, 256, 256),
     (512, 512, 512),
@@ -40,8 +38,8 @@ _QUICK_PRODUCTS = [
     (1024, 64, 64),
     (1024, 256, 256),
     (512, 3072, 768),
-]
-_MORE_PRODUCTS = [
+)
+_MORE_PRODUCTS = (
     (128, 128, 64),
     (128, 128, 128),
     (2048, 2048, 2048),
@@ -55,11 +53,12 @@ _MORE_PRODUCTS = [
     (512, 768, 3072),
     (256, 256, 4096),
     (512, 8192, 256),
-]
-_ACCELERATOR_PRODUCTS = [(4096, 4096, 4096), (8192, 8192, 8192), (64, 8192, 8192)]
+)
+_ACCELERATOR_PRODUCTS = ((4096, 4096, 4096), (8192, 8192, 8192), (64, 8192, 8192))
 # (batch, inputs, outputs, size, kernel)
-_CONVOLUTIONS = [(8, 64, 64, 32, 3), (8, 64, 256, 32, 1), (8, 128, 128, 16, 3), (8, 256, 256, 8, 3), (8, 3, 64, 64, 7)]
-_MEMORY_BYTES = [48e3, 192e3, 768e3, 3e6, 12e6, 48e6, 192e6]
+_CONVOLUTIONS = ((8, 64, 64, 32, 3), (8, 64, 256, 32, 1), (8, 128, 128, 16, 3), (8, 256, 256, 8, 3), (8, 3, 64, 64, 7))
+_MEMORY_BYTES = (48e3, 192e3, 768e3, 3e6, 12e6, 48e6, 192e6)
+_ACCELERATOR_MEMORY_BYTES = (*_MEMORY_BYTES, 768e6)
 _CHAIN = 32  # operators in the chain that tells what the smallest one costs
 
 
@@ -99,12 +98,12 @@ def interleaved(
 ) -> list[Timing]:
     """How long one run of each case takes.
 
-    Each case is run twice; then turns go round until the budget is spent or each case has had plenty. `tick` hears how far we are. Cases
+    Each case is timed once; then turns go round until the budget is spent or each case has had plenty. `tick` hears how far we are. Cases
     are timed with the stopwatch, if there is one that others cannot disturb, else with the clock.
     """
     stopwatch = stopwatch or clock
     start = clock()
-    turns = [[min(_turn(case.run, 1, synchronize, stopwatch, clock) for _ in range(2))] for case in cases]  # the first run warms up
+    turns = [[_turn(case.run, 1, synchronize, stopwatch, clock)] for case in cases]
     order = ((turn, i) for turn in range(_MOST_TURNS) for i, case in enumerate(cases) if not (case.minor and turn % _MINOR_EVERY))
     for turn, i in order:
         elapsed = clock() - start
@@ -126,7 +125,8 @@ def _timing(turns: Sequence[tuple[float, float]]) -> Timing:
 def _turn(
     run: Callable[[], object], repeats: int, synchronize: Callable[[], None], stopwatch: Callable[[], float], clock: Callable[[], float]
 ) -> tuple[float, float]:
-    """Seconds a run, by the stopwatch and by the clock."""
+    """Seconds a run, by the stopwatch and by the clock. A first run wakes the threads that will share the work, and is not counted."""
+    run()
     synchronize()
     ours, everything = stopwatch(), clock()
     for _ in range(repeats):
@@ -136,16 +136,23 @@ def _turn(
 
 
 def measure(
-    device: torch.device, *, quick: bool = False, budget_s: float | None = None, tick: Callable[[float], None] = lambda share: None
+    device: torch.device,
+    available_bytes: float,
+    *,
+    quick: bool = False,
+    budget_s: float | None = None,
+    tick: Callable[[float], None] = lambda share: None,
 ) -> Measured:
-    """What a device does. Takes about 40 s, quick 7 s, or the budget given; each case is run twice in any event."""
+    """What a device with so much free memory does. Takes about 40 s, quick 7 s, or the budget given; each case is run in any event."""
     on_cpu = device.type == "cpu"
     synchronize = (lambda: None) if on_cpu else torch.accelerator.synchronize
     # One thread's own processor time leaves out the time others took; several threads wait for each other, so only the clock tells.
     stopwatch = time.process_time if on_cpu and torch.get_num_threads() == 1 else time.perf_counter
     products = _products(device, quick, lambda case: interleaved([case], budget_s=0.0, synchronize=synchronize, stopwatch=stopwatch)[0])
     convolutions = _CONVOLUTIONS[:2] if quick else _CONVOLUTIONS
-    sizes = _MEMORY_BYTES if on_cpu else [*_MEMORY_BYTES, 768e6]
+    sizes = [
+        size for size in (_MEMORY_BYTES if on_cpu else _ACCELERATOR_MEMORY_BYTES) if size <= max(available_bytes / 8, _MEMORY_BYTES[0])
+    ]
     cases = [
         _chain(device),
         _copy(device, sizes[-1]),
@@ -169,9 +176,8 @@ def measure(
 
 def _products(device: torch.device, quick: bool, pilot: Callable[[Case], Timing]) -> list[tuple[str, int, int, int]]:
     """(precision, rows, columns, depth) of the products to time: all in fp32, in other precisions those that do not take too long."""
-    shapes = list(_QUICK_PRODUCTS) if quick else _QUICK_PRODUCTS + _MORE_PRODUCTS
-    shapes += [] if device.type == "cpu" else _ACCELERATOR_PRODUCTS
-    chosen = []
+    shapes = (*_QUICK_PRODUCTS, *(() if quick else _MORE_PRODUCTS), *(() if device.type == "cpu" else _ACCELERATOR_PRODUCTS))
+    chosen: list[tuple[str, int, int, int]] = []
     for precision in _DTYPES:
         rate = math.prod(_PILOT) / pilot(_product(device, precision, *_PILOT)).seconds
         chosen += [(precision, *shape) for shape in shapes if precision == "fp32" or math.prod(shape) / rate <= _LONGEST_MINOR_S]

@@ -26,7 +26,7 @@ _NEAR_S = 2e-3  # a round trip shorter than this is a network inside a site
 _FALLBACK_LATENCY_S = 5e-6
 
 Tick = Callable[[float], None]
-Effort = Callable[[torch.device], Measured]
+Effort = Callable[[torch.device, float], Measured]
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ def probe_host(*, quick: bool = False, budget_s: float | None = None, tick: Tick
     """Measure this machine: its accelerators if PyTorch sees any, else its CPU."""
     name = _host_name()
 
-    def effort(device: torch.device) -> Measured:
-        return measure(device, quick=quick, budget_s=budget_s, tick=tick)
+    def effort(device: torch.device, available_bytes: float) -> Measured:
+        return measure(device, available_bytes, quick=quick, budget_s=budget_s, tick=tick)
 
     devices, busy = _accelerators(name, effort) if torch.accelerator.is_available() else _cpu(name, effort)
     link = _inside_link(name, devices)
@@ -58,7 +58,7 @@ def _host_name() -> str:
 
 def _cpu(host: str, effort: Effort) -> tuple[list[Device], float]:
     memory = host_memory()
-    measured = effort(torch.device("cpu"))
+    measured = effort(torch.device("cpu"), memory.available_bytes)
     kind = _kind(f"{_cpu_name()}, {torch.get_num_threads()} of {_cores()} cores", memory.total_bytes, measured)
     usable = memory.available_bytes * (1.0 - DEFAULT_RESERVE)
     return [Device(name=f"{host}/0", kind=kind, host=host, site=_SITE, memory_bytes=usable)], measured.busy
@@ -76,7 +76,7 @@ def _accelerators(host: str, effort: Effort) -> tuple[list[Device], float]:
         free, total = torch.accelerator.get_memory_info(i)
         if name not in kinds:
             torch.accelerator.set_device_index(i)
-            measured = effort(torch.device(accelerator.type, i))
+            measured = effort(torch.device(accelerator.type, i), free)
             kinds[name], busy = _kind(name, total, measured), max(busy, measured.busy)
         usable = free * (1.0 - DEFAULT_RESERVE)
         devices.append(Device(name=f"{host}/{i}", kind=kinds[name], host=host, site=_SITE, memory_bytes=usable))

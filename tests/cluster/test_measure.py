@@ -48,7 +48,7 @@ def test_a_disturbance_of_most_of_the_time_does_not_count():
 def test_turns_alternate():
     world = World()
     world.measure([world.case("a", 0.01), world.case("b", 0.01)], budget_s=1.0)
-    assert world.log[4:10] == ["a", "b", "a", "b", "a", "b"]
+    assert world.log[4:12] == ["a", "a", "b", "b", "a", "a", "b", "b"], "each turn has a run that is not counted and one that is"
 
 
 def test_the_budget_holds_and_what_matters_less_has_fewer_turns():

@@ -14,7 +14,10 @@ __all__ = ["Calibration", "LayerTime", "load_calibration"]
 
 
 class LayerTime(msgspec.Struct, frozen=True, kw_only=True):
-    """A measured layer: seconds for one micro-batch of `samples` on one device of `kind`, tensors split `tensor` ways."""
+    """A measured layer: seconds for one micro-batch of `samples` on a device of `kind`.
+
+    With `tensor` above 1 it was timed on a group that splits its tensors that many ways, their all-reduces included.
+    """
 
     layer: str  # a layer's name or signature
     kind: str
@@ -29,7 +32,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """Constants of the cost model. Fractions are of the catalogue's peak figures."""
 
     matmul_efficiency: float = 0.80  # of peak FLOP/s that a large matmul reaches
-    matmul_half_size: float = 128.0  # a dimension this long reaches half of that: tiles and pipelines that do not fill
+    matmul_half_depth: float = 96.0  # an inner dimension this long reaches half of that: filling and draining a tile
+    wave_outputs: float = 1e-7  # outputs, per fp32 FLOP/s of the device, with which a matmul reaches half: tiles for every unit
     memory_efficiency: float = 0.80  # of memory bandwidth that an elementwise kernel reaches
     kernel_seconds: float = 3e-6  # what a kernel costs beyond its work: launch and tail
     host_link_efficiency: float = 0.75  # of the link inside a host that a collective reaches

@@ -1,7 +1,8 @@
 """Roofline: how long a layer takes on a device, by the work in it.
 
-A kernel takes the longer of its arithmetic and its memory traffic, plus a constant. Arithmetic runs at a share of the peak that grows with
-each dimension of the matmul. Tables of prefix sums over the layers make a stage's time two subtractions.
+A kernel takes the longer of its arithmetic and its memory traffic, plus a constant. A matmul is computed in tiles of its output, each
+running along the inner dimension: a short inner dimension leaves a tile filling and draining, few outputs leave units of the device
+without a tile. Tables of prefix sums over the layers make a stage's time two subtractions.
 """
 
 from itertools import accumulate
@@ -38,15 +39,20 @@ class Compute:
         self._graph = graph
         self._update_bytes = update_bytes
         self._calibration = calibration
-        self._tables: dict[tuple[str, float, float, float, int], StageTable] = {}
+        self._tables: dict[tuple[str, float, float, float, int, int], StageTable] = {}
         self._measured = _index(calibration.layer_times)
+        self._measured_splits = {(time.kind, time.tensor) for time in calibration.layer_times}
+
+    def measured_split(self, device: Device, tensor: int) -> bool:
+        """Whether layers split `tensor` ways were measured on such a device, so that their times contain the all-reduces."""
+        return (device.kind.name, tensor) in self._measured_splits
 
     def table(self, device: Device, samples: float, fraction: float = 1.0, tensor: int = 1, expert_lanes: int = 1) -> StageTable:
         """Times of all layers for a micro-batch of `samples` where the device holds `fraction` of every split tensor.
 
         `tensor` is the number of devices the tensors are split over; `expert_lanes` the number that divide the experts.
         """
-        key = (device.kind.name, device.speed, samples, fraction if tensor > 1 else 1.0, expert_lanes)
+        key = (device.kind.name, device.speed, samples, fraction if tensor > 1 else 1.0, tensor, expert_lanes)
         found = self._tables.get(key)
         if found is None:
             found = self._tables[key] = self._build(device, samples, fraction, tensor, expert_lanes)
@@ -87,20 +93,18 @@ class Compute:
         arithmetic = 0.0
         if work.flops:
             peak = device.kind.peak(self._graph.precision) * calibration.matmul_efficiency
-            arithmetic = work.flops * samples * part / (peak * self._fill(work, samples, fraction))
+            arithmetic = work.flops * samples * part / (peak * self._fill(work, device, samples, fraction))
         return work.count * (max(traffic, arithmetic) / device.speed + calibration.kernel_seconds)
 
-    def _fill(self, work: Work, samples: float, fraction: float) -> float:
+    def _fill(self, work: Work, device: Device, samples: float, fraction: float) -> float:
         """The share of a large matmul's rate that one of this size reaches."""
-        half = self._calibration.matmul_half_size
-        rows = work.rows * samples * (fraction if work.split == "rows" and work.kind == "matmul" else 1.0)
-        columns = work.columns * (fraction if work.split == "columns" else 1.0)
+        calibration = self._calibration
         depth = work.depth * (fraction if work.split == "depth" else 1.0)
-        fill = 1.0
-        for size in (rows, columns, depth):
-            if size:
-                fill *= size / (size + half)
-        return fill
+        outputs = work.rows * samples * work.columns * (fraction if work.split in ("rows", "columns") else 1.0)
+        enough = calibration.wave_outputs * device.kind.flops["fp32"]
+        along = depth / (depth + calibration.matmul_half_depth) if depth else 1.0
+        across = outputs / (outputs + enough) if outputs else 1.0
+        return along * across
 
 
 _Measured = dict[tuple[str, str, int], list[LayerTime]]

@@ -18,6 +18,7 @@ class Memory:
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
+        self._known: dict[tuple[object, ...], MemoryUse] = {}
         self._largest: dict[tuple[int, int, int], float] = {}
 
     def plan(self, plan: Plan, in_flight: Sequence[Sequence[int]] | None = None) -> dict[str, MemoryUse]:
@@ -30,20 +31,27 @@ class Memory:
         return uses
 
     def _replica(self, plan: Plan, stage: Stage, replica: Replica, held: int, uses: dict[str, MemoryUse]) -> None:
-        lanes = len(replica.devices) // stage.tensor
         total = replica.total_samples or 1
-        rounds = -(-total // plan.micro_batch_size)
-        micro = total / rounds if len(plan.stages) == 1 else float(plan.micro_batch_size)
-        known: dict[tuple[float, float, bool], MemoryUse] = {}
+        micro = total / -(-total // plan.micro_batch_size) if len(plan.stages) == 1 else float(plan.micro_batch_size)
+        alike = not replica.tensor_shares and len(set(replica.samples)) == 1
+        use: MemoryUse | None = None
+        was_cpu = False
         for index, name in enumerate(replica.devices):
-            lane, position = divmod(index, stage.tensor)
-            fraction = tensor_fraction(replica, stage.tensor, position)
             is_cpu = self._setting.devices[name].kind.link_bytes_per_s == 0.0
-            key = (fraction, replica.samples[lane] / total * micro, is_cpu)
-            if key not in known:
-                known[key] = self.device(stage, fraction, key[1], held, lanes, is_cpu)
+            if use is None or not alike or is_cpu != was_cpu:
+                was_cpu = is_cpu
+                lane, position = divmod(index, stage.tensor)
+                fraction = tensor_fraction(replica, stage.tensor, position)
+                use = self._remembered(stage, fraction, replica.samples[lane] / total * micro, held, stage.lanes, is_cpu)
             before = uses.get(name)
-            uses[name] = known[key] if before is None else _sum(before, known[key])
+            uses[name] = use if before is None else _sum(before, use)
+
+    def _remembered(self, stage: Stage, fraction: float, samples: float, held: int, lanes: int, is_cpu: bool) -> MemoryUse:
+        key = (stage.start, stage.stop, stage.sharded, stage.expert, stage.recompute, fraction, samples, held, lanes, is_cpu)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self.device(stage, fraction, samples, held, lanes, is_cpu)
+        return found
 
     def device(self, stage: Stage, fraction: float, samples: float, held: int, lanes: int, is_cpu: bool) -> MemoryUse:
         """What a device with `fraction` of the tensors holds when `held` micro-batches of `samples` each are in flight."""
@@ -59,17 +67,20 @@ class Memory:
     def activation_bytes(self, start: int, stop: int, recompute: bool, fraction: float) -> float:
         """Bytes one sample in flight keeps in a stage."""
         amounts = self._setting.amounts
+        first = start
+        inputs = 0.0
         if recompute:
-            return amounts.inputs[stop] - amounts.inputs[start]
-        split = amounts.split_saved[stop] - amounts.split_saved[start]
-        return (amounts.saved[stop] - amounts.saved[start]) - split * (1 - fraction)
+            first = min(stop, max(start, len(self._setting.graph.layers) - 1))  # the model's last layer is not recomputed
+            inputs = amounts.inputs[first] - amounts.inputs[start]
+        split = amounts.split_saved[stop] - amounts.split_saved[first]
+        return inputs + (amounts.saved[stop] - amounts.saved[first]) - split * (1 - fraction)
 
     def _largest_saved(self, start: int, stop: int, fraction: float) -> float:
         """The most any one layer keeps while it is recomputed."""
         key = (start, stop, round(fraction * 1e6))
         if key not in self._largest:
-            layers = self._setting.graph.layers[start:stop]
-            self._largest[key] = max(layer.saved_bytes - layer.split_saved_bytes * (1 - fraction) for layer in layers)
+            layers = self._setting.graph.layers[start : min(stop, len(self._setting.graph.layers) - 1)]
+            self._largest[key] = max((layer.saved_bytes - layer.split_saved_bytes * (1 - fraction) for layer in layers), default=0.0)
         return self._largest[key]
 
 

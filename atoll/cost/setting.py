@@ -28,3 +28,16 @@ class Setting:
         """Parameters the device at a position of a lane holds, before lanes shard them."""
         fraction = tensor_fraction(replica, stage.tensor, position)
         return held_parameters(self.amounts, stage.start, stage.stop, fraction, stage.lanes if stage.expert else 1)
+
+    def recomputed_stop(self, stage: Stage) -> int:
+        """Where the layers that a stage runs again in backward end.
+
+        The model's last layer is never among them: its backward follows its forward at once, so recomputing it would save nothing.
+        """
+        return min(stage.stop, max(stage.start, len(self.graph.layers) - 1)) if stage.recompute else stage.start
+
+    def most_held(self, stage: Stage) -> Held:
+        """Parameters of the device that holds most of a stage: the one with the largest part of each tensor."""
+        shares = [replica.tensor_shares for replica in stage.replicas if replica.tensor_shares]
+        fraction = max((max(row) / sum(row) for row in shares), default=1 / stage.tensor)
+        return held_parameters(self.amounts, stage.start, stage.stop, fraction, stage.lanes if stage.expert else 1)

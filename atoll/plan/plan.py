@@ -51,7 +51,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     tensor: int = 1  # devices that split each tensor
     sharded: bool = False  # lanes shard parameters, gradients and optimizer state (FSDP)
     expert: bool = False  # lanes divide the experts
-    recompute: bool = False  # forward is run again in backward
+    recompute: bool = False  # forward is run again in backward, all but the model's last layer
 
     @property
     def lanes(self) -> int:

@@ -103,10 +103,10 @@ def distinct_plans(count: int, seed: int, graph: Graph, cluster: Cluster, unequa
 
 def rate(price: Callable[[Plan], object], plans: list[Plan]) -> float:
     """Plans priced a second."""
-    began = time.perf_counter()
+    began = time.process_time()
     for plan in plans:
         price(plan)
-    return len(plans) / (time.perf_counter() - began)
+    return len(plans) / (time.process_time() - began)
 
 
 def measure(count: int, seed: int) -> dict[str, dict[str, float]]:

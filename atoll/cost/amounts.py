@@ -3,7 +3,7 @@
 from itertools import accumulate
 from typing import NamedTuple
 
-from atoll.graph import Graph
+from atoll.graph import Graph, SharedParameter
 from atoll.plan import Replica
 
 __all__ = ["Amounts", "Held", "held_parameters", "tensor_fraction"]
@@ -23,6 +23,7 @@ class Amounts(NamedTuple):
     tensor_reductions: tuple[float, ...]
     expert_bytes: tuple[float, ...]
     expert_layers: tuple[float, ...]
+    shared: tuple[SharedParameter, ...] = ()
 
     @staticmethod
     def of(graph: Graph) -> "Amounts":
@@ -43,7 +44,13 @@ class Amounts(NamedTuple):
             )
             for layer in graph.layers
         ]
-        return Amounts(*(tuple(accumulate(column, initial=0.0)) for column in zip(*rows, strict=True)))
+        sums = (tuple(accumulate(column, initial=0.0)) for column in zip(*rows, strict=True))
+        return Amounts(*sums)._replace(shared=graph.shared)
+
+    def is_split(self, shared: SharedParameter) -> bool:
+        """Whether tensor parallelism divides a shared parameter: as its first user does."""
+        first = shared.layers[0]
+        return self.split_parameters[first + 1] - self.split_parameters[first] >= shared.parameters
 
 
 class Held(NamedTuple):
@@ -64,6 +71,9 @@ def held_parameters(amounts: Amounts, start: int, stop: int, fraction: float, ex
     own_experts = (split_experts * fraction + experts - split_experts) / expert_lanes
     dense_split = split - split_experts
     dense = (total - experts) - dense_split * (1 - fraction)
+    for shared in amounts.shared:  # counted where it is first used; every other stage that uses it holds a copy
+        if not start <= shared.layers[0] < stop and any(start <= layer < stop for layer in shared.layers):
+            dense += shared.parameters * (fraction if amounts.is_split(shared) else 1.0)
     return Held(dense, own_experts, frozen)
 
 

@@ -11,15 +11,17 @@ from typing import NamedTuple
 from atoll.cluster import Cluster
 from atoll.cost.amounts import Held
 from atoll.cost.calibration import Calibration
-from atoll.cost.communication import Span
+from atoll.cost.communication import Span, all_reduce_seconds
 from atoll.cost.cost import Cost, MemoryUse, StageCost
+from atoll.cost.in_flight import micro_batch_counts
 from atoll.cost.memory import Memory
+from atoll.cost.played import Played
 from atoll.cost.replica import ReplicaPrices, ReplicaSeconds
 from atoll.cost.setting import Setting
 from atoll.cost.synchronisation import Synchronisation
-from atoll.cost.timeline import Played, play
+from atoll.cost.timeline import play
 from atoll.cost.traffic import link_bytes
-from atoll.cost.transfer import flow_between
+from atoll.cost.transfer import Transfers
 from atoll.graph import Graph
 from atoll.plan import Plan, Replica, Stage
 
@@ -40,6 +42,7 @@ class _Step(NamedTuple):
 
     seconds: float
     critical: int  # the stage that ends last
+    jitter: float
 
 
 class Evaluator:
@@ -56,19 +59,20 @@ class Evaluator:
         self._replica_prices = ReplicaPrices(self._setting)
         self._synchronisation = Synchronisation(self._setting)
         self._memory = Memory(self._setting)
+        self._transfers = Transfers(self._setting)
 
     def seconds(self, plan: Plan) -> float:
         """The predicted step time alone."""
         prices = self._prices(plan)
-        return self._step(plan, prices, play(self._setting, plan, prices.replicas, prices.counts)).seconds
+        return self._step(plan, prices, play(self._transfers, plan, prices.replicas, prices.counts, with_transfer=False)).seconds
 
     def cost(self, plan: Plan) -> Cost:
         """Everything there is to say about a plan."""
         prices = self._prices(plan)
-        played = play(self._setting, plan, prices.replicas, prices.counts)
+        played = play(self._transfers, plan, prices.replicas, prices.counts, with_transfer=True)
         step = self._step(plan, prices, played)
         memory = self.memory(plan, played.in_flight)
-        carried = link_bytes(self, plan)
+        carried = link_bytes(self._setting, self._synchronisation, self._transfers, plan)
         dollars = step.seconds / 3600 * sum(self.devices[name].price_per_hour for name in memory)
         dollars += sum(carried.get(link.name, 0.0) * link.price_per_byte for link in self.cluster.links)
         return Cost(
@@ -111,23 +115,18 @@ class Evaluator:
         return self._synchronisation.volumes(stage)
 
     def sync_span(self, stage: Stage, across_lanes: bool, site: str = "") -> Span | None:
-        """Where the devices that agree on a gradient live (within one site, if named); None where it is one device."""
-        return self._synchronisation.span(stage, across_lanes, site)
+        """Where the slowest group of devices that agree on a gradient lives (within one site, if named); None where none has two."""
+        spans = [group.span for group in self._synchronisation.groups(stage, across_lanes, site)]
+        return max(spans, key=lambda span: all_reduce_seconds(span, 64e6, self.calibration, {}), default=None)
 
     def _prices(self, plan: Plan) -> _Prices:
-        single = len(plan.stages) == 1
+        counts = micro_batch_counts(plan)
         replicas: list[list[ReplicaSeconds]] = []
-        counts: list[list[int]] = []
-        for stage in plan.stages:
-            row, number = [], []
-            for replica in stage.replicas:
-                samples = replica.total_samples
-                rounds = -(-samples // plan.micro_batch_size)
-                size = samples / rounds if single and rounds else float(plan.micro_batch_size)
-                row.append(self.replica_seconds(stage, replica, size))
-                number.append(rounds)
-            replicas.append(row)
-            counts.append(number)
+        for stage, row in zip(plan.stages, counts, strict=True):
+            sizes = [float(plan.micro_batch_size)] * len(row)
+            if len(plan.stages) == 1:  # nothing is routed: a replica divides its share evenly
+                sizes = [replica.total_samples / max(1, rounds) for replica, rounds in zip(stage.replicas, row, strict=True)]
+            replicas.append([self.replica_seconds(stage, replica, size) for replica, size in zip(stage.replicas, sizes, strict=True)])
         return _Prices(replicas, counts, self._synchronisation.seconds(plan), self._synchronisation.tied(plan))
 
     def _exposed(self, plan: Plan, prices: _Prices, s: int) -> float:
@@ -141,38 +140,45 @@ class Evaluator:
     def _step(self, plan: Plan, prices: _Prices, played: Played) -> _Step:
         worst, critical = -1.0, 0
         for s, finish in enumerate(played.finish):
-            update = max(replica.update for replica in prices.replicas[s])
-            end = max(finish) + self._exposed(plan, prices, s) + update
+            end = max(finish) + self._exposed(plan, prices, s) + max([replica.update for replica in prices.replicas[s]])
             if end > worst:
                 worst, critical = end, s
-        devices = len({name for stage in plan.stages for name in stage.devices})
-        return _Step(worst * (1 + self.calibration.jitter * log2(max(1, devices))) + self.calibration.step_seconds, critical)
+        jitter = 0.0
+        if self.calibration.jitter:
+            jitter = worst * self.calibration.jitter * log2(len({name for stage in plan.stages for name in stage.devices}))
+        return _Step(worst + jitter + self.calibration.step_seconds, critical, jitter)
 
     def _breakdown(self, plan: Plan, prices: _Prices, step: _Step, played: Played) -> dict[str, float]:
+        """Where the time of the replica that ends last goes; `bubble` is what it waits beyond the transfers."""
         s = step.critical
         last = max(range(len(prices.counts[s])), key=lambda i: played.finish[s][i])
         replica, count = prices.replicas[s][last], prices.counts[s][last]
+        idle = max(0.0, played.finish[s][last] - played.busy[s][last])
+        transfer = min(idle, played.transfer[s][last])
         parts = {
             "compute": replica.compute * count,
             "recompute": replica.recompute * count,
             "tensor": replica.tensor * count,
             "expert": replica.expert * count,
             "shard": replica.shard * count,
+            "codec": played.busy[s][last] - (replica.forward + replica.backward) * count,
+            "transfer": transfer,
+            "bubble": idle - transfer,
             "sync": self._exposed(plan, prices, s),
             "optimizer": max(r.update for r in prices.replicas[s]),
+            "jitter": step.jitter,
             "overhead": self.calibration.step_seconds,
         }
-        alone = play(self._setting, plan, prices.replicas, prices.counts, with_hops=False)
-        parts["transfer"] = max(0.0, max(played.finish[s]) - max(alone.finish[s]))
-        parts["bubble"] = max(0.0, step.seconds - sum(parts.values()))
-        return {name: seconds for name, seconds in parts.items() if seconds > 0}
+        return {name: seconds for name, seconds in parts.items() if seconds > 1e-12 * step.seconds}
 
     def _stage_cost(self, plan: Plan, prices: _Prices, s: int, played: Played) -> StageCost:
         transfer = 0.0
         if s + 1 < len(plan.stages):
             here, there = plan.stages[s], plan.stages[s + 1]
-            flow = flow_between(self._setting, plan, here, here.replicas[0], there, there.replicas[0], True)
-            transfer = flow.wire_bytes / flow.bytes_per_s + flow.latency + flow.codec
+            path = self._transfers.path(here, here.replicas[0], there, there.replicas[0])
+            nbytes = self._transfers.boundary_bytes(plan, here)[0]
+            hop = self._transfers.hop(plan, path, nbytes)
+            transfer = hop.occupancy + hop.latency + self._transfers.codec_seconds(plan, path, nbytes)
         return StageCost(
             forward_seconds=max(r.forward for r in prices.replicas[s]),
             backward_seconds=max(r.backward for r in prices.replicas[s]),

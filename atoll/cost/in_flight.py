@@ -4,7 +4,7 @@ from math import ceil
 
 from atoll.plan import Plan
 
-__all__ = ["device_limits", "in_flight_bounds", "micro_batch_counts"]
+__all__ = ["device_limits", "in_flight_bounds", "interleaved_limits", "micro_batch_counts"]
 
 
 def micro_batch_counts(plan: Plan) -> list[list[int]]:
@@ -20,6 +20,8 @@ def in_flight_bounds(plan: Plan) -> list[list[int]]:
         return counts
     if plan.schedule == "interleaved":
         return [[min(count, len(plan.stages)) for count in row] for row in counts]
+    if all(row == counts[0] for row in counts):  # columns, each a pipeline of its own
+        return [[min(count, len(counts) - s) for count in row] for s, row in enumerate(counts)]
     limits = _warm_up(counts)
     return [[min(count, limit) for count, limit in zip(row, bounds, strict=True)] for row, bounds in zip(counts, limits, strict=True)]
 
@@ -35,16 +37,21 @@ def _warm_up(counts: list[list[int]]) -> list[list[int]]:
     return rows[::-1]
 
 
+def interleaved_limits(stages: int, depth: int) -> list[int]:
+    """Micro-batches (of any of its stages) that each of `depth` devices may hold: Megatron-LM's warm-up and the one under way."""
+    per_device = stages // depth
+    return [(depth - position - 1) * 2 + (per_device - 1) * depth + 1 for position in range(depth)]
+
+
 def device_limits(plan: Plan, counts: list[list[int]], groups: dict[tuple[str, ...], int]) -> list[int]:
-    """The bound for each group of devices; under interleaving it is Megatron-LM's warm-up over all the stages a group holds."""
+    """The bound for each group of devices, all its stages together."""
     limits = [0] * len(groups)
     if plan.schedule == "interleaved":
-        per_group = len(plan.stages) * len(plan.stages[0].replicas) // len(groups)
-        depth = len(plan.stages) // max(1, per_group)
-        for s, stage in enumerate(plan.stages[:depth]):
+        depth = max(1, len(groups) // len(plan.stages[0].replicas))
+        for stage, limit in zip(plan.stages, interleaved_limits(len(plan.stages), depth), strict=False):
             for replica in stage.replicas:
-                limits[groups[replica.devices]] = (depth - s - 1) * 2 + (per_group - 1) * depth + 1
-        return limits
+                limits[groups[replica.devices]] = limit
+        return [limit or len(plan.stages) for limit in limits]
     for stage, row in zip(plan.stages, _warm_up(counts), strict=True):
         for replica, limit in zip(stage.replicas, row, strict=True):
             limits[groups[replica.devices]] += limit

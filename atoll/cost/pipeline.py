@@ -7,11 +7,12 @@ be (taking whatever is ready proved up to 10% slower); should all wait in a circ
 finds is one that a runtime can follow.
 """
 
-import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-__all__ = ["Hop", "Timeline", "Worker", "column_seconds", "route", "simulate"]
+__all__ = ["NO_HOP", "Hop", "Timeline", "Worker", "column_seconds", "route", "simulate"]
 
 
 class Hop(NamedTuple):
@@ -38,20 +39,28 @@ class Timeline(NamedTuple):
 
     seconds: float
     finish: list[list[float]]  # when each worker ended its last backward
-    busy: list[list[float]]
     in_flight: list[list[int]]  # most micro-batches held at once
+    transfer: list[list[float]]  # seconds of transfers on the chain of waits that led to its last backward
 
 
-def route(counts: Sequence[int]) -> list[int]:
-    """Which replica takes each micro-batch, in order: every replica gets its count, spread as evenly as can be."""
+@lru_cache(maxsize=1024)
+def route(counts: tuple[int, ...]) -> tuple[int, ...]:
+    """Which replica takes each micro-batch, in order: every replica gets its count, and at any moment is less than one off its share.
+
+    The j-th micro-batch of a replica has to come after `(j - 1) / share` were routed and no later than `j / share`; giving each turn to
+    the earliest of those deadlines meets them all, as for periodic tasks on one processor.
+    """
     total = sum(counts)
-    taken = [0] * len(counts)
+    if len(set(counts)) == 1:
+        return tuple(range(len(counts))) * counts[0]
+    windows = sorted(((j * total // n, -(-(j + 1) * total // n), r) for r, n in enumerate(counts) for j in range(n)), reverse=True)
+    due: list[tuple[int, int]] = []  # deadline, replica
     order = []
-    for i in range(1, total + 1):
-        choice = max(range(len(counts)), key=lambda r: (counts[r] * i / total - taken[r], -r) if taken[r] < counts[r] else (-1e9, -r))
-        taken[choice] += 1
-        order.append(choice)
-    return order
+    for turn in range(total):
+        while windows and windows[-1][0] <= turn:
+            heappush(due, windows.pop()[1:])
+        order.append(heappop(due)[1])
+    return tuple(order)
 
 
 def column_seconds(
@@ -145,126 +154,127 @@ def _common_step(after: tuple[list[float], ...], before: tuple[list[float], ...]
 def simulate(
     workers: Sequence[Sequence[Worker]],
     routes: Sequence[Sequence[int]],
-    hops: dict[tuple[int, int, int, int], Hop],
+    onward: Sequence[Sequence[Hop]],
+    back: Sequence[Sequence[Hop]],
     schedule: str,
     limits: Sequence[int],
 ) -> Timeline:
-    """Plays a step. `routes[s][m]` is the worker of stage s for micro-batch m; `hops[s, a, t, b]` leads from worker a of stage s to worker
-    b of the neighbouring stage t; `limits[d]` bounds the micro-batches device d may hold."""
-    return _Simulation(workers, routes, hops, schedule, limits).run()
+    """Plays a step. `routes[s][m]` is the worker of stage s for micro-batch m, `onward[s][m]` leads it from stage s to s+1 and `back[s][m]`
+    the other way; `limits[d]` bounds the micro-batches device d may hold. A link carries one transfer at a time, in order of sending."""
+    # GPipe holds everything: its limit is never reached before the last forward
+    bounds = [len(routes[0]) * len(workers) + 1] * len(limits) if schedule == "gpipe" else limits
+    return _Simulation(workers, routes, onward, back, bounds).run()
 
 
-_Task = tuple[int, int, int]  # order of preference, micro-batch, stage
+_Input = tuple[int, int, int, float, float]  # preference, micro-batch, stage, arrival, seconds of transfer on the chain of waits behind it
+_STRICT, _BACKWARD_OUT_OF_TURN, _BEYOND_LIMIT = range(3)  # what a free device may do: each only where nobody could do the one before
 
 
 class _Simulation:
+    """The state of a step being played: what each device holds, does and has been sent."""
+
     def __init__(
         self,
         workers: Sequence[Sequence[Worker]],
         routes: Sequence[Sequence[int]],
-        hops: dict[tuple[int, int, int, int], Hop],
-        schedule: str,
+        onward: Sequence[Sequence[Hop]],
+        back: Sequence[Sequence[Hop]],
         limits: Sequence[int],
     ) -> None:
-        self.workers, self.routes, self.hops = workers, routes, hops
-        self.stages = len(workers)
-        devices = len(limits)
-        # GPipe holds everything: its limit is never reached before the last forward
-        self.limits = [len(routes[0]) * self.stages + 1] * devices if schedule == "gpipe" else limits
-        self.group = max(
-            1, len({worker.device for row in workers for worker in row[:1]})
-        )  # interleaving turns to another stage after so many
-        self.events: list[tuple[float, int, int, int]] = []  # time; 0 forward arrives, 1 backward arrives, 2 done; stage; micro-batch
+        self.workers, self.routes, self.limits, self.stages = workers, routes, limits, len(workers)
+        self.hops = (onward, ((), *back))  # by the kind (0 forward, 1 backward) and the stage of the task a hop follows
+        self.device_of = [[row[choice].device for choice in choices] for row, choices in zip(workers, routes, strict=True)]
+        # a device with several stages turns to the next one after as many micro-batches as the pipeline is deep, as in Megatron-LM
+        self.depth = len({row[0] for row in self.device_of})
+        self.forwards_left = [0] * len(limits)
+        for row in self.device_of:
+            for device in row:
+                self.forwards_left[device] += 1
+        self.inbox: tuple[list[list[_Input]], ...] = ([[] for _ in limits], [[] for _ in limits])  # heaps, by kind and device
+        for m, device in enumerate(self.device_of[0]):
+            self.inbox[0][device].append((m // self.depth * self.stages, m, 0, 0.0, 0.0))
         self.link_free: dict[int, float] = {}
-        self.free = [True] * devices
-        self.held = [0] * devices
-        self.forwards: list[list[_Task]] = [[] for _ in range(devices)]
-        self.backwards: list[list[_Task]] = [[] for _ in range(devices)]
-        self.forwards_left = [0] * devices
-        for s, choices in enumerate(routes):
-            for choice in choices:
-                self.forwards_left[workers[s][choice].device] += 1
-        finish, busy = ([[0.0] * len(row) for row in workers] for _ in range(2))
-        self.holding = [[0] * len(row) for row in workers]
-        self.timeline = Timeline(0.0, finish, busy, [[0] * len(row) for row in workers])
+        self.finish, self.transfer = ([[0.0] * len(row) for row in workers] for _ in (0, 1))
+        self.holding, self.most_held = ([[0] * len(row) for row in workers] for _ in (0, 1))
 
     def run(self) -> Timeline:
-        now = 0.0
-        self.events.extend((0.0, 0, 0, m) for m in range(len(self.routes[0])))
-        while self.events or self._release(now):
-            now = self.events[0][0]
-            together = now + 1e-12 * now  # sums in another order differ in the last bits: what happens together is known together
-            touched: set[int] = set()
-            while self.events and self.events[0][0] <= together:
-                touched.add(self._take(*heapq.heappop(self.events)[1:]))
-            for device in touched:
-                if self.free[device]:
-                    self._start(device, now, strict=True)
-        return self.timeline._replace(seconds=now)
+        """Takes the ends of tasks in order of time: what a task made is sent, and whoever is free then and has an input begins a task."""
+        (forwards, backwards), forwards_left, limits = self.inbox, self.forwards_left, self.limits
+        workers, routes = self.workers, self.routes
+        free, held, free_since, transfer = ([first] * len(limits) for first in (True, 0, 0.0, 0.0))
+        ends: list[tuple[float, int, int, int, int]] = []  # time, device, kind, stage, micro-batch
+        looking: Iterable[int] = range(len(limits))
+        now, patience = 0.0, _STRICT
+        while True:
+            for device in looking:
+                room = forwards_left[device] and (held[device] < limits[device] or patience == _BEYOND_LIMIT)
+                if room and forwards[device]:
+                    kind, inbox = 0, forwards[device]
+                elif backwards[device] and (patience or not room):
+                    kind, inbox = 1, backwards[device]
+                else:
+                    continue
+                start = now if patience else free_since[device]
+                _, m, stage, arrival, behind = heappop(inbox) if inbox[0][3] <= start else _take(inbox, start)
+                if arrival > start:
+                    start, transfer[device] = arrival, behind
+                if kind:
+                    held[device] -= 1
+                else:
+                    held[device] += 1
+                    forwards_left[device] -= 1
+                free[device] = False
+                heappush(ends, (start + workers[stage][routes[stage][m]][kind], device, kind, stage, m))
+            if ends:
+                now, device, kind, stage, m = heappop(ends)
+                patience = _STRICT
+                free[device] = True
+                free_since[device] = now
+                receiver = self._send(kind, stage, m, now, transfer[device])
+                looking = (device, receiver) if receiver >= 0 and free[receiver] and receiver != device else (device,)
+            elif patience < _BEYOND_LIMIT:
+                looking, patience = range(len(limits)), patience + 1
+            else:
+                return Timeline(now, self.finish, self.most_held, self.transfer)
 
-    def _take(self, kind: int, stage: int, m: int) -> int:
-        """Notes what an event says; returns the device it concerns."""
-        device = self.workers[stage][self.routes[stage][m]].device
-        if kind == 2:
-            self.free[device] = True
-        elif kind == 1:
-            heapq.heappush(self.backwards[device], (m // self.group * self.stages - stage, m, stage))
+    def _send(self, kind: int, stage: int, m: int, now: float, transfer: float) -> int:
+        """Books what a task made: who holds it, when it arrives where. Returns the device that gets it, or -1."""
+        choice = self.routes[stage][m]
+        holding = self.holding[stage]
+        if kind:
+            holding[choice] -= 1
+            self.finish[stage][choice] = now
+            self.transfer[stage][choice] = transfer
+            to, preference = stage - 1, m // self.depth * self.stages - stage + 1
+            if to < 0:
+                return -1
         else:
-            heapq.heappush(self.forwards[device], (m // self.group * self.stages + stage, m, stage))
+            holding[choice] += 1
+            if holding[choice] > self.most_held[stage][choice]:
+                self.most_held[stage][choice] = holding[choice]
+            to, preference = stage + 1, m // self.depth * self.stages + stage + 1
+            if to == self.stages:
+                device = self.device_of[stage][m]
+                heappush(self.inbox[1][device], (m // self.depth * self.stages - stage, m, stage, now, transfer))
+                return device
+        occupancy, latency, link = self.hops[kind][stage][m]
+        start = now
+        if link >= 0:
+            queued = self.link_free.get(link, 0.0)
+            start = queued if queued > now else now
+            self.link_free[link] = start + occupancy
+        arrival = start + occupancy + latency
+        device = self.device_of[to][m]
+        heappush(self.inbox[kind][device], (preference, m, to, arrival, transfer + arrival - now))
         return device
 
-    def _release(self, now: float) -> bool:
-        """When everyone waits for the task that is next in its order, whoever has another ready takes it; whether anyone could."""
-        for device, free in enumerate(self.free):
-            if free:
-                self._start(device, now, strict=False)
-        return bool(self.events)
 
-    def _start(self, device: int, now: float, strict: bool) -> None:
-        """Gives a free device its next task: a forward while it has room, else a backward, waiting for either if need be."""
-        room = self.forwards_left[device] > 0 and self.held[device] < self.limits[device]
-        if room and self.forwards[device]:
-            self._run_forward(device, now)
-        elif self.backwards[device] and not (room and strict):
-            self._run_backward(device, now)
-
-    def _run_forward(self, device: int, now: float) -> None:
-        _, m, stage = heapq.heappop(self.forwards[device])
-        choice = self.routes[stage][m]
-        worker = self.workers[stage][choice]
-        end = now + worker.forward
-        self.forwards_left[device] -= 1
-        self.held[device] += 1
-        self.holding[stage][choice] += 1
-        row = self.timeline.in_flight[stage]
-        row[choice] = max(row[choice], self.holding[stage][choice])
-        self._occupy(device, stage, choice, m, end, worker.forward)
-        if stage + 1 < self.stages:
-            self._send(end, stage, choice, stage + 1, 0, m)
-        else:
-            heapq.heappush(self.events, (end, 1, stage, m))
-
-    def _run_backward(self, device: int, now: float) -> None:
-        _, m, stage = heapq.heappop(self.backwards[device])
-        choice = self.routes[stage][m]
-        worker = self.workers[stage][choice]
-        end = now + worker.backward
-        self.held[device] -= 1
-        self.holding[stage][choice] -= 1
-        self._occupy(device, stage, choice, m, end, worker.backward)
-        self.timeline.finish[stage][choice] = end
-        if stage:
-            self._send(end, stage, choice, stage - 1, 1, m)
-
-    def _occupy(self, device: int, stage: int, choice: int, m: int, end: float, seconds: float) -> None:
-        self.free[device] = False
-        self.timeline.busy[stage][choice] += seconds
-        heapq.heappush(self.events, (end, 2, stage, m))
-
-    def _send(self, end: float, stage: int, choice: int, to: int, kind: int, m: int) -> None:
-        hop = self.hops[stage, choice, to, self.routes[to][m]]
-        start = end
-        if hop.link >= 0:
-            start = max(end, self.link_free.get(hop.link, 0.0))
-            self.link_free[hop.link] = start + hop.occupancy
-        heapq.heappush(self.events, (start + hop.occupancy + hop.latency, kind, to, m))
+def _take(inbox: list[_Input], now: float) -> _Input:
+    """Removes the preferred of the inputs that have arrived, or the one that will arrive first."""
+    if len(inbox) == 1:
+        return inbox.pop()
+    here = [item for item in inbox if item[3] <= now]
+    taken = min(here) if here else min(inbox, key=lambda item: item[3])
+    inbox.remove(taken)
+    heapify(inbox)
+    return taken

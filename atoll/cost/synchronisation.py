@@ -1,11 +1,25 @@
 """Gradient synchronisation: who agrees with whom once a step, over which links, and how long it takes when all stages do so at once."""
 
+from typing import NamedTuple
+
 from atoll.cluster import Device
-from atoll.cost.communication import Span, all_reduce_seconds, span_of
+from atoll.cost.communication import Span, all_reduce_seconds
+from atoll.cost.groups import Group, distinct_groups, slowest_span
 from atoll.cost.setting import Setting
 from atoll.plan import Plan, Stage
 
 __all__ = ["Synchronisation"]
+
+_Loads = dict[str, list[tuple[float, int]]]  # by host or link: bytes of those that use it, and how many
+
+
+class _Work(NamedTuple):
+    """What the devices of a stage reduce: bytes of each, in groups."""
+
+    stage: Stage
+    across_lanes: bool
+    nbytes: float
+    groups: tuple[Group, ...]
 
 
 class Synchronisation:
@@ -13,30 +27,32 @@ class Synchronisation:
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
-        self._spans: dict[tuple[object, ...], Span | None] = {}
+        self._groups: dict[tuple[object, ...], tuple[Group, ...]] = {}
+        self._tied_spans: dict[tuple[object, ...], Span] = {}
 
-    def groups(self, stage: Stage, across_lanes: bool) -> list[list[Device]]:
-        """Devices that hold the same parameters: over replicas, and over lanes too where lanes repeat them."""
+    def groups(self, stage: Stage, across_lanes: bool, site: str = "") -> tuple[Group, ...]:
+        """Where the devices that hold the same parameters live (within one site, if named): over replicas, and over lanes too where lanes
+        repeat them. Groups of one device are left out."""
+        key = (stage.devices, stage.tensor, stage.lanes, across_lanes, site)
+        found = self._groups.get(key)
+        if found is None:
+            members = self._members(stage, across_lanes)
+            if site:
+                members = [[device for device in group if device.site == site] for group in members]
+            members = [group for group in members if len(group) > 1]
+            found = self._groups[key] = distinct_groups(self._setting.cluster, members, self._setting.calibration)
+        return found
+
+    def _members(self, stage: Stage, across_lanes: bool) -> list[list[Device]]:
         lanes, tensor = stage.lanes, stage.tensor
         rows = [[self._setting.devices[name] for name in replica.devices] for replica in stage.replicas]
         if across_lanes:
             return [[row[lane * tensor + p] for row in rows for lane in range(lanes)] for p in range(tensor)]
         return [[row[i] for row in rows] for i in range(lanes * tensor)]
 
-    def span(self, stage: Stage, across_lanes: bool, site: str = "") -> Span | None:
-        """Where the first such group lives (within one site, if named); None where it has one member."""
-        key = (stage.replicas, stage.tensor, across_lanes, site)
-        if key not in self._spans:
-            groups = self.groups(stage, across_lanes)
-            if site:
-                groups = [kept for group in groups if (kept := [device for device in group if device.site == site])]
-            span = span_of(self._setting.cluster, groups, self._setting.calibration) if groups else None
-            self._spans[key] = span if span is not None and span.members > 1 else None
-        return self._spans[key]
-
     def volumes(self, stage: Stage) -> list[tuple[bool, float]]:
         """(across lanes?, bytes of gradient) that each device of a stage reduces once a step."""
-        held = self._setting.held(stage, stage.replicas[0], 0)
+        held = self._setting.most_held(stage)
         size = self._setting.calibration.gradient_bytes
         lanes = stage.lanes
         volumes = [(False, held.dense * size / lanes)] if stage.sharded else [(lanes > 1, held.dense * size)]
@@ -48,36 +64,26 @@ class Synchronisation:
 
     def seconds(self, plan: Plan) -> list[float]:
         """Seconds each stage's replicas need to agree on their gradients, all stages at once."""
-        return [sum(self._stage(plan, stage, across, nbytes) for across, nbytes in self.volumes(stage)) for stage in plan.stages]
+        works = [
+            [_Work(stage, across, nbytes, self.groups(stage, across)) for across, nbytes in self.volumes(stage) if nbytes]
+            for stage in plan.stages
+        ]
+        loads = _loads([work for row in works for work in row]) if len(plan.stages) > 1 else {}
+        return [sum(self._work_seconds(plan, work, loads) for work in row) for row in works]
 
-    def _stage(self, plan: Plan, stage: Stage, across: bool, nbytes: float) -> float:
-        span = self.span(stage, across)
-        if span is None:
-            return 0.0
-        calibration = self._setting.calibration
-        whole = all_reduce_seconds(self._contended(plan, span), nbytes, calibration, plan.codecs)
-        if plan.mode != "islands" or not span.wan_links:
+    def _work_seconds(self, plan: Plan, work: _Work, loads: _Loads) -> float:
+        """The slowest group's time; under islands what is agreed inside a site each step, and between sites every so many."""
+        whole = self._slowest(plan, work.groups, work.nbytes, loads)
+        sites = {site for group in work.groups if group.span.wan_links for site in group.span.site_names}
+        if plan.mode != "islands" or not sites:
             return whole
-        inside = 0.0
-        for site in span.site_names:
-            local = self.span(stage, across, site)
-            if local is not None:
-                inside = max(inside, all_reduce_seconds(self._contended(plan, local), nbytes, calibration, plan.codecs))
+        local = [self.groups(work.stage, work.across_lanes, site) for site in sorted(sites)]
+        inside = max(self._slowest(plan, groups, work.nbytes, loads) for groups in local)
         return inside + whole / max(1, plan.outer_steps)
 
-    def _contended(self, plan: Plan, span: Span) -> Span:
-        """Stages that leave the same host or site synchronise at the same time and share its way out."""
-        if len(plan.stages) == 1:
-            return span
-        same_host = same_wan = 0
-        for other in plan.stages:
-            theirs = self.span(other, other.lanes > 1 and not other.sharded)
-            if theirs is None:
-                continue
-            same_host += theirs.site.members > 1 and theirs.host_name == span.host_name
-            same_wan += bool(theirs.wan_links) and not set(theirs.wan_links).isdisjoint(span.wan_links)
-        site = span.site._replace(sharing=span.site.sharing * max(1, same_host))
-        return span._replace(site=site, wan=span.wan._replace(sharing=span.wan.sharing * max(1, same_wan)))
+    def _slowest(self, plan: Plan, groups: tuple[Group, ...], nbytes: float, loads: _Loads) -> float:
+        spans = (_contended(group, nbytes, loads) for group in groups)
+        return max((all_reduce_seconds(span, nbytes, self._setting.calibration, plan.codecs) for span in spans), default=0.0)
 
     def tied(self, plan: Plan) -> list[float]:
         """Seconds each stage spends on gradients of parameters it shares with other stages."""
@@ -87,10 +93,42 @@ class Synchronisation:
             homes = sorted({s for s, stage in enumerate(plan.stages) for layer in shared.layers if stage.start <= layer < stage.stop})
             if len(homes) < 2:
                 continue
-            first = [setting.devices[plan.stages[s].replicas[0].devices[0]] for s in homes]
-            span = span_of(setting.cluster, [first], setting.calibration)
-            nbytes = shared.parameters * setting.calibration.gradient_bytes / plan.stages[homes[0]].tensor
-            taken = all_reduce_seconds(span, nbytes, setting.calibration, plan.codecs)
+            tensor = min(plan.stages[s].tensor for s in homes) if setting.amounts.is_split(shared) else 1
+            nbytes = shared.parameters * setting.calibration.gradient_bytes / tensor
+            taken = all_reduce_seconds(self._tied_span([plan.stages[s] for s in homes]), nbytes, setting.calibration, plan.codecs)
             for s in homes:
                 seconds[s] += taken
         return seconds
+
+    def _tied_span(self, stages: list[Stage]) -> Span:
+        """Where copies of a parameter of several stages live: one group for each replica and position, the slowest of them."""
+        key = tuple((stage.devices, stage.tensor, stage.lanes) for stage in stages)
+        if key not in self._tied_spans:
+            replicas, tensor = max(len(stage.replicas) for stage in stages), min(stage.tensor for stage in stages)
+            rows = [[stage.replicas[i % len(stage.replicas)].devices for stage in stages] for i in range(replicas)]
+            groups = [[self._setting.devices[names[position]] for names in row] for row in rows for position in range(tensor)]
+            self._tied_spans[key] = slowest_span(self._setting.cluster, groups, self._setting.calibration)
+        return self._tied_spans[key]
+
+
+def _loads(works: list[_Work]) -> _Loads:
+    """Bytes that groups put on every interface and link between sites."""
+    loads: _Loads = {}
+    for work in works:
+        for group in work.groups:
+            for name in (*group.hosts, *(link.name for link in group.span.wan_links)):
+                loads.setdefault(name, []).append((work.nbytes, group.times))
+    return loads
+
+
+def _contended(group: Group, nbytes: float, loads: _Loads) -> Span:
+    """Groups that leave the same host or site share its way out evenly, as long as they have something to send."""
+    span = group.span
+    if not loads or not group.hosts:
+        return span
+
+    def sharing(names: list[str], least: float) -> float:
+        return max([least, *(sum(min(1.0, theirs / nbytes) * times for theirs, times in loads[name]) for name in names)])
+
+    site = span.site._replace(sharing=sharing(list(group.hosts), span.site.sharing))
+    return span._replace(site=site, wan=span.wan._replace(sharing=sharing([link.name for link in span.wan_links], span.wan.sharing)))

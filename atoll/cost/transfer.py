@@ -1,39 +1,93 @@
-"""Transfers between neighbouring stages: what one micro-batch puts on the way from one replica to another."""
+"""Transfers between neighbouring stages: the way from one replica to another, and what a micro-batch costs on it.
+
+Lanes divide a micro-batch, so a replica sends as many pieces as the side with more lanes has; pieces that take the same interface or link
+queue for it. A path is the slowest of those ways, with the part of the bytes that takes it.
+"""
 
 from typing import NamedTuple
 
+from atoll.cluster import Device
+from atoll.cluster.cluster import site_index
 from atoll.codec import codec_spec
+from atoll.cost.pipeline import Hop
 from atoll.cost.setting import Setting
 from atoll.plan import Plan, Replica, Stage
 
-__all__ = ["Flow", "flow_between"]
+__all__ = ["Path", "Transfers"]
 
 
-class Flow(NamedTuple):
-    """A transfer between two replicas before contention: bytes on the wire, rate, latency, codec time, and the link it queues for."""
+class Path(NamedTuple):
+    """The way from one replica to another."""
 
-    wire_bytes: float
     bytes_per_s: float
     latency: float
-    codec: float
-    resource: tuple[str, ...]  # () where nothing is shared
+    part: float  # of a micro-batch's bytes, on the way that takes longest
+    link: str  # name by which codecs and traffic know it; "" on one device
+    between_sites: bool
+    codec_bytes_per_s: float  # memory rate at which a tensor is encoded or decoded
+    resource: tuple[str, ...]  # what transfers of others queue for too: an interface, a link between sites in one direction; () for none
 
 
-def flow_between(setting: Setting, plan: Plan, here: Stage, a: Replica, there: Stage, b: Replica, forth: bool) -> Flow:
-    """One micro-batch's tensors from replica a of a stage to replica b of its neighbour: activations forth, gradients back."""
-    boundary = setting.graph.layers[(here if forth else there).stop - 1]
-    nbytes = (boundary.output_bytes if forth else boundary.gradient_bytes) * plan.micro_batch_size
-    sender, receiver = setting.devices[a.devices[0]], setting.devices[b.devices[0]]
-    if sender.name == receiver.name:
-        return Flow(0.0, 1.0, 0.0, 0.0, ())
-    link = setting.cluster.link_between(sender, receiver)
-    if sender.host == receiver.host:
-        return Flow(nbytes, link.bytes_per_s * setting.calibration.host_link_efficiency, link.latency_s, 0.0, ())
-    rate = link.bytes_per_s * setting.calibration.network_efficiency
-    if sender.site == receiver.site:
-        return Flow(nbytes, rate, link.latency_s, 0.0, (sender.host, receiver.site))
-    spec = codec_spec(plan.codecs.get(link.name, "none"))
-    passes = spec.memory_passes * nbytes / len(a.devices)
-    slowest = min(sender.kind.memory_bytes_per_s * sender.speed, receiver.kind.memory_bytes_per_s * receiver.speed)
-    codec = passes / (slowest * setting.calibration.memory_efficiency)
-    return Flow(nbytes * spec.ratio(setting.element_bytes), rate, link.latency_s, codec, (sender.site, receiver.site))
+class Transfers:
+    """Paths between any replicas, remembered; equal paths are one object."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._known: dict[tuple[object, ...], Path] = {}
+        self._equal: dict[Path, Path] = {}
+
+    def path(self, here: Stage, a: Replica, there: Stage, b: Replica) -> Path:
+        """The way from replica `a` of a stage to replica `b` of its neighbour."""
+        key = (a.devices, here.tensor, b.devices, there.tensor)
+        found = self._known.get(key)
+        if found is None:
+            found = self._slowest_way(a.devices[:: here.tensor], b.devices[:: there.tensor])
+            found = self._known[key] = self._equal.setdefault(found, found)
+        return found
+
+    def _slowest_way(self, senders: tuple[str, ...], receivers: tuple[str, ...]) -> Path:
+        """Of the ways the pieces take from the first devices of lanes to those of other lanes."""
+        pieces = max(len(senders), len(receivers))
+        ways: dict[tuple[str, ...], Path] = {}
+        for piece in range(pieces):
+            names = senders[piece * len(senders) // pieces], receivers[piece * len(receivers) // pieces]
+            sender, receiver = (self._setting.devices[name] for name in names)
+            way = self._way(sender, receiver, 1 / pieces, 1 / len(senders))
+            queue = way.resource or names  # a wire between two devices is theirs alone
+            before = ways.get(queue)
+            ways[queue] = way if before is None else way._replace(part=way.part + before.part)
+        return max(ways.values(), key=lambda way: (way.part / way.bytes_per_s, way.latency))
+
+    def _way(self, sender: Device, receiver: Device, part: float, coded: float) -> Path:
+        calibration = self._setting.calibration
+        if sender.name == receiver.name:
+            return Path(1.0, 0.0, 0.0, "", False, 1.0, ())
+        link = self._setting.cluster.link_between(sender, receiver)
+        if sender.host == receiver.host:
+            rate = link.bytes_per_s * calibration.host_link_efficiency
+            return Path(rate, link.latency_s, part, "inside hosts", False, 1.0, ())
+        if sender.site == receiver.site:
+            rate = link.bytes_per_s * calibration.network_efficiency
+            return Path(rate, link.latency_s, part, link.name, False, 1.0, (sender.host, receiver.site))
+        sites = site_index(self._setting.cluster)
+        rate = min(link.bytes_per_s, sites[sender.site].link.bytes_per_s, sites[receiver.site].link.bytes_per_s)
+        memory = min(device.kind.memory_bytes_per_s * device.speed for device in (sender, receiver)) * calibration.memory_efficiency
+        between = (sender.site, receiver.site)
+        return Path(rate * calibration.network_efficiency, link.latency_s, part, link.name, True, memory / coded, between)
+
+    def boundary_bytes(self, plan: Plan, after: Stage) -> tuple[float, float]:
+        """Bytes of a micro-batch that cross the cut after a stage: activations forth, gradients back."""
+        boundary = self._setting.graph.layers[after.stop - 1]
+        return boundary.output_bytes * plan.micro_batch_size, boundary.gradient_bytes * plan.micro_batch_size
+
+    def hop(self, plan: Plan, path: Path, nbytes: float, link: int = -1) -> Hop:
+        """What a micro-batch of `nbytes` holds of the path, where nobody else uses it."""
+        if path.between_sites and plan.codecs:
+            nbytes *= codec_spec(plan.codecs.get(path.link, "none")).ratio(self._setting.element_bytes)
+        return Hop(nbytes * path.part / path.bytes_per_s, path.latency, link)
+
+    def codec_seconds(self, plan: Plan, path: Path, nbytes: float) -> float:
+        """What sender and receiver spend on encoding and decoding a micro-batch of `nbytes`."""
+        if not path.between_sites or not plan.codecs:
+            return 0.0
+        return codec_spec(plan.codecs.get(path.link, "none")).memory_passes * nbytes / path.codec_bytes_per_s

@@ -1,0 +1,47 @@
+"""Groups of devices that communicate at the same time: the different layouts among them, and the slowest.
+
+Groups of one stage are often alike, but not always: one may live inside a site while another crosses two. All wait for the slowest.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from atoll.cluster import Cluster, Device
+from atoll.cost.calibration import Calibration
+from atoll.cost.communication import Span, all_reduce_seconds, span_of
+
+__all__ = ["Group", "distinct_groups", "slowest_span"]
+
+_TYPICAL_BYTES = 64e6  # at which layouts are compared
+
+
+class Group(NamedTuple):
+    """One or more groups that live on the same hosts."""
+
+    span: Span  # of any of them, with the contention among all groups
+    hosts: tuple[str, ...]  # whose interfaces they use; () for a group inside one host
+    times: int  # how many there are
+
+
+def distinct_groups(
+    cluster: Cluster, groups: Sequence[Sequence[Device]], calibration: Calibration, others: Sequence[Sequence[Device]] = ()
+) -> tuple[Group, ...]:
+    """The different layouts among groups that communicate at once, `others` beside them."""
+    by_hosts: dict[tuple[str, ...], list[int]] = {}
+    for i, group in enumerate(groups):
+        by_hosts.setdefault(tuple(sorted([device.host for device in group])), []).append(i)
+    found = []
+    for names, members in by_hosts.items():
+        first = members[0]
+        span = span_of(cluster, [groups[first], *groups[:first], *groups[first + 1 :], *others], calibration)
+        hosts = tuple(dict.fromkeys(names))
+        found.append(Group(span, hosts if len(hosts) > 1 else (), len(members)))
+    return tuple(found)
+
+
+def slowest_span(
+    cluster: Cluster, groups: Sequence[Sequence[Device]], calibration: Calibration, others: Sequence[Sequence[Device]] = ()
+) -> Span:
+    """The span of that of the groups which takes longest, when all of them and `others` communicate at once."""
+    spans = [group.span for group in distinct_groups(cluster, groups, calibration, others)]
+    return spans[0] if len(spans) == 1 else max(spans, key=lambda span: all_reduce_seconds(span, _TYPICAL_BYTES, calibration, {}))

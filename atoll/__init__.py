@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from atoll.cluster import Cluster, load_cluster
     from atoll.errors import AtollError
     from atoll.events import StopTraining
-    from atoll.graph import Graph, capture, default, pipeline, replica, split, stage
+    from atoll.graph import Graph, default, pipeline, replica, split, stage
+    from atoll.graph.capture import capture
     from atoll.job import Job, RunResult
     from atoll.plan import Plan
     from atoll.script import load_job
@@ -42,7 +43,7 @@ _HOME = {
     "Plan": "atoll.plan",
     "RunResult": "atoll.job",
     "StopTraining": "atoll.events",
-    "capture": "atoll.graph",
+    "capture": "atoll.graph.capture",
     "default": "atoll.graph",
     "load_cluster": "atoll.cluster",
     "load_job": "atoll.script",

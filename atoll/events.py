@@ -77,8 +77,8 @@ class Evaluated(Event, frozen=True, kw_only=True):
     """The model was evaluated after `step` steps."""
 
     step: int
-    loss: float
-    metrics: dict[str, float]
+    loss: float | None  # None: it was not finite, which JSON has no number for; the same for metrics
+    metrics: dict[str, float | None]
     samples: int
     seconds: float
 

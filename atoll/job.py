@@ -178,13 +178,13 @@ class Job:
         On `"meta"` nothing is allocated. A job that was given a built module gets that very module back (on `"meta"`, a copy).
         """
         if isinstance(self.model, nn.Module):
-            return _meta_copy(self.model) if torch.device(device).type == "meta" else self.model.to(device)
+            return _meta_copy(self.model).train() if torch.device(device).type == "meta" else self.model.to(device).train()
         meta = torch.device(device).type == "meta"
         with own_randomness(mix(self.seed, 0)), torch.device("meta") if meta else nullcontext():
             model = cast(object, self.model())
         if not isinstance(model, nn.Module):
             raise JobError(f"Job: model: the callable must return a torch.nn.Module, it returned {_kind_of(model)}")
-        return model if meta else model.to(device)
+        return model.train() if meta else model.to(device).train()
 
     def build_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """The job's optimizer for those of the parameters that are trained."""

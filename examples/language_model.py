@@ -77,7 +77,7 @@ job = atoll.Job(
     loss=loss,
     data=partial(StandardLibraryText, sequence_length=SEQUENCE),
     optimizer=partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.1),
-    scheduler=partial(OneCycleLR, max_lr=3e-3, total_steps=STEPS + 1, pct_start=0.1),
+    scheduler=partial(OneCycleLR, max_lr=3e-3, total_steps=STEPS, pct_start=0.1),
     max_grad_norm=1.0,
     batch_size=16,
     steps=STEPS,

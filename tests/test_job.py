@@ -144,10 +144,11 @@ def test_the_same_seed_builds_the_same_model() -> None:
     assert not torch.equal(one["frozen"], replace(job, seed=1).build_model().state_dict()["frozen"])
 
 
-@pytest.mark.parametrize("built", [Tied, Tied(), partial(Tied, 8)], ids=["class", "module", "partial"])
+@pytest.mark.parametrize("built", [Tied, Tied(), partial(Tied, 8), lambda: Tied().eval()], ids=["class", "module", "partial", "eval"])
 def test_a_model_on_meta_has_the_same_shape_and_no_storage(built: nn.Module | Callable[[], nn.Module]) -> None:
     model = Job(**{**GOOD, "model": built}).build_model("meta")
     assert isinstance(model, Tied)
+    assert model.training
     assert all(tensor.is_meta for tensor in model.state_dict().values())
     assert model.head.weight is model.embedding.weight
     assert not model.frozen.requires_grad
@@ -180,6 +181,7 @@ def test_importing_atoll_loads_neither_torch_nor_the_rest() -> None:
 
 def test_the_public_names_exist() -> None:
     for name in atoll.__all__:
+        assert callable(getattr(atoll, name))  # and not a module of the same name
         assert getattr(atoll, name).__doc__
         assert name in dir(atoll)
     with pytest.raises(AttributeError, match="module 'atoll' has no attribute 'jobs'"):

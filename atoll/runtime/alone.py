@@ -61,7 +61,6 @@ class _Trainer:
         self.steps = job.total_steps
         self.data_length = len(job.dataset)
         self.model = _on_device(job, device)
-        self.model.train()
         self.optimizer = job.build_optimizer(self.model.parameters())
         self.parameters: list[nn.Parameter] = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.scheduler = _scheduler(job, self.optimizer)
@@ -159,7 +158,7 @@ class _Trainer:
             self.scaler.scale(share).backward()  # type: ignore[no-untyped-call]
             total += share.detach()
             weight += (stop - start) if value.weight is None else value.weight
-        divisor = _checked_weight(step, float(weight))
+        divisor = _checked_weight(f"step {step}", float(weight))
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
         if deferred:
@@ -226,8 +225,8 @@ class _Trainer:
                 sums[name][0] += float(value) * (amount if weight is None else 1.0)
                 sums[name][1] += amount
         self.model.train()
-        means = {name: total / amount for name, (total, amount) in sums.items() if amount}
-        loss = means.pop("", math.nan)
+        means = {name: _finite(total / _checked_weight(f"evaluation {name}".strip(), amount)) for name, (total, amount) in sums.items()}
+        loss = means.pop("")
         return Evaluated(
             at_seconds=self.elapsed(),
             step=step,
@@ -249,10 +248,14 @@ def _share(value: LossValue, *, samples: int, batch_size: int, alone: bool) -> t
     return (value.value / value.weight, False) if alone else (value.value, True)
 
 
-def _checked_weight(step: int, weight: float) -> float:
+def _checked_weight(where: str, weight: float) -> float:
     if not (math.isfinite(weight) and weight > 0):
-        raise JobError(f"Job: loss: the weights in (total, weight) of step {step} add up to {weight}; they must be positive")
+        raise JobError(f"Job: loss: the weights in (total, weight) of {where} add up to {weight}; they must be positive")
     return weight
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _on_device(job: Job, device: torch.device) -> nn.Module:

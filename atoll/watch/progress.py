@@ -43,8 +43,8 @@ class Progress:
             case StepFinished():
                 self._step(event)
             case Evaluated():
-                metrics = "".join(f"  {name} {value:.4g}" for name, value in event.metrics.items())
-                self._say(f"step {event.step}: evaluation loss {event.loss:.4f}{metrics}")
+                metrics = "".join(f"  {name} {_number(value, '.4g')}" for name, value in event.metrics.items())
+                self._say(f"step {event.step}: evaluation loss {_number(event.loss, '.4f')}{metrics}")
             case NonFinite():
                 self._say(f"step {event.step}: the {event.what} is {event.value}")
             case RunFinished():
@@ -110,6 +110,10 @@ def _summary(event: RunFinished, first_loss: float | None) -> str:
     rate = f", {event.samples / event.seconds:.3g} samples/s" if event.seconds and event.samples else ""
     why = f" ({event.message})" if event.message else ""
     return f"{how}: {event.steps} steps in {_clock(event.seconds)}{loss}{rate}{why}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "not finite" if value is None else format(value, form)
 
 
 def _clock(seconds: float) -> str:

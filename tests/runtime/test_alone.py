@@ -195,8 +195,16 @@ def test_evaluation_is_exact_rare_and_changes_nothing() -> None:
     with torch.no_grad():
         logits = result.model.eval()(images)
     assert result.evaluations[-1].loss == pytest.approx(cross_entropy(logits, labels).item(), rel=1e-5)
-    assert result.evaluations[-1].metrics == pytest.approx({"accuracy": (logits.argmax(-1) == labels).float().mean().item()})
+    assert result.evaluations[-1].metrics["accuracy"] == pytest.approx((logits.argmax(-1) == labels).float().mean().item())
     assert run(replace(job, metrics={}, eval_loss=accuracy))[0].evaluations[-1].loss == result.evaluations[-1].metrics["accuracy"]
+
+
+def test_an_evaluation_that_is_not_finite_or_weighs_nothing(tmp_path: Path) -> None:
+    job = replace(JOB, steps=1, eval_data=Shapes(count=4), eval_loss=lambda m, b: mean_loss(m, b) / 0)
+    assert job.run(out=tmp_path, progress=False).evaluations[0].loss is None
+    assert [event.kind for event in read_events(tmp_path / "events.jsonl")].count("evaluated") == 1
+    with pytest.raises(JobError, match=r"of evaluation accuracy add up to 0\.0"):
+        run(replace(job, metrics={"accuracy": lambda m, b: (mean_loss(m, b), 0)}))
 
 
 def test_events_tell_the_whole_story_on_disk_too(tmp_path: Path) -> None:

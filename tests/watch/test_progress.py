@@ -69,12 +69,12 @@ def test_a_terminal_gets_a_line_that_moves_and_a_summary_that_stays() -> None:
 def test_what_is_out_of_the_ordinary_gets_its_own_line() -> None:
     story = events(2, seconds=1.0)
     story[1:1] = [
-        Evaluated(at_seconds=0.5, step=0, loss=5.5, metrics={"accuracy": 0.25}, samples=10, seconds=0.1),
+        Evaluated(at_seconds=0.5, step=0, loss=5.5, metrics={"accuracy": 0.25, "perplexity": None}, samples=10, seconds=0.1),
         NonFinite(at_seconds=0.6, step=1, what="gradient", value="inf"),
         StepFinished(at_seconds=0.7, step=1, loss=1.0, samples=8, weight=8, seconds=0.1, learning_rate=0.1, applied=False),
     ]
     text = shown(story, terminal=False)
-    assert "step 0: evaluation loss 5.5000  accuracy 0.25\n" in text
+    assert "step 0: evaluation loss 5.5000  accuracy 0.25  perplexity not finite\n" in text
     assert "step 1: the gradient is inf\n" in text
     assert "step 1: fp16 gradients overflowed; step skipped, loss scale lowered\n" in text
     failed = RunFinished(at_seconds=1.0, reason="failed", steps=0, samples=0, seconds=1.0, message="JobError: [bold] is no markup here")

@@ -62,6 +62,7 @@ class DeviceKind(msgspec.Struct, frozen=True, kw_only=True):
     link_bytes_per_s: float = 0.0  # typical link to its neighbours inside a host, per direction
     link_latency_s: float = 5e-6
     source: str = ""
+    cpu: bool = False  # a processor that shares the host's memory with everything else, not an accelerator
     measured: Measurements | None = None
 
     def __hash__(self) -> int:

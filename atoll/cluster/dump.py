@@ -129,6 +129,8 @@ def _kind(kind: DeviceKind) -> list[str]:
         f'memory_bandwidth = "{_bytes_rate(kind.memory_bytes_per_s)}"',
         f"flops = {{ {flops} }}",
     ]
+    if kind.cpu:
+        lines.append("cpu = true")
     if kind.link_bytes_per_s:
         lines.append(
             f'link = {{ bandwidth = "{_bytes_rate(kind.link_bytes_per_s)}", latency = "{units.exact_seconds(kind.link_latency_s)}" }}'

@@ -13,7 +13,7 @@ from atoll.errors import ClusterError
 __all__ = ["PRECISIONS", "catalogue", "device_kind", "find_kind", "read_kind"]
 
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
-KIND_KEYS = ("name", "memory", "memory_bandwidth", "flops", "link", "source", "measured")
+KIND_KEYS = ("name", "memory", "memory_bandwidth", "flops", "link", "source", "cpu", "measured")
 _LARGEST_SIDE = 10**9  # of a measured operator
 
 
@@ -57,6 +57,7 @@ def read_kind(values: object, where: str) -> DeviceKind:
         link_bytes_per_s=link.quantity("bandwidth", BANDWIDTH) if link else 0.0,
         link_latency_s=link.quantity("latency", LATENCY, 5e-6) if link else 5e-6,
         source=table.text("source", "a datasheet", ""),
+        cpu=table.truth("cpu", False),
         measured=_measured(table) if "measured" in table else None,
     )
 

@@ -89,6 +89,7 @@ def _kind(name: str, memory_bytes: float, measured: Measured) -> DeviceKind:
         flops[rate.precision] = max(flops.get(rate.precision, 0.0), rate.flops_per_s)
     return DeviceKind(
         name=name,
+        cpu=measured.measurements.threads > 0,
         memory_bytes=float(memory_bytes),
         flops=flops,
         memory_bytes_per_s=measured.memory_bytes_per_s,

@@ -133,6 +133,13 @@ class Table:
             raise self.wrong(key, f"must be between {low} and {high}, got {_shown(value)}")
         return value
 
+    def truth(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self._values.get(key, default)
+        if not isinstance(value, bool):
+            raise self.wrong(key, f"must be true or false, got {_shown(value)}")
+        return value
+
     def number(self, key: str, low: float, high: float, default: float) -> float:
         """A plain number within bounds."""
         value = self._values.get(key, default)

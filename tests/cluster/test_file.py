@@ -43,6 +43,7 @@ memory = "24 GB"
 memory_bandwidth = "600 GB/s"
 flops = { fp32 = "20 TFLOPS", bf16 = "80 TFLOPS" }
 link = { bandwidth = "16 GB/s" }
+cpu = true
 source = "somewhere"
 [device_kind.measured]
 threads = 2
@@ -139,6 +140,7 @@ def test_the_documentation_example_loads():
         ("speed = 0.5", "memory_reserve = 0.1", "devices[1] › memory_reserve: give either memory"),
         ('memory = "24 GB"', 'memory = "24 EB"', "device_kind 'X' › memory: must be between 1 MB and 1 PB, got '24 EB'"),
         ('fp32 = "20 TFLOPS", ', "", "device_kind 'X' › flops › fp32: missing"),
+        ("cpu = true", "cpu = 1", "device_kind 'X' › cpu: must be true or false, got 1"),
         ("bf16 =", "bf17 =", "device_kind 'X' › flops › bf17: unknown key; did you mean 'bf16'?"),
         (
             'precision = "fp32", rows',

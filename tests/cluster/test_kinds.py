@@ -20,6 +20,10 @@ def test_there_are_at_least_fifty_accelerators_and_ten_cpus():
     assert len(KINDS) - len(cpus) >= 50
 
 
+def test_cpus_say_that_they_are():
+    assert {kind.name for kind in KINDS if kind.cpu} == {kind.name for kind in KINDS if IS_CPU.match(kind.name)}
+
+
 def test_it_cannot_be_changed():
     with pytest.raises(TypeError):
         catalogue()["X"] = KINDS[0]

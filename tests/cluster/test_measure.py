@@ -80,6 +80,7 @@ def test_this_machine_can_be_measured_written_and_read_back():
     assert parse_cluster(dump_cluster(probed.cluster)) == probed.cluster
     (device,) = probed.cluster.devices
     measured = device.kind.measured
+    assert device.kind.cpu
     assert measured.threads == torch.get_num_threads()
     assert 0 < measured.operator_seconds < 0.1
     assert {rate.precision for rate in measured.matmul} >= {"fp32"}

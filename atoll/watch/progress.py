@@ -14,6 +14,7 @@ from atoll.units import format_bytes, format_count
 __all__ = ["Progress"]
 
 _PLAIN_LINE_SECONDS = 5.0  # between two plain lines
+_REDRAW_SECONDS = 0.1  # between two drawings of the line that moves
 _SMOOTHING = 0.9  # of the loss shown
 _RATE_STEPS = 20  # over how many last steps samples/s is taken
 
@@ -28,7 +29,7 @@ class Progress:
         self._first_loss: float | None = None
         self._loss: float | None = None
         self._recent: list[StepFinished] = []
-        self._printed_at = float("-inf")
+        self._shown_at = float("-inf")
 
     def __enter__(self) -> Self:
         return self
@@ -67,10 +68,13 @@ class Progress:
         self._recent = [*self._recent[1 - _RATE_STEPS :], event]
         if not event.applied:
             self._say(f"step {event.step}: fp16 gradients overflowed; step skipped, loss scale lowered")
+        pause = _PLAIN_LINE_SECONDS if self._live is None else _REDRAW_SECONDS
+        if event.at_seconds - self._shown_at < pause and event.step != self._steps:
+            return
+        self._shown_at = event.at_seconds
         if self._live is not None:
             self._live.update(self._table(event), refresh=True)
-        elif event.at_seconds - self._printed_at >= _PLAIN_LINE_SECONDS or event.step == self._steps:
-            self._printed_at = event.at_seconds
+        else:
             self._say("  ".join(self._cells(event)))
 
     @property
@@ -86,7 +90,7 @@ class Progress:
         rate = sum(step.samples for step in self._recent) / seconds if seconds else 0.0
         left = (self._steps - event.step) * (event.at_seconds - self._began) / event.step
         memory = [f"memory {format_bytes(event.memory_bytes)}"] if event.memory_bytes is not None else []
-        return [f"step {event.step}/{self._steps}", f"loss {self._loss:.4f}", f"{rate:.3g} samples/s", *memory, f"left {_clock(left)}"]
+        return [f"step {event.step}/{self._steps}", f"loss {self._loss:.4f}", _rate(rate), *memory, f"left {_clock(left)}"]
 
     def _table(self, event: StepFinished) -> Table:
         table = Table.grid(padding=(0, 2))
@@ -107,13 +111,17 @@ def _summary(event: RunFinished, first_loss: float | None) -> str:
     how = {"done": "done", "stopped": "stopped by a callback", "interrupted": "interrupted", "failed": "failed"}[event.reason]
     first = f"{first_loss:.4f} → " if first_loss is not None and event.steps > 1 else ""
     loss = f", loss {first}{event.loss:.4f}" if event.loss is not None else ""
-    rate = f", {event.samples / event.seconds:.3g} samples/s" if event.seconds and event.samples else ""
+    rate = f", {_rate(event.samples / event.seconds)}" if event.seconds and event.samples else ""
     why = f" ({event.message})" if event.message else ""
     return f"{how}: {event.steps} steps in {_clock(event.seconds)}{loss}{rate}{why}"
 
 
 def _number(value: float | None, form: str) -> str:
     return "not finite" if value is None else format(value, form)
+
+
+def _rate(samples_per_s: float) -> str:
+    return f"{samples_per_s:,.0f} samples/s" if samples_per_s >= 100 else f"{samples_per_s:.3g} samples/s"
 
 
 def _clock(seconds: float) -> str:

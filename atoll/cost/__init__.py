@@ -1,8 +1,24 @@
 """Cost: step time, memory, traffic and money of any plan, predicted."""
 
-from atoll.cost.calibration import Calibration, LayerTime, load_calibration
+from atoll.cost.calibration import Calibration, LayerTime, calibration_names, load_calibration, meaning, named_calibration
 from atoll.cost.cost import Cost, MemoryUse, StageCost
 from atoll.cost.evaluate import Evaluator, cost
+from atoll.cost.layer_times import LayerTimes, read_layer_times
 from atoll.cost.optimizer import OPTIMIZERS
 
-__all__ = ["OPTIMIZERS", "Calibration", "Cost", "Evaluator", "LayerTime", "MemoryUse", "StageCost", "cost", "load_calibration"]
+__all__ = [
+    "OPTIMIZERS",
+    "Calibration",
+    "Cost",
+    "Evaluator",
+    "LayerTime",
+    "LayerTimes",
+    "MemoryUse",
+    "StageCost",
+    "calibration_names",
+    "cost",
+    "load_calibration",
+    "meaning",
+    "named_calibration",
+    "read_layer_times",
+]

@@ -1,16 +1,20 @@
 """Calibration: the constants of the cost model, each with its physical meaning. Defaults suit a well-kept GPU cluster.
 
-A calibration comes from nowhere (the defaults), from `atoll probe`, from a run's report, or from a fit to measured steps. A table of layer
-times, when given, replaces the roofline for the layers and devices it covers.
+A calibration comes from nowhere (the defaults), from those that ship with Atoll (`named_calibration`), from `atoll probe`, from a run's
+report, or from a fit to measured steps. A table of layer times, when given, replaces the roofline for the layers and devices it covers.
 """
 
+import tomllib
+from importlib.resources import files
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from atoll.errors import PlanError
 
-__all__ = ["Calibration", "LayerTime", "load_calibration"]
+__all__ = ["Calibration", "LayerTime", "calibration_names", "load_calibration", "meaning", "named_calibration"]
 
 
 class LayerTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,23 +32,31 @@ class LayerTime(msgspec.Struct, frozen=True, kw_only=True):
     update_seconds: float = 0.0
 
 
-class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """Constants of the cost model. Fractions are of the catalogue's peak figures."""
+class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Constants of the cost model. Shares are of the catalogue's peak figures. `meaning` gives a field's text."""
 
-    matmul_efficiency: float = 0.80  # of peak FLOP/s that a large matmul reaches
-    matmul_half_depth: float = 96.0  # an inner dimension this long reaches half of that: filling and draining a tile
-    wave_outputs: float = 1e-7  # outputs, per fp32 FLOP/s of the device, with which a matmul reaches half: tiles for every unit
-    memory_efficiency: float = 0.80  # of memory bandwidth that an elementwise kernel reaches
-    kernel_seconds: float = 3e-6  # what a kernel costs beyond its work: launch and tail
-    host_link_efficiency: float = 0.75  # of the link inside a host that a collective reaches
-    network_efficiency: float = 0.80  # of a host's network interface or a link between sites
-    collective_seconds: float = 15e-6  # what a collective costs beyond its bytes and hops: entering together
-    sync_overlap: float = 0.8  # part of the backward pass that can hide gradient synchronisation
-    step_seconds: float = 0.0  # per step, outside the model: data, logging, the optimizer's Python
-    jitter: float = 0.0  # relative slow-down for each doubling of the devices that wait for one another
-    gradient_bytes: float = 4.0  # of one parameter's gradient when it is synchronised
-    context_bytes: float = 0.8e9  # memory an accelerator's runtime takes for itself
-    memory_overhead: float = 1.08  # allocator fragmentation and workspaces, on top of what is counted
+    matmul_efficiency: Annotated[float, Meta(gt=0, description="share of peak FLOP/s that a large matmul reaches")] = 0.80
+    matmul_half_depth: Annotated[
+        float, Meta(ge=0, description="inner dimension at which half of that is reached: a tile fills and drains")
+    ] = 96.0
+    wave_outputs: Annotated[
+        float, Meta(ge=0, description="outputs, per fp32 FLOP/s of the device, at which a matmul reaches half: a tile for every unit")
+    ] = 1e-7
+    memory_efficiency: Annotated[float, Meta(gt=0, description="share of memory bandwidth that an elementwise kernel reaches")] = 0.80
+    kernel_seconds: Annotated[float, Meta(ge=0, description="what a kernel costs beyond its work: launch and tail")] = 3e-6
+    host_link_efficiency: Annotated[float, Meta(gt=0, description="share of the link inside a host that a collective reaches")] = 0.75
+    network_efficiency: Annotated[float, Meta(gt=0, description="share of a host's network interface or of a link between sites")] = 0.80
+    collective_seconds: Annotated[float, Meta(ge=0, description="what a collective costs beyond its bytes and hops: entering together")] = (
+        15e-6
+    )
+    sync_overlap: Annotated[float, Meta(ge=0, le=1, description="part of a backward pass that can hide gradient synchronisation")] = 0.8
+    step_seconds: Annotated[
+        float, Meta(ge=0, description="per step, outside the model: data, gradient norm and loss scale, waiting for the slowest")
+    ] = 0.0
+    jitter: Annotated[float, Meta(ge=0, description="relative slow-down for each doubling of the devices that wait for one another")] = 0.0
+    gradient_bytes: Annotated[float, Meta(gt=0, description="of one parameter's gradient when it is synchronised")] = 4.0
+    context_bytes: Annotated[float, Meta(ge=0, description="memory an accelerator's runtime takes for itself")] = 0.8e9
+    memory_overhead: Annotated[float, Meta(ge=1, description="allocator's fragments and workspaces, as a factor on what is counted")] = 1.08
     layer_times: tuple[LayerTime, ...] = ()
     source: str = "defaults"
 
@@ -53,11 +65,44 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
 
 
+def meaning(constant: str) -> str:
+    """What a constant of `Calibration` stands for."""
+    described = msgspec.inspect.type_info(Calibration)
+    assert isinstance(described, msgspec.inspect.StructType)
+    for field in described.fields:
+        if field.name == constant and isinstance(field.type, msgspec.inspect.Metadata):
+            return str((field.type.extra_json_schema or {}).get("description", ""))
+    return ""
+
+
 def load_calibration(path: "str | Path") -> Calibration:
-    """Reads what `Calibration.to_json` wrote; PlanError names the file and the key."""
+    """Reads what `Calibration.to_json` wrote, or the same keys in a `.toml` file; PlanError names the file and the key."""
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=Calibration)
+        return _decode(Path(path).read_bytes(), is_toml=Path(path).suffix == ".toml", where=str(path))
     except OSError as error:
         raise PlanError(f"{path}: cannot read the calibration: {error.strerror}") from None
-    except msgspec.DecodeError as error:
-        raise PlanError(f"{path}: not a calibration: {error}") from None
+
+
+def named_calibration(name: str) -> Calibration:
+    """A calibration that ships with Atoll; PlanError lists them when there is none of that name."""
+    if name == "defaults":
+        return Calibration()
+    if name not in calibration_names():
+        raise PlanError(f"no calibration is called {name!r}; there are: {', '.join(calibration_names())}")
+    document = files("atoll.cost").joinpath("calibrations", f"{name}.toml").read_bytes()
+    return _decode(document, is_toml=True, where=f"{name}.toml")
+
+
+def calibration_names() -> tuple[str, ...]:
+    """The calibrations that ship with Atoll, for `named_calibration`."""
+    entries = files("atoll.cost").joinpath("calibrations").iterdir()
+    return ("defaults", *sorted(entry.name.removesuffix(".toml") for entry in entries if entry.name.endswith(".toml")))
+
+
+def _decode(document: bytes, *, is_toml: bool, where: str) -> Calibration:
+    try:
+        if is_toml:
+            return msgspec.convert(tomllib.loads(document.decode()), type=Calibration)
+        return msgspec.json.decode(document, type=Calibration)
+    except (msgspec.MsgspecError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PlanError(f"{where}: not a calibration: {error}") from None

@@ -170,7 +170,7 @@ class _Trainer:
 
     def _forward(self, step: int, number: int, start: int, stop: int) -> LossValue:
         batch = to_device(self.job.samples.batch(step - 1, start, stop), self.device)
-        seed_everything(mix(self.job.seed, 5, step, number))
+        seed_everything(mix(self.job.seed, 5, step, number), devices=self.device.type != "cpu")
         with self.job.autocast(self.device):
             value = read_loss(self.job.loss(self.model, batch))
         if not value.value.requires_grad:

@@ -129,18 +129,22 @@ class Evaluator:
             replicas.append([self.replica_seconds(stage, replica, size) for replica, size in zip(stage.replicas, sizes, strict=True)])
         return _Prices(replicas, counts, self._synchronisation.seconds(plan), self._synchronisation.tied(plan))
 
-    def _exposed(self, plan: Plan, prices: _Prices, s: int) -> float:
-        """The part of a stage's synchronisation that its last backward does not hide."""
-        sync = prices.sync[s]
-        stage = plan.stages[s]
-        window = self.calibration.sync_overlap * min(replica.backward for replica in prices.replicas[s])
-        first_bucket = sync / (stage.stop - stage.start) if self.calibration.sync_overlap else sync
-        return max(first_bucket, sync - window) + prices.tied[s]
+    def _exposed(self, plan: Plan, prices: _Prices, played: Played, s: int) -> float:
+        """What a stage's synchronisation adds after its last backward.
+
+        It begins once every replica is in the part of its last backward that can hide it, and its last bucket waits for the end of them.
+        """
+        sync, overlap, finish = prices.sync[s], self.calibration.sync_overlap, played.finish[s]
+        if not sync:
+            return prices.tied[s]
+        begin = max([end - overlap * replica.backward for end, replica in zip(finish, prices.replicas[s], strict=True)])
+        last_bucket = sync / (plan.stages[s].stop - plan.stages[s].start) if overlap else sync
+        return max(begin + sync - max(finish), last_bucket) + prices.tied[s]
 
     def _step(self, plan: Plan, prices: _Prices, played: Played) -> _Step:
         worst, critical = -1.0, 0
         for s, finish in enumerate(played.finish):
-            end = max(finish) + self._exposed(plan, prices, s) + max([replica.update for replica in prices.replicas[s]])
+            end = max(finish) + self._exposed(plan, prices, played, s) + max([replica.update for replica in prices.replicas[s]])
             if end > worst:
                 worst, critical = end, s
         jitter = 0.0
@@ -164,7 +168,7 @@ class Evaluator:
             "codec": played.busy[s][last] - (replica.forward + replica.backward) * count,
             "transfer": transfer,
             "bubble": idle - transfer,
-            "sync": self._exposed(plan, prices, s),
+            "sync": self._exposed(plan, prices, played, s),
             "optimizer": max(r.update for r in prices.replicas[s]),
             "jitter": step.jitter,
             "overhead": self.calibration.step_seconds,

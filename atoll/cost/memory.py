@@ -76,11 +76,12 @@ class Memory:
         return inputs + (amounts.saved[stop] - amounts.saved[first]) - split * (1 - fraction)
 
     def _largest_saved(self, start: int, stop: int, fraction: float) -> float:
-        """The most any one layer keeps while it is recomputed."""
+        """The most any one layer keeps while it is recomputed, beyond its input, which is kept anyway."""
         key = (start, stop, round(fraction * 1e6))
         if key not in self._largest:
             layers = self._setting.graph.layers[start : min(stop, len(self._setting.graph.layers) - 1)]
-            self._largest[key] = max((layer.saved_bytes - layer.split_saved_bytes * (1 - fraction) for layer in layers), default=0.0)
+            kept = (layer.saved_bytes - layer.split_saved_bytes * (1 - fraction) - layer.input_bytes for layer in layers)
+            self._largest[key] = max([0.0, *kept])
         return self._largest[key]
 
 

@@ -181,9 +181,12 @@ class _Simulation:
         back: Sequence[Sequence[Hop]],
         limits: Sequence[int],
     ) -> None:
-        self.workers, self.routes, self.limits, self.stages = workers, routes, limits, len(workers)
-        self.hops = (onward, ((), *back))  # by the kind (0 forward, 1 backward) and the stage of the task a hop follows
-        self.device_of = [[row[choice].device for choice in choices] for row, choices in zip(workers, routes, strict=True)]
+        self.routes, self.limits, self.stages = routes, limits, len(workers)
+        chosen = [[row[choice] for choice in choices] for row, choices in zip(workers, routes, strict=True)]
+        # the first index of what follows is the kind of a task: 0 forward, 1 backward
+        self.seconds = tuple([[worker[kind] for worker in row] for row in chosen] for kind in (0, 1))
+        self.hops = (onward, ((), *back))  # what a task makes leaves along these
+        self.device_of = [[worker[2] for worker in row] for row in chosen]
         # a device with several stages turns to the next one after as many micro-batches as the pipeline is deep, as in Megatron-LM
         self.depth = len({row[0] for row in self.device_of})
         self.forwards_left = [0] * len(limits)
@@ -193,29 +196,46 @@ class _Simulation:
         self.inbox: tuple[list[list[_Input]], ...] = ([[] for _ in limits], [[] for _ in limits])  # heaps, by kind and device
         for m, device in enumerate(self.device_of[0]):
             self.inbox[0][device].append((m // self.depth * self.stages, m, 0, 0.0, 0.0))
-        self.link_free: dict[int, float] = {}
+        # what devices with several stages do in turn, last first; others take what comes
+        self.turns = self._turns() if self.depth < self.stages else None
         self.finish, self.transfer = ([[0.0] * len(row) for row in workers] for _ in (0, 1))
         self.holding, self.most_held = ([[0] * len(row) for row in workers] for _ in (0, 1))
 
+    def _turns(self) -> tuple[list[list[tuple[int, int]]], ...]:
+        turns: tuple[list[list[tuple[int, int]]], ...] = ([[] for _ in self.limits], [[] for _ in self.limits])
+        for stage, row in enumerate(self.device_of):
+            for m, device in enumerate(row):
+                for kind, order in enumerate((stage, -stage)):
+                    turns[kind][device].append((m // self.depth * self.stages + order, m))
+        for rows in turns:
+            for turn in rows:
+                turn.sort(reverse=True)
+        return turns
+
     def run(self) -> Timeline:
         """Takes the ends of tasks in order of time: what a task made is sent, and whoever is free then and has an input begins a task."""
-        (forwards, backwards), forwards_left, limits = self.inbox, self.forwards_left, self.limits
-        workers, routes = self.workers, self.routes
-        free, held, free_since, transfer = ([first] * len(limits) for first in (True, 0, 0.0, 0.0))
+        (forwards, backwards), forwards_left, limits, seconds, turns = self.inbox, self.forwards_left, self.limits, self.seconds, self.turns
+        free, held = [True] * len(limits), [0] * len(limits)
+        free_since, transfer = [0.0] * len(limits), [0.0] * len(limits)
         ends: list[tuple[float, int, int, int, int]] = []  # time, device, kind, stage, micro-batch
+        link_free: dict[int, float] = {}
         looking: Iterable[int] = range(len(limits))
         now, patience = 0.0, _STRICT
         while True:
             for device in looking:
-                room = forwards_left[device] and (held[device] < limits[device] or patience == _BEYOND_LIMIT)
-                if room and forwards[device]:
+                if forwards_left[device] and (held[device] < limits[device] or patience == _BEYOND_LIMIT):
                     kind, inbox = 0, forwards[device]
-                elif backwards[device] and (patience or not room):
-                    kind, inbox = 1, backwards[device]
+                    if not inbox and patience:
+                        kind, inbox = 1, backwards[device]
                 else:
+                    kind, inbox = 1, backwards[device]
+                if not inbox or (turns and not patience and inbox[0][:2] != turns[kind][device][-1]):
                     continue
                 start = now if patience else free_since[device]
-                _, m, stage, arrival, behind = heappop(inbox) if inbox[0][3] <= start else _take(inbox, start)
+                order, m, stage, arrival, behind = heappop(inbox) if turns or inbox[0][3] <= start else _take(inbox, start)
+                if turns:
+                    turn = turns[kind][device]
+                    turn.pop(-1 if turn[-1] == (order, m) else turn.index((order, m)))
                 if arrival > start:
                     start, transfer[device] = arrival, behind
                 if kind:
@@ -224,46 +244,48 @@ class _Simulation:
                     held[device] += 1
                     forwards_left[device] -= 1
                 free[device] = False
-                heappush(ends, (start + workers[stage][routes[stage][m]][kind], device, kind, stage, m))
+                heappush(ends, (start + seconds[kind][stage][m], device, kind, stage, m))
             if ends:
                 now, device, kind, stage, m = heappop(ends)
                 patience = _STRICT
                 free[device] = True
                 free_since[device] = now
-                receiver = self._send(kind, stage, m, now, transfer[device])
-                looking = (device, receiver) if receiver >= 0 and free[receiver] and receiver != device else (device,)
+                receiver = self._end(kind, stage, m, now, transfer[device], link_free)
+                looking = (device, receiver) if free[receiver] and receiver != device else (device,)
             elif patience < _BEYOND_LIMIT:
                 looking, patience = range(len(limits)), patience + 1
             else:
                 return Timeline(now, self.finish, self.most_held, self.transfer)
 
-    def _send(self, kind: int, stage: int, m: int, now: float, transfer: float) -> int:
-        """Books what a task made: who holds it, when it arrives where. Returns the device that gets it, or -1."""
-        choice = self.routes[stage][m]
-        holding = self.holding[stage]
+    def _end(self, kind: int, stage: int, m: int, now: float, transfer: float, link_free: dict[int, float]) -> int:
+        """Books the end of a task: who holds what, and when what it made arrives where. Returns the device that gets it."""
+        choice, holding = self.routes[stage][m], self.holding[stage]
         if kind:
             holding[choice] -= 1
             self.finish[stage][choice] = now
             self.transfer[stage][choice] = transfer
-            to, preference = stage - 1, m // self.depth * self.stages - stage + 1
-            if to < 0:
-                return -1
+            if not stage:
+                return self.device_of[stage][m]
+            to = stage - 1
+            preference = m // self.depth * self.stages - to
         else:
             holding[choice] += 1
             if holding[choice] > self.most_held[stage][choice]:
                 self.most_held[stage][choice] = holding[choice]
-            to, preference = stage + 1, m // self.depth * self.stages + stage + 1
-            if to == self.stages:
+            to = stage + 1
+            preference = m // self.depth * self.stages + to
+            if to == self.stages:  # the loss: its gradient is here at once
                 device = self.device_of[stage][m]
-                heappush(self.inbox[1][device], (m // self.depth * self.stages - stage, m, stage, now, transfer))
+                heappush(self.inbox[1][device], (preference - 2 * to + 1, m, stage, now, transfer))
                 return device
         occupancy, latency, link = self.hops[kind][stage][m]
-        start = now
+        sent = now
         if link >= 0:
-            queued = self.link_free.get(link, 0.0)
-            start = queued if queued > now else now
-            self.link_free[link] = start + occupancy
-        arrival = start + occupancy + latency
+            queued = link_free.get(link, 0.0)
+            if queued > now:
+                sent = queued
+            link_free[link] = sent + occupancy
+        arrival = sent + occupancy + latency
         device = self.device_of[to][m]
         heappush(self.inbox[kind][device], (preference, m, to, arrival, transfer + arrival - now))
         return device

@@ -1,0 +1,214 @@
+"""Drafts: a plan before its cuts and shares, and the step that works those out.
+
+A draft says which slots serve which stage, what is parallel inside them, the micro-batch and the schedule. `complete` balances cuts and
+shares, decides where to recompute, and gives a whole Plan together with a bound that no cuts or shares of this draft can beat.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import ceil
+from typing import NamedTuple
+
+from atoll.cost import Evaluator
+from atoll.plan import CodecName, Plan, Replica, Schedule, Stage
+from atoll.planner.balance import balanced_cuts, shares
+from atoll.planner.classes import Slot
+from atoll.planner.rules import Rules
+from atoll.planner.timing import Inside, SlotSeconds, Timing
+
+__all__ = ["Draft", "Drafted", "complete", "with_names"]
+
+
+class Draft(NamedTuple):
+    """What is decided before cuts and shares."""
+
+    inside: Inside
+    stages: tuple[tuple[Slot, ...], ...]
+    micro_batch_size: int
+    recompute: bool
+    schedule: Schedule = "1f1b"
+
+
+class Drafted(NamedTuple):
+    """A draft with its cuts, and an estimate of its step made of the parts that matter most."""
+
+    draft: Draft
+    bounds: tuple[int, ...]
+    estimate: float
+
+
+def complete(draft: Draft, timing: Timing, rules: Rules, batch_size: int) -> Drafted | str:
+    """Balances the cuts; a sentence saying why where nothing fits."""
+    micro_batches = -(-batch_size // draft.micro_batch_size)
+    single = len(draft.stages) == 1
+    if (batch_size // draft.inside.lanes if single else micro_batches) < max(len(stage) for stage in draft.stages):
+        return "fewer micro-batches than replicas"
+    kinds = [Counter(slot.kind for slot in stage) for stage in draft.stages]
+    times = [_slot_times(draft, timing, stage, batch_size) for stage in draft.stages]
+    bounds = _bounds(draft, timing, rules, kinds, batch_size, _memory_check(draft, timing, micro_batches, batch_size))
+    if isinstance(bounds, str):
+        return bounds
+    return Drafted(draft, tuple(bounds), _estimate(draft, timing, bounds, times, kinds, micro_batches))
+
+
+def _bounds(
+    draft: Draft,
+    timing: Timing,
+    rules: Rules,
+    kinds: Sequence[Counter[int]],
+    batch_size: int,
+    fits: Callable[[int, int, int], bool],
+) -> Sequence[int] | str:
+    if rules.bounds is not None:
+        return rules.bounds if all(fits(s, a, b) for s, (a, b) in enumerate(pairwise(rules.bounds))) else "out of memory"
+    ends = (*rules.cuts, len(timing.evaluator.graph.layers))
+    if len(ends) < len(draft.stages):
+        return "more stages than cuts"
+    micro = _micro_samples(draft, batch_size)
+    firsts = {slot.kind: slot for stage in draft.stages for slot in stage[::-1]}
+    prefixes = [timing.together({kind: firsts[kind] for kind in row}, row, draft.inside, micro, draft.recompute) for row in kinds]
+    bounds = balanced_cuts(ends, prefixes)
+    if bounds is not None and not all(fits(s, a, b) for s, (a, b) in enumerate(pairwise(bounds))):
+        bounds = balanced_cuts(ends, prefixes, fits)
+    return bounds if bounds is not None else "out of memory"
+
+
+def _slot_times(draft: Draft, timing: Timing, stage: Sequence[Slot], batch_size: int) -> dict[int, SlotSeconds]:
+    micro = _micro_samples(draft, batch_size)
+    first = {slot.kind: slot for slot in reversed(stage)}
+    return {kind: timing.slot(slot, draft.inside, micro, draft.recompute) for kind, slot in first.items()}
+
+
+def _micro_samples(draft: Draft, batch_size: int) -> float:
+    """Samples of a micro-batch; with one stage a replica's share may be less."""
+    if len(draft.stages) > 1:
+        return float(draft.micro_batch_size)
+    return min(float(draft.micro_batch_size), batch_size / len(draft.stages[0]))
+
+
+def _memory_check(draft: Draft, timing: Timing, micro_batches: int, batch_size: int) -> Callable[[int, int, int], bool]:
+    evaluator = timing.evaluator
+    inside = draft.inside
+    ahead = 0
+    held: list[int] = []
+    for stage in reversed(draft.stages):
+        ahead += len(stage)
+        even = ceil(ahead / len(stage))
+        held.append(min(micro_batches, even) if draft.schedule != "gpipe" else ceil(micro_batches / len(stage)))
+    held.reverse()
+    samples = draft.micro_batch_size / inside.lanes
+    if len(draft.stages) == 1:
+        held = [1] if draft.schedule != "gpipe" else held
+        samples = min(samples, batch_size / len(draft.stages[0]) / inside.lanes)
+    tightest = []
+    for stage in draft.stages:
+        devices = [timing.classes[kind].device for kind in {slot.kind for slot in stage}]
+        tightest.append(min(devices, key=lambda device: device.memory_bytes))
+
+    def fits(s: int, start: int, stop: int) -> bool:
+        stage = _bare_stage(draft, start, stop)
+        device = tightest[s]
+        use = evaluator.device_memory(stage, 1 / inside.tensor, samples, held[s], inside.lanes, device.kind.cpu)
+        return use.total_bytes <= device.memory_bytes
+
+    return fits
+
+
+def _estimate(
+    draft: Draft,
+    timing: Timing,
+    bounds: Sequence[int],
+    times: Sequence[dict[int, SlotSeconds]],
+    kinds: Sequence[Counter[int]],
+    micro_batches: int,
+) -> float:
+    """Bottleneck stage, filling and draining of the pipeline, and the slowest link's traffic."""
+    whole, busiest, fill = 0.0, 0.0, 0.0
+    for s, (start, stop) in enumerate(pairwise(bounds)):
+        rate = sum(number / times[s][kind].of(start, stop) for kind, number in kinds[s].items())
+        alone = min(times[s][kind].of(start, stop) for kind in kinds[s])
+        count = micro_batches if len(draft.stages) > 1 else max(micro_batches, len(draft.stages[0]))
+        busy = count / rate
+        fill += alone
+        if busy > busiest:
+            busiest, whole = busy, busy - alone
+    return whole + fill + _traffic(draft, timing, bounds, micro_batches)
+
+
+def _traffic(draft: Draft, timing: Timing, bounds: Sequence[int], micro_batches: int) -> float:
+    """Seconds of gradient synchronisation, and what pipeline traffic between sites takes beyond that."""
+    evaluator = timing.evaluator
+    slowest = 0.0
+    for s, (start, stop) in enumerate(pairwise(bounds)):
+        stage = _bare_stage(draft, start, stop)
+        for across, nbytes in evaluator.sync_volumes(stage):
+            slowest = max(slowest, _sync_seconds(evaluator, draft, timing, s, nbytes, across))
+    return slowest
+
+
+def _sync_seconds(evaluator: Evaluator, draft: Draft, timing: Timing, s: int, nbytes: float, across: bool) -> float:
+    slots = draft.stages[s]
+    members = len(slots) * (draft.inside.lanes if across else 1)
+    if members < 2 or not nbytes:
+        return 0.0
+    devices = [timing.classes[kind].device for kind in {slot.kind for slot in slots}]
+    sites = {device.site for device in devices}
+    cluster = evaluator.cluster
+    if len(sites) > 1:
+        crossing = sum(len({timing.classes[slot.kind].device.site for slot in stage}) > 1 for stage in draft.stages)
+        rate = min(cluster.link_between(a, b).bytes_per_s for a in devices for b in devices if a.site != b.site)
+        return 2 * nbytes * draft.inside.size * crossing / (rate * evaluator.calibration.network_efficiency) * 0.5
+    hosts = {evaluator.devices[slot.devices[0]].host for slot in slots[:64]}
+    if len(hosts) > 1:
+        network = next(site.link for site in cluster.sites if site.name in sites)
+        return 2 * nbytes * draft.inside.tensor / (network.bytes_per_s * evaluator.calibration.network_efficiency)
+    return 2 * nbytes / (cluster.link_between(devices[0], devices[0]).bytes_per_s * evaluator.calibration.host_link_efficiency)
+
+
+def _bare_stage(draft: Draft, start: int, stop: int) -> Stage:
+    """A stage with one replica, to ask what its devices hold."""
+    replica = Replica(devices=draft.stages[0][0].devices, samples=(1,) * draft.inside.lanes)
+    return draft.inside.stage(start, stop, (replica,), draft.recompute)
+
+
+def with_names(drafted: Drafted, timing: Timing, batch_size: int, codecs: dict[str, CodecName]) -> Plan | None:
+    """The whole plan: shares balanced by speed, recomputation only where memory asks for it. None where shares cannot be."""
+    draft, bounds = drafted.draft, drafted.bounds
+    evaluator = timing.evaluator
+    stages = []
+    for s, (start, stop) in enumerate(pairwise(bounds)):
+        slots = draft.stages[s]
+        times = _slot_times(draft, timing, slots, batch_size)
+        speeds = [1.0 / times[slot.kind].of(start, stop) for slot in slots]
+        replicas = _replicas(draft, slots, speeds, batch_size, len(bounds) == 2)
+        if replicas is None:
+            return None
+        stages.append(draft.inside.stage(start, stop, replicas, draft.recompute))
+    return Plan(
+        graph=evaluator.graph.name,
+        cluster=evaluator.cluster.name,
+        batch_size=batch_size,
+        micro_batch_size=draft.micro_batch_size,
+        stages=tuple(stages),
+        schedule=draft.schedule,
+        codecs=codecs,
+    )
+
+
+def _replicas(draft: Draft, slots: Sequence[Slot], speeds: Sequence[float], batch_size: int, single: bool) -> tuple[Replica, ...] | None:
+    lanes = draft.inside.lanes
+    unit = lanes if single else draft.micro_batch_size  # a lane always has a sample of every micro-batch
+    counts = shares(batch_size // unit, speeds)
+    if counts is None or batch_size % unit:
+        return None
+    replicas = []
+    for slot, count in zip(slots, counts, strict=True):
+        samples = (count,) * lanes if single else tuple(count * size for size in _even(draft.micro_batch_size, lanes))
+        replicas.append(Replica(devices=slot.devices, samples=samples))
+    return tuple(replicas)
+
+
+def _even(total: int, parts: int) -> list[int]:
+    """`total` in `parts` whole numbers as equal as can be."""
+    return [total * (i + 1) // parts - total * i // parts for i in range(parts)]

@@ -1,0 +1,214 @@
+"""The exact search for small problems: every plan of a stated space, cut short only where a bound proves that no better one follows.
+
+The space: ordered partitions of any of the devices into stages × legal cuts × replicas, tensor or sharded groups of any of a stage's
+devices × micro-batches that divide the batch × whole-number shares × 1F1B or GPipe × codecs, recomputing on a stage only where it
+would not fit otherwise. The bound: a replica of stage s is busy for all of its micro-batches, after the first has come through the
+stages before it and before the last has gone back through them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations, pairwise, product
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from atoll.cost import Evaluator
+from atoll.plan import CodecName, Plan, Replica, Stage
+from atoll.planner.balance import shares
+from atoll.planner.rules import Rules
+
+__all__ = ["Exact", "groupings", "is_small"]
+
+Group = tuple[str, ...]
+
+
+class Option(NamedTuple):
+    """One way to run some layers on some devices, and what that costs at least."""
+
+    stage: Stage
+    seconds: tuple[float, ...]  # of one micro-batch, by replica
+    busy: float  # of the busiest replica at best shares
+    least: float  # of one micro-batch on its fastest replica
+
+
+def is_small(devices: int, layers: int, batch_size: int) -> bool:
+    """Whether the exact search is worth starting."""
+    return devices <= 5 and layers <= 12 and batch_size <= 64
+
+
+class Exact:
+    """Branch and bound over the space above, starting from plans already found."""
+
+    def __init__(
+        self, evaluator: Evaluator, rules: Rules, batch_size: int, codecs: Mapping[str, Sequence[CodecName]], budget: Callable[[], bool]
+    ) -> None:
+        self.evaluator = evaluator
+        self.rules = rules
+        self.batch_size = batch_size
+        self.codecs = codecs
+        self.budget = budget
+        self.best_seconds = float("inf")
+        self.best: Plan | None = None
+        self.priced = 0
+        self.complete = True
+        self._options: dict[tuple[int, int, Group, int, bool], list[Option]] = {}
+
+    def run(self, start: Plan | None, seconds: float) -> tuple[Plan | None, float]:
+        """The best plan of the space, or the one given where that is better; `complete` says whether all of it was covered."""
+        self.best, self.best_seconds = start, seconds
+        names = tuple(device.name for device in self.evaluator.cluster.devices)
+        sizes = [b for b in range(1, self.batch_size + 1) if self.batch_size % b == 0]
+        if self.rules.micro_batches:
+            sizes = [b for b in sizes if b * self.rules.micro_batches == self.batch_size]
+        for micro in reversed(sizes):
+            self._extend(micro, [], 0, names, 0.0)
+        return self.best, self.best_seconds
+
+    def _extend(self, micro: int, chosen: list[Option], start: int, left: Group, fill: float) -> None:
+        """Adds a stage that begins at `start`, on any of the devices left; `fill` is the least time of the stages before it."""
+        if not self.budget():
+            self.complete = False
+            return
+        ends = [end for end in (*self.rules.cuts, len(self.evaluator.graph.layers)) if end > start]
+        if self.rules.bounds is not None:
+            ends = [self.rules.bounds[len(chosen) + 1]]
+        layers = len(self.evaluator.graph.layers)
+        for group in subsets(self.evaluator, left):
+            rest = tuple(name for name in left if name not in group)
+            for stop in ends:
+                if stop < layers and not rest:
+                    continue
+                for option in self._stage_options(start, stop, group, micro, single=start == 0 and stop == layers):
+                    if fill + option.busy >= self.best_seconds:
+                        continue
+                    if stop == layers:
+                        self._price(micro, [*chosen, option])
+                    else:
+                        self._extend(micro, [*chosen, option], stop, rest, fill + option.least)
+
+    def _stage_options(self, start: int, stop: int, group: Group, micro: int, single: bool) -> list[Option]:
+        key = (start, stop, group, micro, single)
+        if key not in self._options:
+            options = (self._option(stage, micro, single) for stage in self._stages(start, stop, group, micro))
+            self._options[key] = [option for option in options if option is not None]
+        return self._options[key]
+
+    def _stages(self, start: int, stop: int, group: Group, micro: int) -> Iterator[Stage]:
+        units = [layer.tensor_units for layer in self.evaluator.graph.layers[start:stop]]
+        most = max(units)
+        for size in range(1, len(group) + 1):
+            if len(group) % size or (self.rules.replicas and len(group) // size != self.rules.replicas):
+                continue
+            for blocks in groupings(group, size):
+                plain = tuple(Replica(devices=block, samples=(1,)) for block in blocks)
+                divisible = size == 1 or (most % size == 0 and most > 1)
+                if divisible and (not self.rules.tensor or self.rules.tensor == size):
+                    yield Stage(start=start, stop=stop, replicas=plain, tensor=size)
+                if size > 1 and micro % size == 0 and not self.rules.tensor:
+                    lanes = tuple(Replica(devices=block, samples=(1,) * size) for block in blocks)
+                    yield Stage(start=start, stop=stop, replicas=lanes, sharded=True)
+
+    def _option(self, stage: Stage, micro: int, single: bool) -> Option | None:
+        unit = stage.lanes if single else micro
+        total = self.batch_size // unit
+        if self.batch_size % unit or total < len(stage.replicas) or (single and micro > -(-self.batch_size // len(stage.replicas)) * 2):
+            return None
+        seconds = []
+        for replica in stage.replicas:
+            each = self.evaluator.replica_seconds(stage, replica, float(micro))
+            seconds.append(each.forward + each.backward)
+        counts = shares(total, [1.0 / value for value in seconds])
+        assert counts is not None  # there are at least as many as replicas
+        if single:  # the last micro-batch of a share may be smaller: only whole ones are certain
+            return Option(stage, tuple(seconds), 0.0, min(seconds))
+        return Option(stage, tuple(seconds), max(n * s for n, s in zip(counts, seconds, strict=True)), min(seconds))
+
+    def _price(self, micro: int, chosen: list[Option]) -> None:
+        single = len(chosen) == 1
+        rows = []
+        fill = 0.0
+        for option in chosen:
+            rows.append(list(self._shares(option, micro, fill, single)))
+            fill += option.least
+        for pick in product(*rows):
+            stages = tuple(pick)
+            for schedule in ("1f1b", "gpipe") if not single else ("1f1b",):
+                plan = self._fitting(
+                    Plan(
+                        graph=self.evaluator.graph.name,
+                        cluster=self.evaluator.cluster.name,
+                        batch_size=self.batch_size,
+                        micro_batch_size=micro,
+                        stages=stages,
+                        schedule=schedule,
+                    )
+                )
+                if plan is not None:
+                    self._try(plan)
+
+    def _shares(self, option: Option, micro: int, fill: float, single: bool) -> Iterator[Stage]:
+        stage = option.stage
+        lanes = stage.lanes
+        unit = 1 if single else micro // lanes
+        total = self.batch_size // (lanes if single else micro)
+        for counts in compositions(total, len(stage.replicas)):
+            if not single and fill + max(n * s for n, s in zip(counts, option.seconds, strict=True)) >= self.best_seconds:
+                continue
+            replicas = (replace(r, samples=(n * unit,) * lanes) for r, n in zip(stage.replicas, counts, strict=True))
+            yield replace(stage, replicas=tuple(replicas))
+
+    def _fitting(self, plan: Plan) -> Plan | None:
+        """The plan, recomputing on the stages that would not fit otherwise; None where even that does not help."""
+        over = _over_memory(self.evaluator, plan)
+        if not over:
+            return plan
+        stages = tuple(replace(s, recompute=True) if over.intersection(s.devices) else s for s in plan.stages)
+        plan = replace(plan, stages=stages)
+        return None if _over_memory(self.evaluator, plan) else plan
+
+    def _try(self, plan: Plan) -> None:
+        sites = {self.evaluator.devices[name].site for stage in plan.stages for name in stage.devices}
+        links = [link for link in self.codecs if len(sites) > 1]
+        for names in product(*(self.codecs[link] for link in links)):
+            codecs = {link: name for link, name in zip(links, names, strict=True) if name != "none"}
+            candidate = replace(plan, codecs=codecs)
+            self.priced += 1
+            seconds = self.evaluator.seconds(candidate)
+            if seconds < self.best_seconds * (1 - 1e-9):
+                self.best, self.best_seconds = candidate, seconds
+
+
+def _over_memory(evaluator: Evaluator, plan: Plan) -> set[str]:
+    devices = evaluator.devices
+    return {name for name, use in evaluator.memory(plan).items() if use.total_bytes > devices[name].memory_bytes}
+
+
+def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write `total` as an ordered sum of `parts` positive whole numbers."""
+    for bars in combinations(range(1, total), parts - 1):
+        edges = (0, *bars, total)
+        yield tuple(b - a for a, b in pairwise(edges))
+
+
+def groupings(names: Group, size: int) -> Iterator[tuple[Group, ...]]:
+    """All ways to divide `names` into groups of `size`, order aside."""
+    if not names:
+        yield ()
+        return
+    first, rest = names[0], names[1:]
+    for others in combinations(rest, size - 1):
+        left = tuple(name for name in rest if name not in others)
+        for tail in groupings(left, size):
+            yield ((first, *others), *tail)
+
+
+def subsets(evaluator: Evaluator, names: Group) -> Iterator[Group]:
+    """All non-empty subsets, one of each kind: devices alike in one host are taken in their order."""
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for name in names:
+        device = evaluator.devices[name]
+        alike.setdefault((device.host, device.kind.name, device.speed, device.memory_bytes), []).append(name)
+    pools = list(alike.values())
+    for counts in product(*(range(len(pool) + 1) for pool in pools)):
+        if any(counts):
+            yield tuple(name for pool, count in zip(pools, counts, strict=True) for name in pool[:count])

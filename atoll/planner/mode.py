@@ -1,0 +1,98 @@
+"""Choice of the execution mode, from how reliable the devices are and how wide the links between sites. Pure; says why.
+
+Lockstep stops when one device does: it loses what was done since the last checkpoint and the time to start again, so its goodput falls with
+the number of devices. A swarm loses one replica's work and goes on with the rest. Islands exchange parameters every so many steps instead
+of gradients every step, which changes the numbers, so they are chosen only where the links leave no other way.
+"""
+
+from math import sqrt
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from atoll.cost import Evaluator
+from atoll.plan import Mode, Plan
+from atoll.units import format_seconds
+
+__all__ = ["ModeChoice", "choose_mode", "goodput", "island_plan"]
+
+RESTART_SECONDS = 120.0  # noticing a death, rendezvous, loading the checkpoint
+REPLACEMENT_SECONDS = 600.0  # until a preempted device is back or replaced
+CHECKPOINT_SECONDS = 5.0  # what an asynchronous checkpoint holds the step up for
+SWARM_OVERHEAD = 0.05  # routing, seals and manifests, against lockstep on the same layout
+ISLAND_GAIN = 2.0  # how much faster islands must be before they are worth other numbers than one process gives
+OUTER_STEPS = (4, 8, 16, 32, 64, 128, 256)
+
+
+class ModeChoice(NamedTuple):
+    """The plan in the mode chosen, its effective step time (failures included) and the reason."""
+
+    plan: Plan
+    seconds: float
+    effective_seconds: float
+    reason: str
+
+
+def goodput(mode: Mode, failures_per_hour: float, step_seconds: float, devices: int) -> float:
+    """The share of time that ends up in committed steps."""
+    rate = failures_per_hour / 3600.0
+    if rate <= 0:
+        return 1.0 if mode != "swarm" else 1.0 - SWARM_OVERHEAD
+    if mode == "swarm":
+        lost = rate * (step_seconds / max(1, devices) + REPLACEMENT_SECONDS / max(1, devices))
+        return max(0.0, (1.0 - SWARM_OVERHEAD) / (1.0 + lost))
+    interval = max(step_seconds, sqrt(2 * CHECKPOINT_SECONDS / rate))  # Young's interval
+    lost = CHECKPOINT_SECONDS / interval + rate * (interval / 2 + RESTART_SECONDS)
+    return 1.0 / (1.0 + lost)
+
+
+def choose_mode(plan: Plan, seconds: float, evaluator: Evaluator, islands: tuple[Plan, float] | None, forced: Mode | None) -> ModeChoice:
+    """The mode for the best lockstep plan, given the best plan for islands if there is one."""
+    names = {name for stage in plan.stages for name in stage.devices}
+    failures = sum(evaluator.devices[name].preemptions_per_hour for name in names)
+    lockstep = seconds / goodput("lockstep", failures, seconds, len(names))
+    swarm = seconds / goodput("swarm", failures, seconds, len(names))
+    spare = all(len(stage.replicas) > 1 for stage in plan.stages)
+    if forced == "swarm" or (forced is None and swarm < 0.95 * lockstep and spare):
+        return ModeChoice(replace(plan, mode="swarm"), seconds, swarm, _swarm_reason(failures, lockstep, swarm, spare, forced))
+    if islands is not None and (forced == "islands" or (forced is None and islands[1] * ISLAND_GAIN < lockstep)):
+        faster = lockstep / islands[1]
+        said = "asked for" if forced else f"{faster:.1f}× faster than synchronising every step over these links"
+        reason = f"islands: {said}; sites exchange every {islands[0].outer_steps} steps, so the numbers are not those of one process"
+        return ModeChoice(islands[0], islands[1], islands[1], reason)
+    return ModeChoice(plan, seconds, lockstep, _lockstep_reason(failures, lockstep, swarm, spare, forced))
+
+
+def _swarm_reason(failures: float, lockstep: float, swarm: float, spare: bool, forced: Mode | None) -> str:
+    steps = f"a lockstep step {format_seconds(lockstep)}, a swarm's {format_seconds(swarm)}"
+    reason = f"swarm: {failures:.2g} preemptions an hour would make {steps}"
+    if forced and not spare:
+        reason += "; a stage with a single replica has to be restored from a checkpoint when it dies"
+    return reason
+
+
+def _lockstep_reason(failures: float, lockstep: float, swarm: float, spare: bool, forced: Mode | None) -> str:
+    if forced == "lockstep":
+        return "lockstep: asked for"
+    if failures <= 0:
+        return "lockstep: no device is said to be preemptible"
+    if swarm < 0.95 * lockstep and not spare:
+        return (
+            f"lockstep: at {failures:.2g} preemptions an hour a swarm would be faster ({format_seconds(swarm)} against "
+            f"{format_seconds(lockstep)} a step), but some stage has a single replica"
+        )
+    return f"lockstep: {failures:.2g} preemptions an hour cost less than a swarm's own overhead"
+
+
+def island_plan(plan: Plan, evaluator: Evaluator) -> tuple[Plan, float] | None:
+    """The same plan run as islands, exchanging as rarely as it takes for links to cost under a tenth; None where a site lacks a stage."""
+    sites = {evaluator.devices[name].site for stage in plan.stages for name in stage.devices}
+    if len(sites) < 2 or any({evaluator.devices[name].site for name in stage.devices} != sites for stage in plan.stages):
+        return None
+    alone = evaluator.seconds(replace(plan, mode="islands", outer_steps=10**9))
+    for steps in OUTER_STEPS:
+        candidate = replace(plan, mode="islands", outer_steps=steps)
+        seconds = evaluator.seconds(candidate)
+        if seconds <= 1.1 * alone or steps == OUTER_STEPS[-1]:
+            return candidate, seconds
+    return None

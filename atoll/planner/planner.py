@@ -1,0 +1,197 @@
+"""`plan(graph, cluster, batch_size=…)`: the best plans, with the reasons.
+
+Small problems are solved exactly; larger ones by a broad search with balanced cuts and local moves, and the result says which it was.
+"""
+
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from atoll.cluster import Cluster
+from atoll.codec import CODECS
+from atoll.cost import Calibration, Cost, Evaluator
+from atoll.errors import NoPlanError
+from atoll.graph import Graph
+from atoll.plan import CodecName, Mode, Plan
+from atoll.planner.classes import device_classes
+from atoll.planner.exact import Exact, is_small
+from atoll.planner.mode import choose_mode, island_plan
+from atoll.planner.reasons import bottleneck, plan_reasons, relief
+from atoll.planner.refine import climb
+from atoll.planner.rules import rules_of
+from atoll.planner.search import Found, Tally, search
+from atoll.planner.timing import Timing
+from atoll.units import format_bytes
+
+__all__ = ["Candidate", "Planned", "plan"]
+
+Progress = Callable[[str, int, int], None]
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan, its predicted cost, and why it looks as it does."""
+
+    plan: Plan
+    cost: Cost
+    reasons: tuple[str, ...]
+
+
+class Planned(msgspec.Struct, frozen=True, kw_only=True):
+    """What the planner found, best first, and what it did to find it."""
+
+    candidates: tuple[Candidate, ...]
+    considered: int  # drafts and plans looked at
+    priced: int  # plans priced in full
+    ruled_out: tuple[str, ...]
+    bottleneck: str
+    relief: tuple[str, ...]
+    exact: bool  # the best of its whole space, proved
+    seconds: float
+
+    @property
+    def best(self) -> Plan:
+        """The plan to run."""
+        return self.candidates[0].plan
+
+
+def plan(
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    batch_size: int,
+    top: int = 1,
+    mode: Mode | None = None,
+    optimizer: str = "adamw",
+    calibration: Calibration | None = None,
+    codecs: tuple[CodecName, ...] = ("none", "bf16", "int8"),
+    max_priced: int = 400,
+    progress: Progress | None = None,
+) -> Planned:
+    """The `top` best plans for training `graph` on `cluster`; NoPlanError says what came closest where nothing fits.
+
+    `codecs` are those allowed on links between sites; give `("none",)` for bit-exact traffic.
+    """
+    started = time.perf_counter()
+    planner = _Planner(graph, cluster, batch_size, mode, optimizer, calibration, codecs, max_priced, progress or _silent)
+    return planner.run(top, started)
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """No progress display."""
+
+
+class _Planner:
+    def __init__(
+        self,
+        graph: Graph,
+        cluster: Cluster,
+        batch_size: int,
+        mode: Mode | None,
+        optimizer: str,
+        calibration: Calibration | None,
+        codecs: tuple[CodecName, ...],
+        max_priced: int,
+        progress: Progress,
+    ) -> None:
+        self.evaluator = Evaluator(graph, cluster, optimizer=optimizer, calibration=calibration)
+        self.timing = Timing(self.evaluator, device_classes(cluster))
+        self.rules = rules_of(graph)
+        self.batch_size = batch_size
+        self.mode = mode
+        self.max_priced = max_priced
+        self.progress = progress
+        self.tally = Tally()
+        self.codecs = {link.name: tuple(codecs) for link in cluster.links} if len(codecs) > 1 else {}
+
+    def run(self, top: int, started: float) -> Planned:
+        found = self._search(top)
+        exact = False
+        best_seconds, best = (found[0].seconds, found[0].plan) if found else (float("inf"), None)
+        if is_small(len(self.evaluator.devices), len(self.evaluator.graph.layers), self.batch_size):
+            best, best_seconds, exact = self._exact(best, best_seconds)
+            if best is not None and (not found or best_seconds < found[0].seconds):
+                found.insert(0, Found(best_seconds, best))
+        if not found:
+            raise NoPlanError(self._nothing_fits())
+        return self._explained(found, top, exact, started)
+
+    def _search(self, top: int) -> list[Found]:
+        sets: list[dict[str, CodecName]] = [{}]
+        smallest = [min((name for name in names if name != "none"), key=lambda name: CODECS[name].bits) for names in self.codecs.values()]
+        if smallest:
+            sets.append(dict(zip(self.codecs, smallest, strict=True)))
+        found = search(self.timing, self.rules, self.batch_size, sets, max(top, 5), self.max_priced // 2, self.tally, self.progress)
+        return self._refined(found, top)
+
+    def _refined(self, found: list[Found], top: int) -> list[Found]:
+        leaders = found[: max(3, top)]
+        improved = []
+        for number, each in enumerate(leaders):
+            self.progress("refining", number, len(leaders))
+            left = self.max_priced // 2 // len(leaders)
+            improved.append(self._climbed(each, left))
+        distinct = {one.plan: one for one in [*improved, *found]}
+        return sorted(distinct.values(), key=lambda one: one.seconds)
+
+    def _climbed(self, each: Found, prices: int) -> Found:
+        left = prices
+
+        def budget() -> bool:
+            nonlocal left
+            left -= 1
+            self.tally.priced += 1
+            return left >= 0
+
+        plan, seconds = climb(each.plan, each.seconds, self.evaluator, self.rules, self.codecs, budget)
+        return Found(seconds, plan)
+
+    def _exact(self, best: Plan | None, seconds: float) -> tuple[Plan | None, float, bool]:
+        exact = Exact(self.evaluator, self.rules, self.batch_size, self.codecs, lambda: exact.priced < 200_000)
+        best, seconds = exact.run(best, seconds)
+        self.tally.priced += exact.priced
+        return best, seconds, exact.complete
+
+    def _explained(self, found: list[Found], top: int, exact: bool, started: float) -> Planned:
+        evaluator = self.evaluator
+        islands = [made for one in found[:50] if (made := island_plan(one.plan, evaluator)) is not None]
+        best_island = min(islands, key=lambda pair: pair[1], default=None)
+        choice = choose_mode(found[0].plan, found[0].seconds, evaluator, best_island, self.mode)
+        plans = [choice.plan, *(one.plan for one in found if one.plan != found[0].plan or choice.plan.mode == "islands")][:top]
+        candidates = []
+        for number, each in enumerate(plans):
+            cost = evaluator.cost(each)
+            reasons = plan_reasons(each, cost, evaluator)
+            first = (choice.reason, *(f"as annotated: {said}" for said in self.rules.said))
+            candidates.append(Candidate(plan=each, cost=cost, reasons=(*first, *reasons) if number == 0 else reasons))
+        head = candidates[0]
+        return Planned(
+            candidates=tuple(candidates),
+            considered=self.tally.considered + self.tally.priced,
+            priced=self.tally.priced,
+            ruled_out=self._ruled_out(found, exact),
+            bottleneck=bottleneck(head.plan, head.cost, evaluator),
+            relief=relief(head.plan, head.cost, evaluator, None),
+            exact=exact,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _ruled_out(self, found: list[Found], exact: bool) -> tuple[str, ...]:
+        lines = [f"{count} × {reason}" for reason, count in self.tally.ruled_out.most_common()]
+        if exact:
+            lines.append("every other plan of the exact search's space: none is faster")
+        elif len(found) > 1:
+            lines.append(f"{len(found) - 1} priced plans that are slower, the next by {found[1].seconds / found[0].seconds - 1:.1%}")
+        return tuple(lines)
+
+    def _nothing_fits(self) -> str:
+        evaluator = self.evaluator
+        need = evaluator.graph.parameters * (8 + evaluator.optimizer.state_bytes)
+        have = sum(device.memory_bytes for device in evaluator.cluster.devices)
+        reasons = ", ".join(f"{reason} ({count})" for reason, count in self.tally.ruled_out.most_common(3)) or "no layout is possible"
+        said = f"; annotations ask for {', '.join(self.rules.said)}" if self.rules.said else ""
+        return (
+            f"no plan fits {evaluator.graph.name} with a batch of {self.batch_size} on {evaluator.cluster.name}: {reasons}. Parameters, "
+            f"gradients and optimizer state alone need {format_bytes(need)} and all devices together have {format_bytes(have)}{said}. "
+            "More devices, a smaller batch, or an optimizer with less state would help"
+        )

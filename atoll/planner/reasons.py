@@ -1,0 +1,118 @@
+"""Reasons: what a plan's bottleneck is and what would relieve it, by asking the cost model "what if"."""
+
+from collections import Counter
+
+from msgspec.structs import replace
+
+from atoll.cost import Cost, Evaluator
+from atoll.plan import Plan
+from atoll.units import format_bytes, format_rate, format_seconds
+
+__all__ = ["bottleneck", "plan_reasons", "relief"]
+
+_PARTS = {
+    "compute": "arithmetic and memory traffic of the layers",
+    "recompute": "running forward again to save memory",
+    "tensor": "all-reduces of tensor parallelism",
+    "expert": "exchange of tokens between experts",
+    "shard": "gathering sharded parameters",
+    "sync": "gradient synchronisation",
+    "optimizer": "the optimizer",
+    "transfer": "activations and gradients between stages",
+    "bubble": "waiting in the pipeline",
+    "overhead": "per-step overhead",
+    "codec": "encoding and decoding",
+}
+
+
+def bottleneck(plan: Plan, cost: Cost, evaluator: Evaluator) -> str:
+    """One sentence on what the step's time goes to and where."""
+    part, seconds = max(cost.breakdown.items(), key=lambda item: item[1])
+    share = seconds / cost.step_seconds
+    busiest = max(range(len(plan.stages)), key=lambda s: cost.stages[s].busy_seconds)
+    where = ""
+    if part in ("compute", "recompute", "tensor", "expert", "shard"):
+        stage = plan.stages[busiest]
+        kinds = Counter(evaluator.devices[name].kind.name for name in stage.devices)
+        where = f" on stage {busiest} ({', '.join(f'{n}× {kind}' for kind, n in kinds.most_common(3))})"
+    elif part in ("sync", "transfer") and cost.link_bytes:
+        where = f"; busiest link: {_busiest_link(cost, evaluator)}"
+    return (
+        f"{_PARTS.get(part, part)} takes {share:.0%} of the step ({format_seconds(seconds)} of {format_seconds(cost.step_seconds)}){where}"
+    )
+
+
+def _busiest_link(cost: Cost, evaluator: Evaluator) -> str:
+    wan = {link.name: link for link in evaluator.cluster.links}
+    sites = {site.name: site.link for site in evaluator.cluster.sites}
+
+    def seconds(name: str) -> float:
+        link = wan.get(name) or sites.get(name)
+        return cost.link_bytes[name] / link.bytes_per_s if link else 0.0
+
+    name = max(cost.link_bytes, key=seconds)
+    link = wan.get(name) or sites.get(name)
+    rate = f" at {format_rate(link.bytes_per_s)}" if link else ""
+    return f"{name}, {format_bytes(cost.link_bytes[name])} a step{rate}"
+
+
+def relief(plan: Plan, cost: Cost, evaluator: Evaluator, compressed: tuple[str, float] | None) -> tuple[str, ...]:
+    """What would help, with how much the cost model says it would."""
+    found = []
+    parts = cost.breakdown
+    step = cost.step_seconds
+    tight = max(cost.memory, key=lambda name: cost.memory[name].total_bytes / cost.memory_available[name])
+    used = cost.memory[tight].total_bytes / cost.memory_available[tight]
+    if parts.get("recompute", 0.0) > 0:
+        free = replace(plan, stages=tuple(replace(stage, recompute=False) for stage in plan.stages))
+        gain = step / evaluator.seconds(free)
+        lack = max((u.total_bytes - cost.memory_available[d] for d, u in evaluator.memory(free).items()), default=0.0)
+        found.append(f"{format_bytes(max(0.0, lack))} more memory a device would save recomputation: {gain:.2f}× faster")
+    if parts.get("bubble", 0.0) > 0.1 * step and len(plan.stages) > 1:
+        doubled = step - parts["bubble"] / 2
+        found.append(f"twice the batch would halve the part spent waiting: {step / doubled:.2f}× more samples a second")
+    if compressed is not None:
+        found.append(f"codec {compressed[0]} on the links between sites: {step / compressed[1]:.2f}× faster")
+    for part, what in (("sync", "gradients"), ("transfer", "activations")):
+        if parts.get(part, 0.0) > 0.15 * step:
+            found.append(f"links twice as wide would take up to {parts[part] / 2 / step:.0%} off the step ({what})")
+    if used > 0.9:
+        found.append(f"memory is {used:.0%} full on {tight}: a little more would allow larger micro-batches")
+    if parts.get("compute", 0.0) > 0.7 * step:
+        found.append("the devices are busy computing: only more or faster devices help")
+    return tuple(found)
+
+
+def plan_reasons(plan: Plan, cost: Cost, evaluator: Evaluator) -> tuple[str, ...]:
+    """Why this plan looks as it does."""
+    reasons = []
+    kinds = {evaluator.devices[name].kind.name for stage in plan.stages for name in stage.devices}
+    unequal = any(len({replica.total_samples for replica in stage.replicas}) > 1 for stage in plan.stages)
+    if unequal:
+        reasons.append(
+            f"shares are unequal because {'kinds differ' if len(kinds) > 1 else 'they do not divide evenly'}: each in proportion to its speed"
+        )
+    if len(plan.stages) > 1:
+        reasons.append(f"{len(plan.stages)} stages, cut so that each takes about as long as the others")
+    if plan.stages[0].tensor > 1:
+        reasons.append(f"tensors are split {plan.stages[0].tensor} ways inside hosts, where links are fast")
+    if any(stage.sharded for stage in plan.stages):
+        reasons.append("parameters are sharded: a whole copy a device would not fit or would cost more to synchronise")
+    if any(stage.recompute for stage in plan.stages):
+        which = [str(s) for s, stage in enumerate(plan.stages) if stage.recompute]
+        reasons.append(f"stage{'s' if len(which) > 1 else ''} {_ranges(which)} recompute: their activations would not fit otherwise")
+    for link, codec in plan.codecs.items():
+        reasons.append(f"{codec} on {link}: sending less saves more than encoding costs")
+    used = {name for stage in plan.stages for name in stage.devices}
+    idle = [device for device in evaluator.cluster.devices if device.name not in used]
+    if idle:
+        counts = Counter(device.kind.name for device in idle)
+        said = ", ".join(f"{n}× {kind}" for kind, n in counts.most_common())
+        reasons.append(f"{said} left out: with them the step would not be shorter, by what was tried")
+    return tuple(reasons)
+
+
+def _ranges(numbers: list[str]) -> str:
+    return (
+        f"{numbers[0]}–{numbers[-1]}" if len(numbers) > 2 and int(numbers[-1]) - int(numbers[0]) + 1 == len(numbers) else ", ".join(numbers)
+    )

@@ -1,0 +1,180 @@
+"""Local moves on whole plans, priced in full: what balance by rule leaves on the table."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from msgspec.structs import replace
+
+from atoll.cost import Evaluator
+from atoll.plan import CodecName, Plan, Replica, Stage
+from atoll.planner.balance import shares
+from atoll.planner.rules import Rules
+
+__all__ = ["climb", "reshared"]
+
+_FEW_REPLICAS = 48  # above this many, moving a single replica is too small a step to be worth pricing
+
+
+def climb(
+    plan: Plan, seconds: float, evaluator: Evaluator, rules: Rules, codecs: Mapping[str, Sequence[CodecName]], budget: Callable[[], bool]
+) -> tuple[Plan, float]:
+    """Takes the first move that helps until none does, or `budget()` says stop. The plan returned fits and is never slower."""
+    improved = True
+    while improved and budget():
+        improved = False
+        for candidate in _moves(plan, evaluator, rules, codecs):
+            if not budget():
+                break
+            priced = evaluator.seconds(candidate)
+            if priced < seconds * (1 - 1e-6) and evaluator.fits(candidate):
+                plan, seconds, improved = candidate, priced, True
+                break
+    return plan, seconds
+
+
+def _moves(plan: Plan, evaluator: Evaluator, rules: Rules, codecs: Mapping[str, Sequence[CodecName]]) -> Iterator[Plan]:
+    if rules.bounds is None:
+        yield from _shifted_cuts(plan, rules)
+    yield from _moved_shares(plan, evaluator)
+    yield from _less_recomputation(plan)
+    if not rules.micro_batches:
+        yield from _other_micro_batches(plan, evaluator)
+    yield from _other_schedules(plan)
+    yield from _other_codecs(plan, codecs)
+    if not rules.replicas and sum(len(stage.replicas) for stage in plan.stages) <= _FEW_REPLICAS:
+        yield from _moved_replicas(plan, evaluator)
+
+
+def _with_stages(plan: Plan, changed: Mapping[int, Stage]) -> Plan:
+    return replace(plan, stages=tuple(changed.get(s, stage) for s, stage in enumerate(plan.stages)))
+
+
+def _shifted_cuts(plan: Plan, rules: Rules) -> Iterator[Plan]:
+    cuts = rules.cuts
+    for s, (here, there) in enumerate(pairwise(plan.stages)):
+        place = cuts.index(here.stop)
+        for other in (place - 1, place + 1):
+            if 0 <= other < len(cuts) and here.start < cuts[other] < there.stop:
+                yield _with_stages(plan, {s: replace(here, stop=cuts[other]), s + 1: replace(there, start=cuts[other])})
+
+
+def _moved_shares(plan: Plan, evaluator: Evaluator) -> Iterator[Plan]:
+    """From the busiest replica of a stage to each of the others that is not as busy."""
+    single = len(plan.stages) == 1
+    for s, stage in enumerate(plan.stages):
+        if len(stage.replicas) < 2:
+            continue
+        busy = [_busy(plan, evaluator, stage, replica) for replica in stage.replicas]
+        order = sorted(range(len(busy)), key=busy.__getitem__)
+        worst = order[-1]
+        for unit in _units(plan, stage, stage.replicas[worst], single):
+            for other in order[: min(3, len(order) - 1)]:
+                yield _with_stages(plan, {s: _give(stage, worst, other, unit)})
+
+
+def _units(plan: Plan, stage: Stage, giver: Replica, single: bool) -> list[int]:
+    """Samples worth moving: one micro-batch; with one stage, a sample a lane or an eighth of the share."""
+    least = stage.lanes if single else plan.micro_batch_size
+    sizes = {least, giver.total_samples // 8 // least * least} if single else {least}
+    return sorted((size for size in sizes if 0 < size < giver.total_samples), reverse=True)
+
+
+def _give(stage: Stage, giver: int, taker: int, samples: int) -> Stage:
+    def changed(replica: Replica, more: int) -> Replica:
+        lanes, total = len(replica.samples), replica.total_samples
+        if lanes == 1:
+            return replace(replica, samples=(total + more,))
+        return replace(replica, samples=tuple(value + more * value // total for value in replica.samples))
+
+    rows = list(stage.replicas)
+    rows[giver], rows[taker] = changed(rows[giver], -samples), changed(rows[taker], samples)
+    return replace(stage, replicas=tuple(rows))
+
+
+def _busy(plan: Plan, evaluator: Evaluator, stage: Stage, replica: Replica) -> float:
+    rounds = -(-replica.total_samples // plan.micro_batch_size)
+    size = replica.total_samples / rounds if len(plan.stages) == 1 else float(plan.micro_batch_size)
+    seconds = evaluator.replica_seconds(stage, replica, size)
+    return rounds * (seconds.forward + seconds.backward)
+
+
+def _less_recomputation(plan: Plan) -> Iterator[Plan]:
+    for s, stage in enumerate(plan.stages):
+        if stage.recompute:
+            yield _with_stages(plan, {s: replace(stage, recompute=False)})
+
+
+def reshared(plan: Plan, evaluator: Evaluator, micro_batch_size: int) -> Plan | None:
+    """The same layout with another micro-batch, shares balanced anew."""
+    single = len(plan.stages) == 1
+    stages = []
+    for stage in plan.stages:
+        lanes = stage.lanes
+        unit = lanes if single else micro_batch_size
+        if plan.batch_size % unit or micro_batch_size % lanes:
+            return None
+        seconds = [evaluator.replica_seconds(stage, _even_lanes(replica, lanes), float(micro_batch_size)) for replica in stage.replicas]
+        counts = shares(plan.batch_size // unit, [1.0 / (each.forward + each.backward) for each in seconds])
+        if counts is None:
+            return None
+        per_lane = 1 if single else micro_batch_size // lanes
+        replicas = (replace(r, samples=(count * per_lane,) * lanes) for r, count in zip(stage.replicas, counts, strict=True))
+        stages.append(replace(stage, replicas=tuple(replicas)))
+    return replace(plan, micro_batch_size=micro_batch_size, stages=tuple(stages))
+
+
+def _even_lanes(replica: Replica, lanes: int) -> Replica:
+    return replace(replica, samples=(1,) * lanes)
+
+
+def _other_micro_batches(plan: Plan, evaluator: Evaluator) -> Iterator[Plan]:
+    divisors = [b for b in range(1, min(plan.batch_size, 4096) + 1) if plan.batch_size % b == 0]
+    smaller = [b for b in divisors if b < plan.micro_batch_size][-2:]
+    larger = [b for b in divisors if b > plan.micro_batch_size][:2]
+    for size in (*reversed(smaller), *larger):
+        found = reshared(plan, evaluator, size)
+        if found is not None:
+            yield found
+
+
+def _other_schedules(plan: Plan) -> Iterator[Plan]:
+    if len(plan.stages) > 1 and plan.schedule != "interleaved":
+        yield replace(plan, schedule="gpipe" if plan.schedule == "1f1b" else "1f1b")
+
+
+def _other_codecs(plan: Plan, codecs: Mapping[str, Sequence[CodecName]]) -> Iterator[Plan]:
+    for link, names in codecs.items():
+        for name in names:
+            if plan.codecs.get(link, "none") != name:
+                changed = {**plan.codecs, link: name}
+                yield replace(plan, codecs={key: value for key, value in changed.items() if value != "none"})
+
+
+def _moved_replicas(plan: Plan, evaluator: Evaluator) -> Iterator[Plan]:
+    """A replica given to a neighbouring stage, or left out."""
+    for s, stage in enumerate(plan.stages):
+        if len(stage.replicas) < 2:
+            continue
+        for index in _distinct(stage, evaluator):
+            rest = replace(stage, replicas=stage.replicas[:index] + stage.replicas[index + 1 :])
+            for t in (s - 1, s + 1, s):
+                if not 0 <= t < len(plan.stages):
+                    continue
+                other = plan.stages[t]
+                changed = {s: rest}
+                if t != s and (other.tensor, other.lanes) == (stage.tensor, stage.lanes):
+                    changed[t] = replace(other, replicas=(*other.replicas, stage.replicas[index]))
+                elif t != s:
+                    continue
+                found = reshared(_with_stages(plan, changed), evaluator, plan.micro_batch_size)
+                if found is not None:
+                    yield found
+
+
+def _distinct(stage: Stage, evaluator: Evaluator) -> list[int]:
+    """One replica of each kind and host."""
+    seen: dict[tuple[str, str], int] = {}
+    for index, replica in enumerate(stage.replicas):
+        device = evaluator.devices[replica.devices[0]]
+        seen.setdefault((device.kind.name, device.host), index)
+    return list(seen.values())

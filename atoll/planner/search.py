@@ -1,0 +1,238 @@
+"""The search for large problems: every draft of a broad family gets balanced cuts and an estimate, the best estimates are priced in full.
+
+The family: parallelism inside a replica × sets of kinds × columns of sites × kinds chained or mixed × stages × micro-batches ×
+recomputation. Best estimate first; `refine` then improves the leaders by local moves.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from atoll.plan import CodecName, Plan
+from atoll.planner.arrange import arrange, site_columns
+from atoll.planner.classes import DeviceClass, Slot, slots_of
+from atoll.planner.draft import Draft, Drafted, complete, with_names
+from atoll.planner.rules import Rules
+from atoll.planner.timing import Inside, Timing
+
+__all__ = ["Found", "Tally", "insides", "micro_batch_sizes", "search", "stage_counts"]
+
+Progress = Callable[[str, int, int], None]
+
+
+class Found(NamedTuple):
+    """A priced plan that fits."""
+
+    seconds: float
+    plan: Plan
+
+
+class Tally:
+    """What was considered and why the rest was ruled out."""
+
+    def __init__(self) -> None:
+        self.considered = 0
+        self.priced = 0
+        self.ruled_out: Counter[str] = Counter()
+
+
+def insides(timing: Timing, rules: Rules) -> list[Inside]:
+    """Parallelism inside a replica worth trying on these devices."""
+    graph = timing.evaluator.graph
+    units = [layer.tensor_units for layer in graph.layers if layer.tensor_units > 1]
+    per_host = max(len(names) for each in timing.classes for names in each.hosts)
+    largest = max(each.size for each in timing.classes)
+    degrees = [rules.tensor] if rules.tensor else [t for t in (1, 2, 4, 8, 16, 32) if t <= min(per_host, max(units, default=1))]
+    tensors = [t for t in degrees if t == 1 or any(u % t == 0 for u in units)]
+    found = []
+    for tensor in tensors:
+        found.append(Inside(tensor))
+        lanes = [lanes for lanes in _lane_counts(timing.classes, tensor, largest) if lanes > 1]
+        found.extend(Inside(tensor, count, sharded=True) for count in lanes)
+        experts = max((layer.experts for layer in graph.layers), default=0)
+        divided = [count for count in lanes if experts and experts % count == 0]
+        found.extend(Inside(tensor, count, expert=True) for count in divided)
+        found.extend(Inside(tensor, count, sharded=True, expert=True) for count in divided)
+    return found
+
+
+def _lane_counts(classes: Sequence[DeviceClass], tensor: int, largest: int) -> list[int]:
+    """A host's worth of lanes, four and sixteen hosts' worth, and a whole class."""
+    counts: set[int] = set()
+    for each in classes:
+        host = max(len(names) for names in each.hosts) // tensor
+        if host:
+            counts.update(host * hosts for hosts in (1, 4, 16, len(each.hosts)) if hosts <= len(each.hosts))
+    return sorted(count for count in counts if count * tensor <= largest)
+
+
+def stage_counts(slots: int, layers: int, rules: Rules) -> list[int]:
+    """Numbers of stages worth trying."""
+    if rules.bounds is not None:
+        return [len(rules.bounds) - 1] if len(rules.bounds) - 1 <= slots else []
+    usual = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
+    return [n for n in usual if n <= min(slots, layers)]
+
+
+def micro_batch_sizes(batch_size: int, rules: Rules) -> list[int]:
+    """Divisors of the batch, thinned to about one per doubling; `refine` tries those between."""
+    if rules.micro_batches:
+        return [batch_size // rules.micro_batches] if batch_size % rules.micro_batches == 0 else []
+    divisors = [b for b in range(1, min(batch_size, 4096) + 1) if batch_size % b == 0]
+    kept: list[int] = []
+    for b in divisors:
+        if not kept or b >= 1.9 * kept[-1]:
+            kept.append(b)
+    return kept
+
+
+def _kind_sets(timing: Timing) -> list[tuple[DeviceClass, ...]]:
+    """All classes; then without the slowest kinds, one after another; then the strongest site alone."""
+    precision = timing.evaluator.graph.precision
+    speed = {each.number: each.device.kind.peak(precision) * each.device.speed for each in timing.classes}
+    names = sorted({(speed[each.number], each.device.kind.name) for each in timing.classes}, reverse=True)
+    sets: list[tuple[DeviceClass, ...]] = []
+    for k in range(len(names), 0, -1):
+        kept = {name for _, name in names[:k]}
+        sets.append(tuple(each for each in timing.classes if each.device.kind.name in kept))
+    strength: Counter[str] = Counter()
+    for each in timing.classes:
+        strength[each.device.site] += int(speed[each.number] * each.size)
+    best = strength.most_common(1)[0][0]
+    sets.append(tuple(each for each in timing.classes if each.device.site == best))
+    return list(dict.fromkeys(sets))
+
+
+def _could_fit(timing: Timing, classes: Sequence[DeviceClass], inside: Inside, stages: int) -> bool:
+    """Whether the state of an average stage fits the roomiest device: a quick no to most hopeless layouts."""
+    evaluator = timing.evaluator
+    held = evaluator.amounts
+    experts = held.expert_parameters[-1] / (inside.lanes if inside.expert else 1)
+    dense = (held.parameters[-1] - held.expert_parameters[-1]) / (inside.lanes if inside.sharded else 1)
+    state = (dense + experts) / inside.tensor / stages * (8 + evaluator.optimizer.state_bytes)
+    return state <= max(each.device.memory_bytes for each in classes)
+
+
+def search(
+    timing: Timing,
+    rules: Rules,
+    batch_size: int,
+    codec_sets: Sequence[dict[str, CodecName]],
+    keep: int,
+    budget: int,
+    tally: Tally,
+    progress: Progress,
+) -> list[Found]:
+    """The best plans found, best first; at most `budget` are priced in full."""
+    drafted: list[Drafted] = []
+    layouts = list(_layouts(timing, rules))
+    for number, (inside, stages) in enumerate(layouts):
+        progress("drafting", number, len(layouts))
+        drafted.extend(_drafts(timing, rules, batch_size, inside, stages, tally))
+    drafted.sort(key=lambda each: each.estimate)
+    return _price(drafted, timing, batch_size, codec_sets, keep, budget, tally, progress)
+
+
+def _layouts(timing: Timing, rules: Rules) -> Iterator[tuple[Inside, tuple[tuple[Slot, ...], ...]]]:
+    layers = len(timing.evaluator.graph.layers)
+    seen: set[tuple[Inside, tuple[tuple[Slot, ...], ...]]] = set()
+    for inside in insides(timing, rules):
+        for chosen in _kind_sets(timing):
+            slots = slots_of(chosen, inside.size)
+            if not slots:
+                continue
+            counts = [n for n in stage_counts(len(slots), layers, rules) if _could_fit(timing, chosen, inside, n)]
+            if inside.lanes > 1:
+                counts = [n for n in counts if n in (1, 2, 4, 8) or rules.bounds]  # sharding replaces stages more than it joins them
+            for layout in _arrangements(timing, rules, slots, inside, counts):
+                if (inside, layout) not in seen:
+                    seen.add((inside, layout))
+                    yield inside, layout
+
+
+def _arrangements(
+    timing: Timing, rules: Rules, slots: Sequence[Slot], inside: Inside, counts: Sequence[int]
+) -> Iterator[tuple[tuple[Slot, ...], ...]]:
+    first = {slot.kind: slot for slot in reversed(slots)}
+    layers = len(timing.evaluator.graph.layers)
+    times = {kind: timing.slot(slot, inside, 1.0 * inside.lanes, False).of(0, layers) for kind, slot in first.items()}
+    sites = sorted({timing.classes[slot.kind].device.site for slot in slots})
+    ways = [way for way in site_columns(timing.evaluator.cluster, sites) if len(way) in (1, 2, 4, len(sites))]
+    several = len(first) > len(sites)
+    for stages in counts:
+        for columns in ways if stages > 1 else ways[:1]:
+            for mixed in (False, True) if several and stages > 1 else (False,):
+                for reverse in (False, True) if several and stages > 1 and not mixed else (False,):
+                    found = arrange(slots, timing.classes, columns, stages, lambda kind: 1 / times[kind], mixed, reverse)
+                    if found is not None and (layout := _trimmed(found, rules, inside)):
+                        yield layout
+
+
+def _trimmed(stages: list[list[Slot]], rules: Rules, inside: Inside) -> tuple[tuple[Slot, ...], ...] | None:
+    """As many replicas a stage as the annotations ask for."""
+    if not rules.replicas:
+        return tuple(tuple(stage) for stage in stages)
+    wanted, rest = divmod(rules.replicas, inside.lanes)
+    if rest or any(len(stage) < wanted for stage in stages):
+        return None
+    return tuple(tuple(stage[:wanted]) for stage in stages)
+
+
+def _drafts(
+    timing: Timing, rules: Rules, batch_size: int, inside: Inside, stages: tuple[tuple[Slot, ...], ...], tally: Tally
+) -> Iterator[Drafted]:
+    for micro in micro_batch_sizes(batch_size, rules):
+        if len(stages) == 1 and micro > 2 * inside.lanes and micro * len(stages[0]) >= 2 * batch_size * inside.lanes:
+            continue  # a micro-batch larger than any share is the same as the share
+        if micro < inside.lanes:
+            continue
+        for recompute in (False, True):
+            tally.considered += 1
+            outcome = complete(Draft(inside, stages, micro, recompute), timing, rules, batch_size)
+            if isinstance(outcome, str):
+                tally.ruled_out[outcome] += 1
+                if outcome != "out of memory":
+                    break
+                continue
+            yield outcome
+            break  # it fits without recomputation: recomputing would only be slower
+
+
+def _price(
+    drafted: Sequence[Drafted],
+    timing: Timing,
+    batch_size: int,
+    codec_sets: Sequence[dict[str, CodecName]],
+    keep: int,
+    budget: int,
+    tally: Tally,
+    progress: Progress,
+) -> list[Found]:
+    found: list[Found] = []
+    for number, each in enumerate(drafted):
+        if tally.priced >= budget:
+            tally.ruled_out["a worse estimate than those priced"] += len(drafted) - number
+            break
+        if len(found) >= keep and each.estimate > 1.5 * found[keep - 1].seconds:
+            tally.ruled_out["an estimate half as slow again as the best"] += len(drafted) - number
+            break
+        progress("pricing", number, min(budget, len(drafted)))
+        for codecs in codec_sets:
+            plan = with_names(each, timing, batch_size, codecs)
+            if plan is None:
+                tally.ruled_out["shares do not divide"] += 1
+                break
+            tally.priced += 1
+            if not timing.evaluator.fits(plan):
+                tally.ruled_out["out of memory"] += 1
+                break
+            found.append(Found(timing.evaluator.seconds(plan), plan))
+            if not _crosses_sites(plan, timing):
+                break
+        found.sort(key=lambda one: one.seconds)
+    return found
+
+
+def _crosses_sites(plan: Plan, timing: Timing) -> bool:
+    devices = timing.evaluator.devices
+    return len({devices[name].site for stage in plan.stages for name in stage.devices}) > 1

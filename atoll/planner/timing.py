@@ -1,0 +1,144 @@
+"""How long any run of layers takes a slot of any class: prefix sums, so that a stage's time is a few subtractions."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from atoll.cost import Evaluator
+from atoll.cost.communication import Span, all_gather_seconds, all_reduce_seconds, all_to_all_seconds, span_of
+from atoll.cost.compute import Compute
+from atoll.plan import Replica, Stage
+from atoll.planner.classes import DeviceClass, Slot
+
+__all__ = ["Inside", "SlotSeconds", "Timing"]
+
+
+class Inside(NamedTuple):
+    """Parallelism inside a replica."""
+
+    tensor: int = 1
+    lanes: int = 1
+    sharded: bool = False
+    expert: bool = False
+
+    @property
+    def size(self) -> int:
+        """Devices of a replica."""
+        return self.tensor * self.lanes
+
+    def stage(self, start: int, stop: int, replicas: tuple[Replica, ...], recompute: bool) -> Stage:
+        """A stage that is parallel inside in this way."""
+        return Stage(
+            start=start,
+            stop=stop,
+            replicas=replicas,
+            tensor=self.tensor,
+            sharded=self.sharded,
+            expert=self.expert,
+            recompute=recompute,
+        )
+
+
+class SlotSeconds(NamedTuple):
+    """Prefix sums over layers of one micro-batch on one slot."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    gather: tuple[float, ...]  # of sharded parameters, hidden behind compute as far as it goes
+    total: tuple[float, ...]  # all three together
+
+    def of(self, start: int, stop: int) -> float:
+        """Forward and backward of layers `start` to `stop`."""
+        return self.total[stop] - self.total[start]
+
+
+class Timing:
+    """Slot times for one evaluator; what was computed once is remembered."""
+
+    def __init__(self, evaluator: Evaluator, classes: tuple[DeviceClass, ...]) -> None:
+        self.evaluator = evaluator
+        self.classes = classes
+        self._compute = Compute(evaluator.graph, evaluator.calibration, evaluator.optimizer.update_bytes)
+        self._found: dict[tuple[int, Inside, float, bool], SlotSeconds] = {}
+        self._together: dict[tuple[object, ...], Sequence[float]] = {}
+
+    def slot(self, slot: Slot, inside: Inside, micro_samples: float, recompute: bool) -> SlotSeconds:
+        """Times of a slot; all slots of its class are alike."""
+        key = (slot.kind, inside, micro_samples, recompute)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._build(slot, inside, micro_samples, recompute)
+        return found
+
+    def together(
+        self, slots: Mapping[int, Slot], numbers: Mapping[int, int], inside: Inside, micro: float, recompute: bool
+    ) -> Sequence[float]:
+        """Time of a micro-batch by the number of layers when `numbers` of slots of each class share the work of a stage."""
+        key = (frozenset(numbers.items()), inside, micro, recompute)
+        found = self._together.get(key)
+        if found is None:
+            totals = [self.slot(slot, inside, micro, recompute).total for slot in slots.values()]
+            rows = [[numbers[kind] / max(value, 1e-12) for value in total] for kind, total in zip(slots, totals, strict=True)]
+            found = self._together[key] = [0.0, *(1.0 / sum(rates) for rates in list(zip(*rows, strict=True))[1:])]
+        return found
+
+    def _build(self, slot: Slot, inside: Inside, micro_samples: float, recompute: bool) -> SlotSeconds:
+        evaluator, amounts = self.evaluator, self.evaluator.amounts
+        device = self.classes[slot.kind].device
+        samples = micro_samples / inside.lanes
+        table = self._compute.table(device, samples, 1 / inside.tensor, inside.tensor, inside.lanes if inside.expert else 1)
+        again = 2.0 if recompute else 1.0
+        comm = self._collectives(slot, inside, samples)
+        forward = [f + c for f, c in zip(table.forward, comm, strict=True)]
+        backward = [b + (f if recompute else 0.0) + c * again for f, b, c in zip(table.forward, table.backward, comm, strict=True)]
+        gather = [0.0] * len(forward)
+        if inside.sharded and inside.lanes > 1:
+            held = [p - s * (1 - 1 / inside.tensor) for p, s in zip(amounts.parameters, amounts.split_parameters, strict=True)]
+            if inside.expert:
+                held = [h - e for h, e in zip(held, amounts.expert_parameters, strict=True)]
+            element = 4.0 if evaluator.graph.precision == "fp32" else 2.0
+            base, slope = _affine(lambda x: all_gather_seconds(self._lanes(slot, inside), x, evaluator.calibration), 1e9)
+            layers = len(forward) - 1
+            gather = [h * element * slope + base * i / layers for i, h in enumerate(held)]
+        total = [max(f, g) + max(b, 2 * g) for f, b, g in zip(forward, backward, gather, strict=True)]
+        return SlotSeconds(tuple(forward), tuple(backward), tuple(gather), tuple(total))
+
+    def _collectives(self, slot: Slot, inside: Inside, samples: float) -> list[float]:
+        """Tensor and expert exchanges of the forward pass, as a prefix sum."""
+        evaluator, amounts = self.evaluator, self.evaluator.amounts
+        calibration = evaluator.calibration
+        total = [0.0] * len(amounts.parameters)
+        if inside.tensor > 1:
+            span = self._span(slot.devices[: inside.tensor])
+            base, slope = _affine(lambda x: all_reduce_seconds(span, x, calibration, {}), _typical(amounts.tensor_bytes, samples))
+            rows = zip(amounts.tensor_reductions, amounts.tensor_bytes, strict=True)
+            total = [t + n * base + x * samples * slope for t, (n, x) in zip(total, rows, strict=True)]
+        if inside.expert and inside.lanes > 1:
+            span = self._lanes(slot, inside)
+            base, slope = _affine(lambda x: all_to_all_seconds(span, x, calibration), _typical(amounts.expert_bytes, samples))
+            exchanges = zip(amounts.expert_layers, amounts.expert_bytes, strict=True)
+            total = [t + 2 * (n * base + x * samples / inside.tensor * slope) for t, (n, x) in zip(total, exchanges, strict=True)]
+        return total
+
+    def _span(self, names: tuple[str, ...]) -> Span:
+        evaluator = self.evaluator
+        return span_of(evaluator.cluster, [[evaluator.devices[name] for name in names]], evaluator.calibration)
+
+    def _lanes(self, slot: Slot, inside: Inside) -> Span:
+        evaluator = self.evaluator
+        members = [evaluator.devices[name] for name in slot.devices]
+        groups = [members[position :: inside.tensor] for position in range(inside.tensor)]
+        return span_of(evaluator.cluster, groups, evaluator.calibration)
+
+
+def _typical(prefix: tuple[float, ...], samples: float) -> float:
+    """The average amount of the layers that have any."""
+    steps = [b - a for a, b in pairwise(prefix) if b > a]
+    return samples * sum(steps) / len(steps) if steps else 1.0
+
+
+def _affine(function: Callable[[float], float], size: float) -> tuple[float, float]:
+    """Base and slope of a cost that is affine near `size`."""
+    low, high = function(size), function(2 * size)
+    slope = (high - low) / size
+    return max(0.0, low - slope * size), slope

@@ -12,7 +12,7 @@ from atoll.graph.operators import Operator, OperatorTable
 __all__ = ["Experts", "find_experts"]
 
 aten = torch.ops.aten
-_PRODUCTS = (aten.bmm.default, aten.matmul.default, aten.baddbmm.default, aten.einsum.default)
+_PRODUCTS = (aten.bmm.default, aten.matmul.default, aten.baddbmm.default)
 
 
 @dataclass

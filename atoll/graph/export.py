@@ -246,8 +246,13 @@ def _varying(program: ExportedProgram, batch: Any, growing: dict[str, tuple[int,
     for path, name in zip(paths, names, strict=True):
         value = values.get(name) if isinstance(name, str) else None
         if isinstance(value, torch.Tensor):
-            varying[path] = tuple(d for d in growing.get(path, ()) if isinstance(value.shape[d], torch.SymInt))
+            varying[path] = tuple(d for d in growing.get(path, ()) if _is_symbolic(value.shape[d]))
     return varying
+
+
+def _is_symbolic(size: Any) -> bool:
+    """Export leaves a size it had to fix as a symbol that is a number."""
+    return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols)
 
 
 def export_job(job: TrainingJob) -> Exported:

@@ -261,6 +261,9 @@ def _attention(
     flops = 2.0 * scores * (query.shape[-1] + value.shape[-1])
     backward = 2.0 * scores * (3 * query.shape[-1] + 2 * value.shape[-1])
     tensors = [query, key, value, *([attn_mask] if isinstance(attn_mask, TensorSpec) else [])]
+    kept, sums = len(tensors), 4.0 * math.prod(query.shape[:-1])
+    if isinstance(attn_mask, TensorSpec) and attn_mask.dtype == torch.bool:  # kernels make it a mask of numbers and keep that
+        kept, sums = 3, sums + attn_mask.bytes * query.dtype.itemsize
     needs_gradient = any(tensor.requires_grad for tensor in tensors)
     output = math.prod(query.shape[:-1]) * value.shape[-1] * query.dtype.itemsize
     traffic = sum(min(storage_bytes(tensor), tensor.bytes) for tensor in tensors) + output
@@ -270,9 +273,9 @@ def _attention(
         backward_flops=backward if needs_gradient else 0.0,
         bytes=float(traffic),
         backward_bytes=2.0 * traffic if needs_gradient else 0.0,
-        saved_inputs=tuple(range(len(tensors))) if needs_gradient else (),
+        saved_inputs=tuple(range(kept)) if needs_gradient else (),
         saved_outputs=(0,) if needs_gradient else (),
-        saved_fresh=4.0 * math.prod(query.shape[:-1]) if needs_gradient else 0.0,
+        saved_fresh=sums if needs_gradient else 0.0,
         aliases=(-1,),
         requires_grad=(needs_gradient,),
     )

@@ -75,6 +75,7 @@ class _Region:
         self.vocabulary = False  # in a loss
 
 
+_SMALLEST_VOCABULARY = 64  # fewer classes are not worth dividing
 _PASS = frozenset({"dropout", "to", "contiguous", "alias", "clone", "detach", "_to_copy", "type_as", "feature_dropout"})
 _REDUCE = frozenset({"mean", "sum", "softmax", "_softmax", "amax", "log_softmax", "var", "std", "cumsum", "argmax"})
 
@@ -191,7 +192,7 @@ class _Analysis:
         logits: Any = node.args[0]
         tag = self.tags[logits]
         shape = self._shape(logits)
-        _require(tag.dim == (1 if len(shape) > 1 else 0))
+        _require(tag.dim == (1 if len(shape) > 1 else 0) and shape[tag.dim] >= _SMALLEST_VOCABULARY)
         region = self._unite(sources)
         region.ended = region.vocabulary = True
         self.result.split[position] = "rows"
@@ -234,8 +235,8 @@ class _Analysis:
             operands = [value for value in args[:4] if isinstance(value, fx.Node)]
             forbidden = {rank - 1, rank - 2}
             self._limit(sources, self._shape(args[1])[-3])
-        elif name in ("matmul", "bmm"):
-            operands, forbidden = list(args[:2]), {rank - 1, rank - 2}
+        elif name in ("matmul", "bmm", "baddbmm"):
+            operands, forbidden = list(args[: 3 if name == "baddbmm" else 2]), {rank - 1, rank - 2}
         elif name in ("cat", "stack"):
             operands = list(args[0])
             forbidden = {(args[1] if len(args) > 1 else 0) % rank}
@@ -322,7 +323,10 @@ def _expand(analysis: _Analysis, node: fx.Node, shape: tuple[int, ...], dim: int
 def _slice(analysis: _Analysis, node: fx.Node, shape: tuple[int, ...], dim: int, sources: frozenset[fx.Node]) -> int:
     args: Any = node.args
     cut = (args[1] if len(args) > 1 else 0) % len(shape)
-    _require(cut != dim or analysis._shape(node)[dim] == shape[dim])
+    length = analysis._shape(node)[dim]
+    if cut == dim and length != shape[dim]:  # a fused projection taken apart: each piece is divided by itself
+        start = args[2] if len(args) > 2 and args[2] is not None else 0
+        analysis._limit(sources, math.gcd(start % shape[dim], length))
     return dim
 
 

@@ -100,9 +100,10 @@ def _product(table: OperatorTable, entry: Operator, kernel: Kernel, split: Split
         moved = (table.specs[read].bytes if read is not None else 0) + rows * columns * element
         weights = float(kernel.right_numel * element)
         return Work(kind="conv", bytes=moved / samples, weight_bytes=weights, rows=rows / samples, columns=columns, depth=depth, **common)
-    if experts:
-        rows_each = kernel.flops / (2 * _expert_matrix(table, entry) or 1) / samples / experts
-        columns, depth = _expert_shape(table, entry)
+    matrices = _expert_matrices(table, entry) if experts else None
+    if matrices is not None:
+        columns, depth = _expert_shape(entry, matrices)
+        rows_each = kernel.flops / (2 * columns * depth) / samples / experts
         common |= {"flops": kernel.flops / samples / experts, "split": "", "expert": True, "count": experts}
         moved = rows_each * (columns + depth) * element
         weights = float(columns * depth * element)
@@ -117,20 +118,14 @@ def _product(table: OperatorTable, entry: Operator, kernel: Kernel, split: Split
     return Work(kind="matmul", bytes=moved, weight_bytes=weights, rows=rows / samples, columns=columns, depth=depth, **common)
 
 
-def _expert_root(table: OperatorTable, entry: Operator) -> TensorSpec:
+def _expert_matrices(table: OperatorTable, entry: Operator) -> TensorSpec | None:
+    """The parameter that holds one matrix an expert, if the product reads one."""
     roots = [table.memory[value] for value in entry.inputs]
-    spec: TensorSpec = next(table.specs[root] for root in roots if root in table.parameters and len(table.specs[root].shape) == 3)
-    return spec
+    return next((table.specs[root] for root in roots if root in table.parameters and len(table.specs[root].shape) == 3), None)
 
 
-def _expert_matrix(table: OperatorTable, entry: Operator) -> int:
-    """Elements of one expert's matrix."""
-    return math.prod(_expert_root(table, entry).shape[1:])
-
-
-def _expert_shape(table: OperatorTable, entry: Operator) -> tuple[int, int]:
+def _expert_shape(entry: Operator, matrices: TensorSpec) -> tuple[int, int]:
     """Columns and depth of one expert's product."""
-    shape = _expert_root(table, entry).shape
-    width = entry.outputs[0].shape[-1] if entry.outputs[0].shape[-1] in shape[1:] else entry.outputs[0].shape[-2]
-    columns = width if width in shape[1:] else shape[1]
-    return columns, math.prod(shape[1:]) // columns
+    sides, out = matrices.shape[1:], entry.outputs[0].shape
+    columns = next((size for size in (out[-1], out[-2]) if size in sides), sides[0])
+    return columns, math.prod(sides) // columns

@@ -36,6 +36,7 @@ def plan(
     why: Annotated[bool, typer.Option("--why", help="Explain at length.")] = False,
     batch_size: Annotated[int | None, typer.Option(help="Samples in a step, instead of the target's own.", min=1)] = None,
     mode: Annotated[Mode | None, typer.Option(help="Only plans of this execution mode.")] = None,
+    lossless: Annotated[bool, typer.Option("--lossless", help="Only plans that send tensors as they are, without codecs.")] = False,
     calibration: Annotated[Path | None, typer.Option(help="Measured constants of the cost model.", metavar="FILE")] = None,
     check: Annotated[Path | None, typer.Option(help="Instead of planning, check this plan and predict its cost.", metavar="FILE")] = None,
 ) -> None:
@@ -48,7 +49,7 @@ def plan(
     if check is not None:
         _check(check, model, devices, constants, as_json)
         return
-    planned = _make(model, devices, constants, top, mode)
+    planned = _make(model, devices, constants, top, mode, lossless)
     if output is not None:
         save_plan(planned.candidates[0].plan, output)
     if as_json:
@@ -67,7 +68,7 @@ def _check_writable(path: Path) -> None:
         raise PlanError(f"-o {path}: there is no directory {path.resolve().parent}")
 
 
-def _make(model: Target, cluster: Cluster, calibration: Calibration | None, top: int, mode: Mode | None) -> "Planned":
+def _make(model: Target, cluster: Cluster, calibration: Calibration | None, top: int, mode: Mode | None, lossless: bool) -> "Planned":
     with working(f"planning {model.graph.name} on {len(cluster.devices):,} devices") as update:
         from atoll.planner import plan as make_plans  # it needs scipy, which takes a moment to load
 
@@ -79,7 +80,8 @@ def _make(model: Target, cluster: Cluster, calibration: Calibration | None, top:
             mode=mode,
             optimizer=model.optimizer,
             calibration=calibration,
-            progress=update,
+            codecs=("none",) if lossless else ("none", "bf16", "int8"),
+            progress=lambda what, done, total: update(f"{what}, {done:,} of {total:,}"),
         )
 
 

@@ -84,7 +84,7 @@ def plan_table(plan: Plan, cost: Cost, cluster: Cluster) -> Table:
     for name in ("stage", "layers"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("devices", overflow="fold")
-    table.add_column("share of batch", justify="right", no_wrap=True)
+    table.add_column("batch share", justify="right", no_wrap=True)
     table.add_column("inside", no_wrap=True)
     table.add_column("memory", justify="right", no_wrap=True)
     table.add_column("time", justify="right", no_wrap=True)
@@ -136,7 +136,7 @@ def _devices_cell(group: list[Replica], cluster: Cluster) -> Text:
         kinds = f"{len(group)} × ({kinds})" if len(counts) > 1 else f"{len(group)} × {kinds}"
     patterns = shorten(names)
     where = " ".join(patterns) if len(patterns) <= _MOST_PATTERNS else f"{' '.join(patterns[: _MOST_PATTERNS - 1])} … {patterns[-1]}"
-    return Text.assemble((kinds, "bold"), "  ", (where, "dim"))
+    return Text.assemble((kinds, "bold"), " ", (where, "dim"))
 
 
 def _share_cell(group: list[Replica], batch_size: int, *, percent: bool) -> Text:

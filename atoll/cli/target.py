@@ -47,7 +47,7 @@ def load_target(name: str, batch_size: int | None = None) -> Target:
 def _from_script(path: str, batch_size: int | None) -> Target:
     """Import the script and capture its job. What the script prints goes to stderr, so that `--json` stays JSON."""
     with working(f"capturing {path}"), redirect_stdout(sys.stderr):
-        from atoll.graph import capture  # PyTorch takes seconds to load, and presets do without it
+        from atoll.graph.capture import capture  # PyTorch takes seconds to load, and presets do without it
         from atoll.script import load_job
 
         started = time.perf_counter()

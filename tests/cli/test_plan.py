@@ -8,10 +8,11 @@ import pytest
 
 from atoll.cli.main import run
 from atoll.cli.render import plan_view, show
-from atoll.cluster import Cluster
+from atoll.cli.target import load_target
+from atoll.cluster import Cluster, load_cluster
 from atoll.cost import cost
 from atoll.graph import preset
-from atoll.plan import load_plan, parse_plan
+from atoll.plan import load_plan, parse_plan, validate
 from tests.cli.test_main import PLAN, TINY
 from tests.plan.strategies import make_cluster
 
@@ -53,7 +54,7 @@ def test_checking_a_plan_predicts_its_cost(folder: Path, capsys: pytest.CaptureF
         "lockstep",
         "stage",
         "layers",
-        "share of batch",
+        "batch share",
         "2 × A100-80GB",
         "oslo-0/[0-1]",
         "samples/s",
@@ -111,3 +112,54 @@ def test_names_are_never_taken_for_markup(capsys: pytest.CaptureFixture[str]) ->
 def test_piped_output_has_no_trailing_blanks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(["plan", "gpt3-13b", "-c", "fleet.toml", "--check", "large.plan"])
     assert all(line == line.rstrip() for line in capsys.readouterr().out.splitlines())
+
+
+def test_planning_prints_the_plan_and_why(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "resnet50", "-c", "tiny.toml", "--batch-size", "64"]) == 0
+    out = capsys.readouterr().out
+    for words in ("resnet50", "batch 64", "samples/s", "Why", "bottleneck", "considered", "Next best"):
+        assert words in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_planned_json_is_valid_written_and_loadable(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "resnet50", "-c", "tiny.toml", "--top", "2", "--json", "-o", "p.json", "--lossless"]) == 0
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    assert_documented(document)
+    assert 1 <= len(document["plans"]) <= 2
+    assert "wrote p.json" in captured.err
+    written = load_plan("p.json")
+    assert written == parse_plan(document["plans"][0]["text"])
+    validate(written, preset("resnet50").graph, load_cluster("tiny.toml"))
+
+
+def test_what_fits_nowhere_is_the_users_to_mend(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "gpt3-175b", "-c", "tiny.toml"]) == 2
+    assert capsys.readouterr().err.startswith("error: no plan fits gpt3-175b")
+
+
+SCRIPT = """
+import torch
+import atoll
+print("the script says hello")
+job = atoll.Job(
+    model=lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)),
+    loss=lambda model, batch: (model(batch) ** 2).mean(),
+    data=torch.zeros(64, 8),
+    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    batch_size=16,
+    steps=3,
+    name="small",
+)
+"""
+
+
+def test_a_script_is_captured_and_what_it_prints_stays_out_of_the_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train.py").write_text(SCRIPT)
+    target = load_target("train.py")
+    assert (target.graph.name, target.batch_size, target.optimizer) == ("small", 16, "momentum")
+    assert run(["plan", "train.py", "-c", "tiny.toml", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert_documented(json.loads(captured.out))
+    assert "the script says hello" in captured.err

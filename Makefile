@@ -48,7 +48,7 @@ bench: install
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
 
 soak: install
-	@$(BIN)/python -m pytest --hypothesis-profile=soak
+	@$(BIN)/python -m pytest --hypothesis-profile=soak --timeout=0
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis runs

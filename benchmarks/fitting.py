@@ -39,7 +39,7 @@ FITTED = (
     Constant("memory_efficiency", 0.80, 0.4, 0.95, 0.12),
     Constant("host_link_efficiency", 0.76, 0.4, 1.0, 0.1),
     Constant("network_efficiency", 0.70, 0.1, 1.0, 0.5),
-    Constant("step_seconds", 0.2, 0.01, 1.0, 0.7),
+    Constant("straggler_seconds", 0.05, 0.002, 0.3, 0.7),
 )
 ROBUST_FROM = 0.04  # errors beyond this count by their size, not its square
 PRIOR_WEIGHT = 0.5  # of one deviation from what is expected, against one row that is off by ROBUST_FROM

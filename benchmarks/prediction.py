@@ -25,12 +25,13 @@ from layer_roofline import compare_layers
 from megatron import ASSUMED, Run, read_runs
 from report import print_json, print_table
 
-from atoll.cost import Calibration, meaning, named_calibration
+from atoll.cost import Calibration, Evaluator, meaning, named_calibration
 from atoll.errors import AtollError
 
 SHIPPED = "a100-megatron"
 LIMITS = {"error": 0.07, "size_left_out": 0.14, "regret": 0.03}
 FOLDS = 5
+STRAY = 0.25
 MOST_ROWS_FITTED = 150  # of a longer file, a seeded sample is refitted
 
 
@@ -93,6 +94,17 @@ def _constants(shipped: Calibration, refitted: Calibration | None) -> list[dict[
     return listed
 
 
+def _strays(runs: Sequence[Run], predicted: Array, calibration: Calibration) -> list[dict[str, object]]:
+    """Rows that are off by more than a quarter, with the memory their fullest device would use: near 1, the allocator may be at fault."""
+    found: list[dict[str, object]] = []
+    for run, seconds in zip(runs, predicted, strict=True):
+        if abs(seconds / run.row.seconds - 1) > STRAY:
+            memory = Evaluator(run.graph, run.cluster, optimizer="adam", calibration=calibration).memory(run.plan)
+            fullest = max(use.total_bytes / run.cluster.device(name).kind.memory_bytes for name, use in memory.items())
+            found.append({"line": run.row.line, "measured_over_predicted": run.row.seconds / float(seconds), "memory_used": fullest})
+    return found
+
+
 def benchmark(path: Path, refit: bool, save: Path | None) -> dict[str, object]:
     """Everything about one file of rows."""
     began = time.perf_counter()
@@ -119,6 +131,7 @@ def benchmark(path: Path, refit: bool, save: Path | None) -> dict[str, object]:
         "error_by_size_left_out": by_size,
         "constants": _constants(shipped, calibration),
         "not_fitted": {"sync_overlap": shipped.sync_overlap, "gradient_bytes": shipped.gradient_bytes},
+        "strays": _strays(runs, with_shipped, shipped),
         "rows": _rows(runs, with_shipped, refitted),
         "seconds": time.perf_counter() - began,
     }
@@ -142,8 +155,14 @@ def _print(result: Mapping[str, object]) -> None:
         if isinstance(summary, dict) and "median_error" in summary:
             lines.append([name, *(round(100 * summary[key], 2) for key in ("error", "median_error", "worst_error", "regret"))])
     print_table("errors in percent", ["constants", "mean", "median", "worst", "regret"], lines)
+    strays = result["strays"]
+    assert isinstance(strays, list)
+    if strays:
+        print_table(f"rows off by more than {STRAY:.0%}", list(strays[0]), [list(entry.values()) for entry in strays])
     by_size = result["error_by_size_left_out"]
     assert isinstance(by_size, dict)
+    if not by_size:
+        return
     print_table("mean error of each size left out, percent", ["size", "error"], [[size, round(100 * e, 1)] for size, e in by_size.items()])
 
 

@@ -50,8 +50,9 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         15e-6
     )
     sync_overlap: Annotated[float, Meta(ge=0, le=1, description="part of a backward pass that can hide gradient synchronisation")] = 0.8
-    step_seconds: Annotated[
-        float, Meta(ge=0, description="per step, outside the model: data, gradient norm and loss scale, waiting for the slowest")
+    step_seconds: Annotated[float, Meta(ge=0, description="per step, outside the model: data, logging, the optimizer's Python")] = 0.0
+    straggler_seconds: Annotated[
+        float, Meta(ge=0, description="per step and doubling of the hosts: all agree on norm and loss scale and wait for the slowest")
     ] = 0.0
     jitter: Annotated[float, Meta(ge=0, description="relative slow-down for each doubling of the devices that wait for one another")] = 0.0
     gradient_bytes: Annotated[float, Meta(gt=0, description="of one parameter's gradient when it is synchronised")] = 4.0

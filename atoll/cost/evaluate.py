@@ -148,8 +148,10 @@ class Evaluator:
             if end > worst:
                 worst, critical = end, s
         jitter = 0.0
-        if self.calibration.jitter:
-            jitter = worst * self.calibration.jitter * log2(len({name for stage in plan.stages for name in stage.devices}))
+        if self.calibration.jitter or self.calibration.straggler_seconds:
+            names = {name for stage in plan.stages for name in stage.devices}
+            hosts = len({self.devices[name].host for name in names})
+            jitter = worst * self.calibration.jitter * log2(len(names)) + self.calibration.straggler_seconds * log2(hosts)
         return _Step(worst + jitter + self.calibration.step_seconds, critical, jitter)
 
     def _breakdown(self, plan: Plan, prices: _Prices, step: _Step, played: Played) -> dict[str, float]:

@@ -88,7 +88,6 @@ def _micro_samples(draft: Draft, batch_size: int) -> float:
 
 
 def _memory_check(draft: Draft, timing: Timing, micro_batches: int, batch_size: int) -> Callable[[int, int, int], bool]:
-    evaluator = timing.evaluator
     inside = draft.inside
     ahead = 0
     held: list[int] = []
@@ -101,16 +100,15 @@ def _memory_check(draft: Draft, timing: Timing, micro_batches: int, batch_size: 
     if len(draft.stages) == 1:
         held = [1] if draft.schedule != "gpipe" else held
         samples = min(samples, batch_size / len(draft.stages[0]) / inside.lanes)
-    tightest = []
+    limits = []
     for stage in draft.stages:
         devices = [timing.classes[kind].device for kind in {slot.kind for slot in stage}]
-        tightest.append(min(devices, key=lambda device: device.memory_bytes))
+        tightest = min(devices, key=lambda device: device.memory_bytes)
+        limits.append((timing.memory(inside, draft.recompute, tightest.kind.cpu), tightest.memory_bytes))
 
     def fits(s: int, start: int, stop: int) -> bool:
-        stage = _bare_stage(draft, start, stop)
-        device = tightest[s]
-        use = evaluator.device_memory(stage, 1 / inside.tensor, samples, held[s], inside.lanes, device.kind.cpu)
-        return use.total_bytes <= device.memory_bytes
+        memory, limit = limits[s]
+        return memory.of(start, stop, held[s] * samples, samples) <= limit
 
     return fits
 
@@ -123,28 +121,40 @@ def _estimate(
     kinds: Sequence[Counter[int]],
     micro_batches: int,
 ) -> float:
-    """Bottleneck stage, filling and draining of the pipeline, and the slowest link's traffic."""
-    whole, busiest, fill = 0.0, 0.0, 0.0
+    """The longer of the bottleneck stage and the busiest link between sites; filling and draining the pipeline; synchronisation."""
+    busiest, fill, longest = 0.0, 0.0, 0.0
     for s, (start, stop) in enumerate(pairwise(bounds)):
         rate = sum(number / times[s][kind].of(start, stop) for kind, number in kinds[s].items())
         alone = min(times[s][kind].of(start, stop) for kind in kinds[s])
         count = micro_batches if len(draft.stages) > 1 else max(micro_batches, len(draft.stages[0]))
-        busy = count / rate
+        busiest = max(busiest, count / rate)
+        longest = max(longest, alone)
         fill += alone
-        if busy > busiest:
-            busiest, whole = busy, busy - alone
-    return whole + fill + _traffic(draft, timing, bounds, micro_batches)
-
-
-def _traffic(draft: Draft, timing: Timing, bounds: Sequence[int], micro_batches: int) -> float:
-    """Seconds of gradient synchronisation, and what pipeline traffic between sites takes beyond that."""
-    evaluator = timing.evaluator
-    slowest = 0.0
+    crossing, latency = _crossings(draft, timing, bounds, micro_batches)
+    sync = 0.0
     for s, (start, stop) in enumerate(pairwise(bounds)):
-        stage = _bare_stage(draft, start, stop)
-        for across, nbytes in evaluator.sync_volumes(stage):
-            slowest = max(slowest, _sync_seconds(evaluator, draft, timing, s, nbytes, across))
-    return slowest
+        for across, nbytes in timing.evaluator.sync_volumes(_bare_stage(draft, start, stop)):
+            sync = max(sync, _sync_seconds(timing.evaluator, draft, timing, s, nbytes, across))
+    return max(busiest, crossing) + fill - longest + latency + sync
+
+
+def _crossings(draft: Draft, timing: Timing, bounds: Sequence[int], micro_batches: int) -> tuple[float, float]:
+    """Seconds the busiest link between sites carries activations (one way), and the latencies on the way there and back."""
+    evaluator = timing.evaluator
+    carried: dict[tuple[str, str], float] = {}
+    latency = 0.0
+    for s, stop in enumerate(bounds[1:-1]):
+        here, there = ({timing.classes[slot.kind].device.site: slot for slot in draft.stages[k]} for k in (s, s + 1))
+        apart = set(here) - set(there)
+        if not apart:
+            continue
+        a, b = (evaluator.devices[slots[site].devices[0]] for slots, site in ((here, next(iter(apart))), (there, next(iter(there)))))
+        link = evaluator.cluster.link_between(a, b)
+        share = len(apart) / len(here)
+        nbytes = evaluator.graph.layers[stop - 1].output_bytes * draft.micro_batch_size * micro_batches * share
+        carried[link.between] = carried.get(link.between, 0.0) + nbytes / (link.bytes_per_s * evaluator.calibration.network_efficiency)
+        latency += 2 * link.latency_s
+    return max(carried.values(), default=0.0), latency
 
 
 def _sync_seconds(evaluator: Evaluator, draft: Draft, timing: Timing, s: int, nbytes: float, across: bool) -> float:

@@ -65,16 +65,21 @@ def plan(
     optimizer: str = "adamw",
     calibration: Calibration | None = None,
     codecs: tuple[CodecName, ...] = ("none", "bf16", "int8"),
-    max_priced: int = 400,
+    max_priced: int | None = None,
     progress: Progress | None = None,
 ) -> Planned:
     """The `top` best plans for training `graph` on `cluster`; NoPlanError says what came closest where nothing fits.
 
-    `codecs` are those allowed on links between sites; give `("none",)` for bit-exact traffic.
+    `codecs` are those allowed on links between sites; give `("none",)` for bit-exact traffic. `max_priced` bounds the plans priced in full.
     """
     started = time.perf_counter()
     planner = _Planner(graph, cluster, batch_size, mode, optimizer, calibration, codecs, max_priced, progress or _silent)
     return planner.run(top, started)
+
+
+def _prices(devices: int) -> int:
+    """How many plans are priced in full: fewer of the large ones, which take longer each."""
+    return 400 if devices <= 64 else 200 if devices <= 256 else 100
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -91,7 +96,7 @@ class _Planner:
         optimizer: str,
         calibration: Calibration | None,
         codecs: tuple[CodecName, ...],
-        max_priced: int,
+        max_priced: int | None,
         progress: Progress,
     ) -> None:
         self.evaluator = Evaluator(graph, cluster, optimizer=optimizer, calibration=calibration)
@@ -99,7 +104,7 @@ class _Planner:
         self.rules = rules_of(graph)
         self.batch_size = batch_size
         self.mode = mode
-        self.max_priced = max_priced
+        self.max_priced = max_priced or _prices(len(cluster.devices))
         self.progress = progress
         self.tally = Tally()
         self.codecs = {link.name: tuple(codecs) for link in cluster.links} if len(codecs) > 1 else {}
@@ -161,6 +166,7 @@ class _Planner:
         candidates = []
         for number, each in enumerate(plans):
             cost = evaluator.cost(each)
+            each = msgspec.structs.replace(each, codecs={link: codec for link, codec in each.codecs.items() if cost.link_bytes.get(link)})
             reasons = plan_reasons(each, cost, evaluator)
             first = (choice.reason, *(f"as annotated: {said}" for said in self.rules.said))
             candidates.append(Candidate(plan=each, cost=cost, reasons=(*first, *reasons) if number == 0 else reasons))

@@ -101,8 +101,10 @@ def plan_reasons(plan: Plan, cost: Cost, evaluator: Evaluator) -> tuple[str, ...
     if any(stage.recompute for stage in plan.stages):
         which = [str(s) for s, stage in enumerate(plan.stages) if stage.recompute]
         reasons.append(f"stage{'s' if len(which) > 1 else ''} {_ranges(which)} recompute: their activations would not fit otherwise")
-    for link, codec in plan.codecs.items():
-        reasons.append(f"{codec} on {link}: sending less saves more than encoding costs")
+    for codec in sorted(set(plan.codecs.values())):
+        links = [link for link, chosen in plan.codecs.items() if chosen == codec]
+        said = ", ".join(links[:3]) + (f" and {len(links) - 3} more" if len(links) > 3 else "")
+        reasons.append(f"{codec} on {said}: sending less saves more than encoding costs")
     used = {name for stage in plan.stages for name in stage.devices}
     idle = [device for device in evaluator.cluster.devices if device.name not in used]
     if idle:

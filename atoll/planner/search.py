@@ -183,19 +183,18 @@ def _drafts(
 ) -> Iterator[Drafted]:
     for micro in micro_batch_sizes(batch_size, rules):
         if len(stages) == 1 and micro > 2 * inside.lanes and micro * len(stages[0]) >= 2 * batch_size * inside.lanes:
-            continue  # a micro-batch larger than any share is the same as the share
+            return  # a micro-batch larger than any share is the same as the share
         if micro < inside.lanes:
             continue
         for recompute in (False, True):
             tally.considered += 1
             outcome = complete(Draft(inside, stages, micro, recompute), timing, rules, batch_size)
-            if isinstance(outcome, str):
-                tally.ruled_out[outcome] += 1
-                if outcome != "out of memory":
-                    break
-                continue
-            yield outcome
-            break  # it fits without recomputation: recomputing would only be slower
+            if isinstance(outcome, Drafted):
+                yield outcome
+                break  # it fits without recomputation: recomputing would only be slower
+            tally.ruled_out[outcome] += 1
+            if outcome != "out of memory" or recompute:
+                return  # larger micro-batches only need more memory, or leave fewer of them
 
 
 def _price(

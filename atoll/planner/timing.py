@@ -52,6 +52,20 @@ class SlotSeconds(NamedTuple):
         return self.total[stop] - self.total[start]
 
 
+class SlotMemory(NamedTuple):
+    """What a device of a slot holds, as prefix sums over layers: a straight line in the samples in flight."""
+
+    fixed: float
+    state: tuple[float, ...]
+    kept: tuple[float, ...]  # activations of one sample in flight
+    once: float  # activations of one sample that exist once, while a layer is recomputed
+
+    def of(self, start: int, stop: int, held_samples: float, micro_samples: float) -> float:
+        """Bytes of layers `start` to `stop`."""
+        kept = (self.kept[stop] - self.kept[start]) * held_samples
+        return self.fixed + self.state[stop] - self.state[start] + kept + self.once * micro_samples
+
+
 class Timing:
     """Slot times for one evaluator; what was computed once is remembered."""
 
@@ -61,6 +75,7 @@ class Timing:
         self._compute = Compute(evaluator.graph, evaluator.calibration, evaluator.optimizer.update_bytes)
         self._found: dict[tuple[int, Inside, float, bool], SlotSeconds] = {}
         self._together: dict[tuple[object, ...], Sequence[float]] = {}
+        self._memory: dict[tuple[Inside, bool, bool], SlotMemory] = {}
 
     def slot(self, slot: Slot, inside: Inside, micro_samples: float, recompute: bool) -> SlotSeconds:
         """Times of a slot; all slots of its class are alike."""
@@ -81,6 +96,28 @@ class Timing:
             rows = [[numbers[kind] / max(value, 1e-12) for value in total] for kind, total in zip(slots, totals, strict=True)]
             found = self._together[key] = [0.0, *(1.0 / sum(rates) for rates in list(zip(*rows, strict=True))[1:])]
         return found
+
+    def memory(self, inside: Inside, recompute: bool, is_cpu: bool) -> SlotMemory:
+        """Memory of a device, read off the cost model at a few points of what is a sum over layers."""
+        key = (inside, recompute, is_cpu)
+        found = self._memory.get(key)
+        if found is None:
+            found = self._memory[key] = self._read_memory(inside, recompute, is_cpu)
+        return found
+
+    def _read_memory(self, inside: Inside, recompute: bool, is_cpu: bool) -> SlotMemory:
+        layers = len(self.evaluator.graph.layers)
+
+        def total(start: int, stop: int, held: int, again: bool) -> float:
+            stage = inside.stage(start, stop, (), again)
+            return self.evaluator.device_memory(stage, 1 / inside.tensor, 1.0, held, inside.lanes, is_cpu).total_bytes
+
+        whole = [total(0, i, 0, False) for i in range(1, layers + 1)]
+        fixed = whole[0] + total(1, 2, 0, False) - whole[1] if layers > 1 else 0.0
+        once = total(0, layers, 0, True) - whole[-1] if recompute else 0.0
+        # a stage's own `once` is that of its largest layer: the largest of all is a bound that plans are checked against later
+        kept = [total(0, i, 1, recompute) - total(0, i, 0, recompute) for i in range(1, layers + 1)]
+        return SlotMemory(fixed, (0.0, *(value - fixed for value in whole)), (0.0, *kept), once)
 
     def _build(self, slot: Slot, inside: Inside, micro_samples: float, recompute: bool) -> SlotSeconds:
         evaluator, amounts = self.evaluator, self.evaluator.amounts

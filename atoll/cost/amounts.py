@@ -67,14 +67,11 @@ def held_parameters(amounts: Amounts, start: int, stop: int, fraction: float, ex
     split = amounts.split_parameters[stop] - amounts.split_parameters[start]
     experts = amounts.expert_parameters[stop] - amounts.expert_parameters[start]
     frozen = amounts.frozen_parameters[stop] - amounts.frozen_parameters[start]
-    split_experts = min(experts, split)
-    own_experts = (split_experts * fraction + experts - split_experts) / expert_lanes
-    dense_split = split - split_experts
-    dense = (total - experts) - dense_split * (1 - fraction)
+    dense = total - experts - split * (1 - fraction)  # experts are never among what tensor parallelism divides
     for shared in amounts.shared:  # counted where it is first used; every other stage that uses it holds a copy
         if not start <= shared.layers[0] < stop and any(start <= layer < stop for layer in shared.layers):
             dense += shared.parameters * (fraction if amounts.is_split(shared) else 1.0)
-    return Held(dense, own_experts, frozen)
+    return Held(dense, experts / expert_lanes, frozen)
 
 
 def tensor_fraction(replica: Replica, tensor: int, position: int) -> float:

@@ -1,5 +1,6 @@
 """How many micro-batches a replica holds at once: what a schedule allows, and therefore what memory must hold."""
 
+from functools import lru_cache
 from math import ceil
 
 from atoll.plan import Plan
@@ -18,12 +19,44 @@ def in_flight_bounds(plan: Plan) -> list[list[int]]:
     counts = micro_batch_counts(plan)
     if plan.schedule == "gpipe":
         return counts
+    columns = all(row == counts[0] for row in counts)
     if plan.schedule == "interleaved":
-        return [[min(count, len(plan.stages)) for count in row] for row in counts]
-    if all(row == counts[0] for row in counts):  # columns, each a pipeline of its own
+        return _interleaved_bounds(plan, counts, columns)
+    if columns:  # each a pipeline of its own
         return [[min(count, len(counts) - s) for count in row] for s, row in enumerate(counts)]
     limits = _warm_up(counts)
     return [[min(count, limit) for count, limit in zip(row, bounds, strict=True)] for row, bounds in zip(counts, limits, strict=True)]
+
+
+def _interleaved_bounds(plan: Plan, counts: list[list[int]], columns: bool) -> list[list[int]]:
+    """Exact where stages go round the devices in turn; else what the devices may hold in all."""
+    groups: dict[tuple[str, ...], int] = {}
+    homes = [[groups.setdefault(replica.devices, len(groups)) for replica in stage.replicas] for stage in plan.stages]
+    depth = len({tuple(row) for row in homes})
+    if columns and all(row == homes[s % depth] for s, row in enumerate(homes)):
+        held = {count: interleaved_held(len(counts), depth, count) for count in set(counts[0])}
+        return [[held[count][s] for count in row] for s, row in enumerate(counts)]
+    limits = device_limits(plan, counts, groups)
+    return [[min(count, limits[home]) for count, home in zip(*rows, strict=True)] for rows in zip(counts, homes, strict=True)]
+
+
+@lru_cache(maxsize=1024)
+def interleaved_held(stages: int, depth: int, count: int) -> tuple[int, ...]:
+    """The most micro-batches each of `stages` holds when `depth` devices take them in turn: by the order alone, whatever tasks take."""
+    most = [0] * stages
+    for position, limit in enumerate(interleaved_limits(stages, depth)):
+        tasks = [(m // depth, stage, m) for stage in range(position, stages, depth) for m in range(count)]
+        forwards = [stage for _, stage, _ in sorted(tasks)]
+        backwards = [stage for _, stage, _ in sorted(tasks, key=lambda task: (task[0], -task[1], task[2]))]
+        holding = [0] * stages
+        undone = 0
+        for done, stage in enumerate(forwards):
+            if done - undone == limit:
+                holding[backwards[undone]] -= 1
+                undone += 1
+            holding[stage] += 1
+            most[stage] = max(most[stage], holding[stage])
+    return tuple(most)
 
 
 def _warm_up(counts: list[list[int]]) -> list[list[int]]:
@@ -40,19 +73,25 @@ def _warm_up(counts: list[list[int]]) -> list[list[int]]:
 def interleaved_limits(stages: int, depth: int) -> list[int]:
     """Micro-batches (of any of its stages) that each of `depth` devices may hold: Megatron-LM's warm-up and the one under way."""
     per_device = stages // depth
+    if per_device == 1:
+        return [depth - position for position in range(depth)]
     return [(depth - position - 1) * 2 + (per_device - 1) * depth + 1 for position in range(depth)]
 
 
 def device_limits(plan: Plan, counts: list[list[int]], groups: dict[tuple[str, ...], int]) -> list[int]:
     """The bound for each group of devices, all its stages together."""
     limits = [0] * len(groups)
-    if plan.schedule == "interleaved":
-        depth = max(1, len(groups) // len(plan.stages[0].replicas))
-        for stage, limit in zip(plan.stages, interleaved_limits(len(plan.stages), depth), strict=False):
-            for replica in stage.replicas:
-                limits[groups[replica.devices]] = limit
-        return [limit or len(plan.stages) for limit in limits]
-    for stage, row in zip(plan.stages, _warm_up(counts), strict=True):
-        for replica, limit in zip(stage.replicas, row, strict=True):
-            limits[groups[replica.devices]] += limit
+    places: dict[frozenset[int], int] = {}  # sets of groups that run the same stages, in order of their first
+    homes = [[groups[replica.devices] for replica in stage.replicas] for stage in plan.stages]
+    for row in homes:
+        places.setdefault(frozenset(row), len(places))
+    if len(places) < len(plan.stages):
+        bounds = interleaved_limits(len(plan.stages), len(places))
+        for row in homes:
+            for group in row:
+                limits[group] = bounds[places[frozenset(row)]]
+        return limits
+    for row, warm_up in zip(homes, _warm_up(counts), strict=True):
+        for group, limit in zip(row, warm_up, strict=True):
+            limits[group] += limit
     return limits

@@ -37,7 +37,7 @@ class Memory:
         use: MemoryUse | None = None
         was_cpu = False
         for index, name in enumerate(replica.devices):
-            is_cpu = self._setting.devices[name].kind.link_bytes_per_s == 0.0
+            is_cpu = self._setting.devices[name].kind.cpu
             if use is None or not alike or is_cpu != was_cpu:
                 was_cpu = is_cpu
                 lane, position = divmod(index, stage.tensor)
@@ -97,7 +97,9 @@ def memory_use(
 ) -> MemoryUse:
     """`shards` devices divide the state of the parameters that are not experts'; `working_parameters` are gathered at one time."""
     trained = held.dense / shards + held.expert
-    weights = 4.0 * (trained + held.frozen / shards) + (2.0 * (trained + held.frozen / shards) if half_precision else 0.0)
+    frozen = held.frozen / shards
+    # half precision trains an fp32 copy; what is not trained needs none
+    weights = 6.0 * trained + 2.0 * frozen if half_precision else 4.0 * (trained + frozen)
     overhead = calibration.memory_overhead
     return MemoryUse(
         parameters=weights,

@@ -1,0 +1,72 @@
+"""Bytes on links: counted by hand for plans small enough."""
+
+import msgspec
+import pytest
+from hypothesis import given
+
+from atoll.cluster import Cluster
+from atoll.codec import codec_spec
+from atoll.cost import Evaluator, cost
+from atoll.graph import Graph
+from atoll.plan import Plan, Replica, Stage
+from tests.cost.cases import cases, data_parallel, dense_graph, pipeline
+from tests.plan.strategies import make_cluster
+
+
+def names_of(cluster: Cluster) -> list[str]:
+    return [device.name for device in cluster.devices]
+
+
+def test_a_boundary_between_sites_carries_activations_and_gradients() -> None:
+    cluster = make_cluster(hosts=1, devices=1, sites=2)
+    graph = dense_graph(6, tied=False)
+    found = cost(graph, cluster, pipeline([0, 3, 6], [[name] for name in names_of(cluster)], 16, 2))
+    boundary = graph.layers[2]
+    assert found.link_bytes == {"s0–s1": pytest.approx(16 * (boundary.output_bytes + boundary.gradient_bytes))}
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_codec_divides_what_crosses_between_sites_by_its_ratio(codec: str, stages: int) -> None:
+    cluster = make_cluster(hosts=1, devices=1, sites=2)
+    graph = dense_graph(6, tied=False)
+    names = names_of(cluster)
+    plan = pipeline([0, 3, 6], [[name] for name in names], 16, 2) if stages == 2 else data_parallel([8, 8], names, 2, 6)
+    coded = msgspec.structs.replace(plan, codecs={"s0–s1": codec})
+    element = 2.0 if stages == 2 else 4.0  # activations in half precision, gradients in full
+    ratio = codec_spec(codec).ratio(element)
+    assert cost(graph, cluster, coded).link_bytes["s0–s1"] == pytest.approx(cost(graph, cluster, plan).link_bytes["s0–s1"] * ratio)
+
+
+def test_gradients_of_two_replicas_cross_once_each_way() -> None:
+    cluster = make_cluster(hosts=1, devices=1, sites=2)
+    graph = dense_graph(6)
+    found = cost(graph, cluster, data_parallel([8, 8], names_of(cluster), 2, 6))
+    assert found.link_bytes["s0–s1"] == pytest.approx(2 * 4 * graph.parameters)
+
+
+def test_every_group_is_counted_where_it_lives() -> None:
+    """Two tensor positions: one group inside a site, one across; only the second is on the link between sites."""
+    cluster = make_cluster(hosts=2, devices=2, sites=2)
+    names = names_of(cluster)
+    graph = dense_graph(6)
+    replicas = (Replica(devices=(names[0], names[1]), samples=(4,)), Replica(devices=(names[2], names[4]), samples=(4,)))
+    plan = Plan(graph="g", cluster="c", batch_size=8, micro_batch_size=4, stages=(Stage(start=0, stop=6, tensor=2, replicas=replicas),))
+    evaluator = Evaluator(graph, cluster)
+    volume = evaluator.sync_volumes(plan.stages[0])[0][1]
+    found = evaluator.cost(plan).link_bytes
+    assert found["s0–s1"] == pytest.approx(2 * volume)
+    assert found["s0"] == pytest.approx(2 * volume)
+
+
+@given(cases())
+def test_islands_put_less_between_sites_and_as_much_inside(case: tuple[Plan, Graph, Cluster]) -> None:
+    plan, graph, cluster = case
+    plan = msgspec.structs.replace(plan, stages=plan.stages[:1], codecs={})
+    plan = msgspec.structs.replace(plan, stages=(msgspec.structs.replace(plan.stages[0], start=0, stop=len(graph.layers)),))
+    evaluator = Evaluator(graph, cluster)
+    lockstep = evaluator.cost(msgspec.structs.replace(plan, mode="lockstep")).link_bytes
+    islands = evaluator.cost(msgspec.structs.replace(plan, mode="islands", outer_steps=10)).link_bytes
+    between = {link.name for link in cluster.links}
+    for name, nbytes in lockstep.items():
+        assert islands[name] == pytest.approx(nbytes / 10 if name in between else nbytes)

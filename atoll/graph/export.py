@@ -16,7 +16,7 @@ from atoll.errors import CaptureError
 from atoll.graph.custom_function import keep_custom_functions
 from atoll.graph.fake import build_model, fake_model, new_fake_mode, plain_batch, real_model
 from atoll.graph.graph import Precision
-from atoll.graph.oracle import Answers, Assumption, Recorder, Replayer
+from atoll.graph.oracle import Answers, Assumption, Recorder, Replayer, find_random_assumption
 
 __all__ = ["Exported", "TrainingJob", "ambient_precision", "export_job"]
 
@@ -158,6 +158,7 @@ def _record_answers(job: TrainingJob, model: nn.Module, batch: Any) -> Answers |
     use_batched_experts(real)
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), ambient_precision(job.precision), Recorder() as recorder:
+            torch.manual_seed(0)
             job.loss(real, batch)
     except Exception as error:
         raise _capture_error(job, error, real, "The model fails in an ordinary run too; mend that first.") from error
@@ -208,6 +209,10 @@ class _Attempts:
         except Exception as error:
             program = self._at_fixed_size(error, replay)
         self.assumptions = tuple(replayers[-1].assumptions)
+        drawn = find_random_assumption(program[0])
+        if drawn:
+            advice = "Switch that off in the model's configuration (layerdrop, stochastic depth: 0)."
+            raise CaptureError(f"job {self.job.name!r} cannot be captured: its code branches on a random number, so {drawn}. {advice}")
         return program
 
     def _at_fixed_size(self, first: Exception, mode: Callable[[], Any]) -> tuple[ExportedProgram, nn.Module]:

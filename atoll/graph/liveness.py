@@ -55,6 +55,19 @@ def _has_effect(node: fx.Node) -> bool:
     return "assert" in str(node.target) or (schema is not None and not schema.returns)
 
 
+def _is_unrepeatable(node: fx.Node, table: OperatorTable) -> bool:
+    """Random, or with an effect; for a region (`no_grad`) whatever runs inside it."""
+    if _is_random(node) or _has_effect(node):
+        return True
+    inside = [table.specs.get(value) for value in node.all_input_nodes if value.op == "get_attr"]
+    return any(
+        inner.op == "call_function" and (_is_random(inner) or _has_effect(inner))
+        for module in inside
+        if isinstance(module, fx.GraphModule)
+        for inner in module.graph.nodes
+    )
+
+
 def _changes_nothing(table: OperatorTable, node: fx.Node) -> fx.Node | None:
     """The argument a cast or copy hands on unchanged, if that is all it does."""
     if node.target not in (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.contiguous.default, aten.alias.default):
@@ -100,7 +113,7 @@ class Liveness:
         table = self._table
         tainted: set[fx.Node] = set(table.parameters)
         tainted |= {root for root in self._mutators if root.op != "call_function"}  # state: changed once, in one place
-        tainted |= {node for node in self._nodes if _is_random(node) or _has_effect(node)}
+        tainted |= {node for node in self._nodes if _is_unrepeatable(node, self._table)}
         before = -1
         while before != len(tainted):  # memory taints its views backwards too, so one pass may not be enough
             before = len(tainted)

@@ -13,11 +13,13 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import fx
+from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 
 from atoll.graph.ctc import ctc_loss
 
-__all__ = ["Answers", "Assumption", "Recorder", "Replayer"]
+__all__ = ["Answers", "Assumption", "Recorder", "Replayer", "find_random_assumption"]
 
 _ASKING: frozenset[Any] = frozenset(
     {
@@ -40,6 +42,48 @@ class Assumption(msgspec.Struct, frozen=True, kw_only=True):
     where: str  # "modeling_x.py:120"
     value: str
     seen: bool  # True: an eager run gave this value; False: nobody could run the model, so it is the default answer
+
+
+_DRAWS = 200  # a branch taken once in fifty times is all but surely seen
+
+
+def find_random_assumption(program: ExportedProgram) -> str:
+    """What a program takes for granted although chance decides it; "" if nothing.
+
+    Such an assumption depends on nothing but random numbers, so it can be tried: a draw of zero probability (layerdrop of 0) never fails.
+    """
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        for node in program.graph.nodes:
+            if node.target is not torch.ops.aten._assert_async.msg:
+                continue
+            causes = _causes(node.args[0])
+            if causes is not None and not all(_evaluate(causes) for _ in range(_DRAWS)):
+                return str(node.args[1])
+    return ""
+
+
+def _causes(value: Any) -> list[fx.Node] | None:
+    """Everything a value is computed from, in order; None when that includes parameters, buffers or the batch."""
+    found: dict[fx.Node, None] = {}
+    wanted = [value]
+    while wanted:
+        node = wanted.pop()
+        if node.op != "call_function":
+            return None
+        if node not in found:
+            found[node] = None
+            wanted += node.all_input_nodes
+    return sorted(found)
+
+
+def _evaluate(causes: list[fx.Node]) -> bool:
+    values: dict[fx.Node, Any] = {}
+    for node in causes:
+        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), lambda leaf: values[leaf] if isinstance(leaf, fx.Node) else leaf)
+        target: Any = node.target
+        values[node] = target(*args, **kwargs)
+    return bool(values[causes[-1]])
 
 
 def _call_site() -> tuple[str, int]:
@@ -99,9 +143,11 @@ class Replayer(TorchFunctionMode):
 
     def _assume(self, tensor: torch.Tensor, value: Any, site: tuple[str, int], *, seen: bool) -> Any:
         where = f"{site[0].rpartition('/')[2]}:{site[1]}"
-        with torch.no_grad():
-            expected = torch.tensor(value, dtype=tensor.dtype, device=tensor.device)
-            equal = torch.ops.aten.eq.Tensor(tensor.detach(), expected).all()
-            torch.ops.aten._assert_async.msg(equal, f"the captured program took {value!r} for granted at {where}")
+        asked = tensor.detach()
+        if isinstance(value, list):
+            equal = asked == torch.tensor(value, dtype=tensor.dtype, device=tensor.device)
+        else:
+            equal = torch.ops.aten.eq.Scalar(asked, value)
+        torch.ops.aten._assert_async.msg(equal.all(), f"the captured program took {value!r} for granted at {where}")
         self.assumptions.append(Assumption(where=where, value=repr(value), seen=seen))
         return value

@@ -75,6 +75,7 @@ class _Region:
         self.vocabulary = False  # in a loss
 
 
+_TRANSPOSES = (aten.t.default, aten.numpy_T.default, aten.transpose.int)
 _SMALLEST_VOCABULARY = 64  # fewer classes are not worth dividing
 _PASS = frozenset({"dropout", "to", "contiguous", "alias", "clone", "detach", "_to_copy", "type_as", "feature_dropout"})
 _REDUCE = frozenset({"mean", "sum", "softmax", "_softmax", "amax", "log_softmax", "var", "std", "cumsum", "argmax"})
@@ -83,8 +84,8 @@ _REDUCE = frozenset({"mean", "sum", "softmax", "_softmax", "amax", "log_softmax"
 class _Analysis:
     """One attempt over one layer, with some products withdrawn."""
 
-    def __init__(self, table: OperatorTable, start: int, stop: int, withdrawn: set[fx.Node]):
-        self.table, self.start, self.stop, self.withdrawn = table, start, stop, withdrawn
+    def __init__(self, table: OperatorTable, start: int, stop: int, fused: set[fx.Node], withdrawn: set[fx.Node]):
+        self.table, self.start, self.stop, self.fused, self.withdrawn = table, start, stop, fused, withdrawn
         self.tags: dict[fx.Node, _Tag] = {}
         self.region: dict[fx.Node, _Region] = {}
         self.result = Sharding()
@@ -117,14 +118,20 @@ class _Analysis:
     def _is_parameter(self, value: Any, dimensions: int) -> bool:
         return isinstance(value, fx.Node) and value in self.table.parameters and len(self._shape(value)) == dimensions
 
+    def _matrix(self, value: Any) -> fx.Node | None:
+        """The two-dimensional parameter a value is, perhaps transposed."""
+        while isinstance(value, fx.Node) and value.target in _TRANSPOSES:
+            value = value.args[0]
+        return value if self._is_parameter(value, 2) else None
+
     def _linear(self, node: fx.Node) -> _Linear | None:
         args: Any = node.args
         if node.target is aten.linear.default and self._is_parameter(args[1], 2):
             return _Linear(args[0], args[1], args[2] if len(args) > 2 else None)
         if node.target is aten.addmm.default and self._is_parameter(args[2], 2):
             return _Linear(args[1], args[2], args[0])
-        if node.target in (aten.matmul.default, aten.mm.default) and self._is_parameter(args[1], 2):
-            return _Linear(args[0], args[1], None)
+        if node.target in (aten.matmul.default, aten.mm.default) and (weight := self._matrix(args[1])) is not None:
+            return _Linear(args[0], weight, None)
         return None
 
     def _start(self, node: fx.Node, linear: _Linear, position: int) -> None:
@@ -286,8 +293,10 @@ def _view(analysis: _Analysis, node: fx.Node, shape: tuple[int, ...], dim: int, 
             real = [d for d in left if shape[d] != 1] or left
             moved = [d for d in right if target[d] != 1] or right
             _require(real[0] == dim)
-            analysis._limit(sources, target[moved[0]])
-            return moved[0]
+            # two or three fused projections, one after another: each is divided by itself
+            place = moved[1] if sources & analysis.fused and len(moved) > 1 and target[moved[0]] <= 3 else moved[0]
+            analysis._limit(sources, target[place])
+            return place
     raise ValueError("view")
 
 
@@ -390,15 +399,18 @@ _RULES: dict[str, _Rule] = {
 
 def find_sharding(table: OperatorTable, start: int, stop: int) -> Sharding:
     """How operators `start` to `stop` divide under tensor parallelism."""
+    fused: set[fx.Node] = set()  # products that failed once are tried as several fused into one, then withdrawn
     withdrawn: set[fx.Node] = set()
     while True:
         try:
-            found = _Analysis(table, start, stop, withdrawn).run()
+            found = _Analysis(table, start, stop, fused, withdrawn).run()
             break
         except _NoRuleError as failure:
             (sources,) = failure.args
-            assert sources - withdrawn, "withdrawing must make progress"
-            withdrawn |= sources
+            untried = sources - fused
+            assert untried or sources - withdrawn, "each attempt must change something"
+            fused |= sources
+            withdrawn |= set() if untried else sources
     _divide_embedding(table, start, stop, found)
     return found
 

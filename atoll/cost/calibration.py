@@ -38,10 +38,10 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     matmul_efficiency: Annotated[float, Meta(gt=0, description="share of peak FLOP/s that a large matmul reaches")] = 0.80
     matmul_half_depth: Annotated[
         float, Meta(ge=0, description="inner dimension at which half of that is reached: a tile fills and drains")
-    ] = 96.0
+    ] = 64.0
     wave_outputs: Annotated[
         float, Meta(ge=0, description="outputs, per fp32 FLOP/s of the device, at which a matmul reaches half: a tile for every unit")
-    ] = 1e-7
+    ] = 5e-8  # half a wave of 128 × 128 tiles on most accelerators
     memory_efficiency: Annotated[float, Meta(gt=0, description="share of memory bandwidth that an elementwise kernel reaches")] = 0.80
     kernel_seconds: Annotated[float, Meta(ge=0, description="what a kernel costs beyond its work: launch and tail")] = 3e-6
     host_link_efficiency: Annotated[float, Meta(gt=0, description="share of the link inside a host that a collective reaches")] = 0.75

@@ -3,9 +3,10 @@
     python benchmarks/evaluations.py [--json] [--plans 4000] [--seed 0]
 
 Every plan is priced once and no two are equal. They are random and valid: 1–8 stages cut anywhere, tensor degree 1–8, replicas of one or
-several lanes (some sharded), recomputation, micro-batches of 1–8 samples, batches of 128–512. One in four has unequal shares: replicas of
-a stage take different parts of the batch, so that the step is played event by event. The evaluator starts cold and its caches warm as they
-do in a search. `plain` plans have equal shares, `unequal` ones not; `all` is the mix.
+several lanes (some sharded), recomputation, micro-batches of 1–8 samples, batches of 128–512. Three in four have equal shares (`plain`). Of
+the others, half divide every stage alike but unequally (`unequal`); half divide each stage in its own way among its own number of replicas,
+so that the whole step is played task by task (`irregular`). `all` is the mix. The evaluator starts cold and its caches warm as they do in a
+search. Rates are per second of this process's processor time.
 """
 
 import argparse
@@ -37,25 +38,28 @@ def model() -> Graph:
     return dense_transformer(name="gpt-48", layers=48, hidden=5120, heads=40, sequence=2048, vocabulary=51200)
 
 
-def random_plan(draw: random.Random, graph: Graph, cluster: Cluster, unequal: bool) -> Plan:
+def random_plan(draw: random.Random, graph: Graph, cluster: Cluster, kind: str) -> Plan:
     """A valid plan on all or nearly all devices."""
-    stages = draw.randint(2 if unequal else 1, 8)
+    plain, irregular = kind == "plain", kind == "irregular"
+    stages = draw.randint(1 if plain else 2, 8)
     per_stage = len(cluster.devices) // stages
     tensor = draw.choice([t for t in (1, 2, 4, 8) if t <= per_stage])
     micro_batch = draw.choice([1, 2, 4, 8])
     micro_batches = draw.choice([m for m in (32, 64, 128) if 128 <= m * micro_batch <= 512] or [64])
     lanes = draw.choice([n for n in (1, 1, 2, 4) if n <= micro_batch and n * tensor <= per_stage])
     width = per_stage // (tensor * lanes)
-    while micro_batches % width and not unequal:
+    while micro_batches % width and plain:
         width -= 1
     width = min(width, micro_batches)
     cuts = [0, *sorted(draw.sample(graph.cuts, stages - 1)), len(graph.layers)]
     names = [device.name for device in cluster.devices]
     recompute, sharded = draw.random() < 0.5, lanes > 1 and draw.random() < 0.5
+    shares = _shares(draw, micro_batches, width, plain)
     rows = []
     for s in range(stages):
         own = names[s * per_stage : (s + 1) * per_stage]
-        shares = _shares(draw, micro_batches, draw.randint(1, width) if unequal else width, unequal)
+        if irregular:
+            shares = _shares(draw, micro_batches, draw.randint(1, width), plain)
         rows.append(
             Stage(
                 start=cuts[s],
@@ -83,19 +87,19 @@ def random_plan(draw: random.Random, graph: Graph, cluster: Cluster, unequal: bo
     )
 
 
-def _shares(draw: random.Random, total: int, parts: int, unequal: bool) -> list[int]:
-    if not unequal:
+def _shares(draw: random.Random, total: int, parts: int, equal: bool) -> list[int]:
+    if equal:
         return [total // parts] * parts
     edges = [0, *sorted(draw.sample(range(1, total), parts - 1)), total]
     return [b - a for a, b in pairwise(edges)]
 
 
-def distinct_plans(count: int, seed: int, graph: Graph, cluster: Cluster, unequal: bool) -> list[Plan]:
+def distinct_plans(count: int, seed: int, graph: Graph, cluster: Cluster, kind: str) -> list[Plan]:
     """`count` different plans; the same seed gives the same ones."""
     draw = random.Random(seed)
     found: dict[Plan, None] = {}
     while len(found) < count:
-        found.setdefault(random_plan(draw, graph, cluster, unequal))
+        found.setdefault(random_plan(draw, graph, cluster, kind))
     for plan in found:
         validate(plan, graph, cluster)
     return list(found)
@@ -112,16 +116,16 @@ def rate(price: Callable[[Plan], object], plans: list[Plan]) -> float:
 def measure(count: int, seed: int) -> dict[str, dict[str, float]]:
     """Evaluations a second by kind of plan and by question."""
     graph, cluster = model(), mixed_cluster()
-    plain = distinct_plans(count - count // 4, seed, graph, cluster, unequal=False)
-    unequal = distinct_plans(count // 4, seed + 1, graph, cluster, unequal=True)
-    both = plain + unequal
-    random.Random(seed).shuffle(both)
+    sizes = {"plain": count - 2 * (count // 8), "unequal": count // 8, "irregular": count // 8}
+    plans = {kind: distinct_plans(size, seed, graph, cluster, kind) for kind, size in sizes.items()}
+    mix = [plan for row in plans.values() for plan in row]
+    random.Random(seed).shuffle(mix)
     rates: dict[str, dict[str, float]] = {}
-    for name, plans in (("all", both), ("plain", plain), ("unequal", unequal)):
+    for name, row in {"all": mix, **plans}.items():
         rates[name] = {
-            "seconds": rate(Evaluator(graph, cluster).seconds, plans),
-            "cost": rate(Evaluator(graph, cluster).cost, plans),
-            "fits": rate(Evaluator(graph, cluster).fits, plans),
+            "seconds": rate(Evaluator(graph, cluster).seconds, row),
+            "cost": rate(Evaluator(graph, cluster).cost, row),
+            "fits": rate(Evaluator(graph, cluster).fits, row),
         }
     return rates
 

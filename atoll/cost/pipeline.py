@@ -103,52 +103,60 @@ def _one_forward_one_backward(
     """Round m computes, on each stage s in turn, the forward of micro-batch m and then the backward of micro-batch m - (S - s) + 1.
 
     In that order all that a task waits for has been computed: the forward before it in this round, the gradient in the round before. A
-    round maps the three lists below by maxima and sums, so once a round moves all of them by the same step, every later one does.
+    round maps the times below by maxima and sums, so once a round moves all of them by the same step, every later one does.
     """
     stages = len(forward)
     free = [0.0] * stages  # when each stage ends what was given to it so far
-    onward_free = [0.0] * stages  # when each link ends what was given to it so far
-    back_free = [0.0] * stages
-    hops = list(zip(forward, backward, (*onward, NO_HOP), (NO_HOP, *back), strict=True))
+    links = [0.0] * (2 * stages)  # when each link ends what was given to it so far: those onward, then those back
     came_back = [0.0] * (stages + 1)  # when the gradient of the next backward arrives, from stage s + 1
+    ahead = [_queue_and_delay(hop, seconds) for hop, seconds in zip((*onward, NO_HOP), forward, strict=True)]
+    behind = [_queue_and_delay(hop, seconds) for hop, seconds in zip((NO_HOP, *back), backward, strict=True)]
+    rows = list(zip(range(stages), forward, backward, ahead, behind, strict=True))
+    queued = [i for i, (queue, _) in enumerate((*ahead, *behind)) if queue]
     m = 0
     while m < micro_batches + stages:
-        before = free[:], onward_free[:], back_free[:]
+        before = free[:], links[:]
         arrival = 0.0
-        for s, (forth_seconds, back_seconds, ahead, behind) in enumerate(hops):
+        first = max(0, stages - 1 - m)  # stages before it have no gradient to go back with yet
+        begin, end_of_row = (0, stages) if m < micro_batches else (first, micro_batches + stages - 1 - m)
+        for s, forth_seconds, back_seconds, (queue, delay), (back_queue, back_delay) in rows[begin:end_of_row]:
             end = free[s]
             if m < micro_batches:
                 end = (end if end > arrival else arrival) + forth_seconds
-                start = onward_free[s]
-                onward_free[s] = start = (start if start > end else end) + ahead[0]
-                arrival = start + ahead[1]
-            if 0 <= m - stages + s + 1 < micro_batches:
+                arrival = end + delay
+                if queue:
+                    links[s] = start = (links[s] if links[s] > end else end) + queue
+                    arrival = start + delay
+            if s >= first:
                 gradient = came_back[s]
                 end = (end if end > gradient else gradient) + back_seconds
-                start = back_free[s]
-                back_free[s] = start = (start if start > end else end) + behind[0]
-                came_back[s - 1] = start + behind[1]
+                came_back[s - 1] = end + back_delay
+                if back_queue:
+                    links[stages + s] = start = (links[stages + s] if links[stages + s] > end else end) + back_queue
+                    came_back[s - 1] = start + back_delay
             free[s] = end
         m += 1
-        if stages < m < micro_batches - 1 and (step := _common_step((free, onward_free, back_free), before)):
+        if stages < m < micro_batches - 1 and (step := _common_step(free, before[0], links, before[1], queued)):
             leap = step * (micro_batches - 1 - m)
-            free, onward_free, back_free, came_back = ([value + leap for value in row] for row in (free, onward_free, back_free, came_back))
+            free, links, came_back = ([value + leap for value in row] for row in (free, links, came_back))
             came_back[stages - 1] = 0.0  # the last stage waits for no gradient
             m = micro_batches - 1
     return max(free), free
 
 
-def _common_step(after: tuple[list[float], ...], before: tuple[list[float], ...]) -> float:
-    """By how much every value grew, or 0 where they grew differently."""
-    step = after[0][0] - before[0][0]
+def _queue_and_delay(hop: Hop, seconds: float) -> tuple[float, float]:
+    """Transfers of a stage whose tasks are further apart than the link needs for each never wait: they are a delay alone."""
+    return (hop.occupancy, hop.latency) if hop.occupancy > seconds else (0.0, hop.occupancy + hop.latency)
+
+
+def _common_step(free: list[float], free_before: list[float], links: list[float], links_before: list[float], queued: list[int]) -> float:
+    """By how much every time grew, or 0 where they grew differently."""
+    step = free[0] - free_before[0]
     slack = 1e-12 + 1e-9 * step
-    if abs(after[0][-1] - before[0][-1] - step) > slack:  # most rounds end here
-        return 0.0
-    for row, old in zip(after, before, strict=True):
-        for value, was in zip(row, old, strict=True):
-            if not -slack <= value - was - step <= slack:
-                return 0.0
-    return step
+    for value, was in zip(reversed(free), reversed(free_before), strict=True):  # most rounds end at the first
+        if not -slack <= value - was - step <= slack:
+            return 0.0
+    return step if all(-slack <= links[i] - links_before[i] - step <= slack for i in queued) else 0.0
 
 
 def simulate(

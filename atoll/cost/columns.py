@@ -5,7 +5,6 @@ for all of them. Every kind of column is played once.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -31,8 +30,7 @@ def in_columns(plan: Plan, counts: Counts) -> bool:
 def play_columns(transfers: Transfers, plan: Plan, replicas: Replicas, counts: list[int], with_transfer: bool) -> Played:
     """Plays a plan in which replica i of every stage takes `counts[i]` micro-batches."""
     columns = _Columns(transfers, plan, counts)
-    rows: list[Sequence[object]] = [*replicas, *columns.onward, *columns.back]
-    kinds = list(zip(counts, *([id(item) for item in row] for row in rows), strict=True))
+    kinds = list(zip(counts, *([id(item) for item in row] for row in replicas), *(b.kinds for b in columns.boundaries), strict=True))
     first = dict(zip(reversed(kinds), reversed(range(len(kinds))), strict=True))
     known = {kind: _play_column(columns, plan, replicas, i, with_transfer) for kind, i in first.items()}
     played = [known[kind] for kind in kinds]
@@ -60,18 +58,14 @@ class _Columns:
     def __init__(self, transfers: Transfers, plan: Plan, counts: list[int]) -> None:
         self._transfers, self._plan, self.counts = transfers, plan, counts
         self._bytes = [transfers.boundary_bytes(plan, stage) for stage in plan.stages[:-1]]
-        self.onward: list[list[Path]] = []
-        self.back: list[list[Path]] = []
-        for here, there in pairwise(plan.stages):
-            pairs = list(zip(here.replicas, there.replicas, strict=True))
-            self.onward.append([transfers.path(here, a, there, b) for a, b in pairs])
-            self.back.append([transfers.path(there, b, here, a) for a, b in pairs])
+        self.boundaries = [transfers.boundary(here, there) for here, there in pairwise(plan.stages)]
         self._users: dict[tuple[str, ...], Counter[tuple[float, int]]] = {}  # seconds and micro-batches of those that share a link
-        for direction, rows in enumerate((self.onward, self.back)):
-            for row, nbytes in zip(rows, self._bytes, strict=True):
-                self._note_users(row, nbytes[direction])
+        for boundary, (forth_bytes, back_bytes) in zip(self.boundaries, self._bytes, strict=True):
+            if boundary.shared:
+                self._note_users(boundary.onward, forth_bytes)
+                self._note_users(boundary.back, back_bytes)
 
-    def _note_users(self, row: list[Path], nbytes: float) -> None:
+    def _note_users(self, row: tuple[Path, ...], nbytes: float) -> None:
         paths = {id(path): path for path in row}
         for (identity, count), times in Counter(zip(map(id, row), self.counts, strict=True)).items():
             path = paths[identity]
@@ -81,11 +75,10 @@ class _Columns:
 
     def hops(self, column: int) -> tuple[list[Hop], list[Hop]]:
         """The hops of a column, forth and back."""
-        onward, back = (
-            [self._contended(row[column], nbytes[direction], self.counts[column]) for row, nbytes in zip(rows, self._bytes, strict=True)]
-            for direction, rows in enumerate((self.onward, self.back))
-        )
-        return onward, back
+        count = self.counts[column]
+        rows = list(zip(self.boundaries, self._bytes, strict=True))
+        onward = [self._contended(boundary.onward[column], nbytes[0], count) for boundary, nbytes in rows]
+        return onward, [self._contended(boundary.back[column], nbytes[1], count) for boundary, nbytes in rows]
 
     def _contended(self, path: Path, nbytes: float, count: int) -> Hop:
         """A hop that waits for everyone who uses its link as often, and for those who use it less as often as they do."""
@@ -100,8 +93,8 @@ class _Columns:
         forward, backward = [0.0] * len(self._plan.stages), [0.0] * len(self._plan.stages)
         if self._plan.codecs:
             for s, (forth_bytes, back_bytes) in enumerate(self._bytes):
-                forward[s] = self._transfers.codec_seconds(self._plan, self.onward[s][column], forth_bytes)
-                backward[s + 1] = self._transfers.codec_seconds(self._plan, self.back[s][column], back_bytes)
+                forward[s] = self._transfers.codec_seconds(self._plan, self.boundaries[s].onward[column], forth_bytes)
+                backward[s + 1] = self._transfers.codec_seconds(self._plan, self.boundaries[s].back[column], back_bytes)
         return forward, backward
 
 

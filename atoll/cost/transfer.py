@@ -13,7 +13,7 @@ from atoll.cost.pipeline import Hop
 from atoll.cost.setting import Setting
 from atoll.plan import Plan, Replica, Stage
 
-__all__ = ["Path", "Transfers"]
+__all__ = ["Boundary", "Path", "Transfers"]
 
 
 class Path(NamedTuple):
@@ -28,6 +28,15 @@ class Path(NamedTuple):
     resource: tuple[str, ...]  # what transfers of others queue for too: an interface, a link between sites in one direction; () for none
 
 
+class Boundary(NamedTuple):
+    """The ways between two neighbouring stages with as many replicas, column by column."""
+
+    onward: tuple[Path, ...]
+    back: tuple[Path, ...]
+    kinds: tuple[tuple[int, int], ...]  # equal for columns whose ways are equal
+    shared: bool  # whether any way is one that others queue for
+
+
 class Transfers:
     """Paths between any replicas, remembered; equal paths are one object."""
 
@@ -35,6 +44,7 @@ class Transfers:
         self._setting = setting
         self._known: dict[tuple[object, ...], Path] = {}
         self._equal: dict[Path, Path] = {}
+        self._boundaries: dict[tuple[object, ...], Boundary] = {}
 
     def path(self, here: Stage, a: Replica, there: Stage, b: Replica) -> Path:
         """The way from replica `a` of a stage to replica `b` of its neighbour."""
@@ -43,6 +53,19 @@ class Transfers:
         if found is None:
             found = self._slowest_way(a.devices[:: here.tensor], b.devices[:: there.tensor])
             found = self._known[key] = self._equal.setdefault(found, found)
+        return found
+
+    def boundary(self, here: Stage, there: Stage) -> Boundary:
+        """The ways between replica i of a stage and replica i of the next, for every i."""
+        key = (here.devices, here.tensor, there.devices, there.tensor, len(here.replicas))
+        found = self._boundaries.get(key)
+        if found is None:
+            pairs = list(zip(here.replicas, there.replicas, strict=True))
+            onward = tuple(self.path(here, a, there, b) for a, b in pairs)
+            back = tuple(self.path(there, b, here, a) for a, b in pairs)
+            kinds = tuple((id(forth), id(returning)) for forth, returning in zip(onward, back, strict=True))
+            found = Boundary(onward, back, kinds, any(path.resource for path in (*onward, *back)))
+            self._boundaries[key] = found
         return found
 
     def _slowest_way(self, senders: tuple[str, ...], receivers: tuple[str, ...]) -> Path:

@@ -1,6 +1,6 @@
 """How many plans a second the cost model prices: a 48-layer model on 64 mixed devices in two sites, one core.
 
-    python benchmarks/evaluations.py [--json] [--plans 4000] [--seed 0]
+    python benchmarks/evaluations.py [--json] [--plans 2000] [--seed 0] [--repeat 3]
 
 Every plan is priced once and no two are equal. They are random and valid: 1–8 stages cut anywhere, tensor degree 1–8, replicas of one or
 several lanes (some sharded), recomputation, micro-batches of 1–8 samples, batches of 128–512. Three in four have equal shares (`plain`). Of
@@ -105,15 +105,19 @@ def distinct_plans(count: int, seed: int, graph: Graph, cluster: Cluster, kind: 
     return list(found)
 
 
-def rate(price: Callable[[Plan], object], plans: list[Plan]) -> float:
-    """Plans priced a second."""
-    began = time.process_time()
-    for plan in plans:
-        price(plan)
-    return len(plans) / (time.process_time() - began)
+def rate(evaluator: Callable[[], Evaluator], question: str, plans: list[Plan], repeat: int) -> float:
+    """Plans priced a second: the best of several runs, each with a cold evaluator, since others may use the machine meanwhile."""
+    best = 0.0
+    for _ in range(repeat):
+        price = getattr(evaluator(), question)
+        began = time.process_time()
+        for plan in plans:
+            price(plan)
+        best = max(best, len(plans) / (time.process_time() - began))
+    return best
 
 
-def measure(count: int, seed: int) -> dict[str, dict[str, float]]:
+def measure(count: int, seed: int, repeat: int) -> dict[str, dict[str, float]]:
     """Evaluations a second by kind of plan and by question."""
     graph, cluster = model(), mixed_cluster()
     sizes = {"plain": count - 2 * (count // 8), "unequal": count // 8, "irregular": count // 8}
@@ -122,11 +126,7 @@ def measure(count: int, seed: int) -> dict[str, dict[str, float]]:
     random.Random(seed).shuffle(mix)
     rates: dict[str, dict[str, float]] = {}
     for name, row in {"all": mix, **plans}.items():
-        rates[name] = {
-            "seconds": rate(Evaluator(graph, cluster).seconds, row),
-            "cost": rate(Evaluator(graph, cluster).cost, row),
-            "fits": rate(Evaluator(graph, cluster).fits, row),
-        }
+        rates[name] = {question: rate(lambda: Evaluator(graph, cluster), question, row, repeat) for question in ("seconds", "cost", "fits")}
     return rates
 
 
@@ -134,10 +134,11 @@ def main() -> int:
     """Prints a table or JSON; exit code 1 where the target is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--plans", type=int, default=4000)
+    parser.add_argument("--plans", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args()
-    rates = measure(options.plans, options.seed)
+    rates = measure(options.plans, options.seed, options.repeat)
     machine = f"{platform.processor() or platform.machine()}, {platform.system()}, Python {platform.python_version()}"
     met = min(rates["all"]["seconds"], rates["all"]["cost"]) >= TARGET
     if options.json:

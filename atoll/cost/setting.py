@@ -8,7 +8,7 @@ from atoll.cost.optimizer import optimizer_cost
 from atoll.graph import Graph
 from atoll.plan import Replica, Stage
 
-__all__ = ["Setting"]
+__all__ = ["Setting", "device_groups"]
 
 
 class Setting:
@@ -41,3 +41,8 @@ class Setting:
         shares = [replica.tensor_shares for replica in stage.replicas if replica.tensor_shares]
         fraction = max((max(row) / sum(row) for row in shares), default=1 / stage.tensor)
         return held_parameters(self.amounts, stage.start, stage.stop, fraction, stage.lanes if stage.expert else 1)
+
+
+def device_groups(stage: Stage) -> tuple[tuple[str, ...], ...]:
+    """The devices of a stage's replicas: what caches know a stage's place by."""
+    return tuple([replica.devices for replica in stage.replicas])

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from atoll.cluster import Device
 from atoll.cost.communication import Span, all_reduce_seconds
 from atoll.cost.groups import Group, distinct_groups, slowest_span
-from atoll.cost.setting import Setting
+from atoll.cost.setting import Setting, device_groups
 from atoll.plan import Plan, Stage
 
 __all__ = ["Synchronisation"]
@@ -33,7 +33,7 @@ class Synchronisation:
     def groups(self, stage: Stage, across_lanes: bool, site: str = "") -> tuple[Group, ...]:
         """Where the devices that hold the same parameters live (within one site, if named): over replicas, and over lanes too where lanes
         repeat them. Groups of one device are left out."""
-        key = (stage.devices, stage.tensor, stage.lanes, across_lanes, site)
+        key = (device_groups(stage), stage.tensor, across_lanes, site)
         found = self._groups.get(key)
         if found is None:
             members = self._members(stage, across_lanes)
@@ -102,7 +102,7 @@ class Synchronisation:
 
     def _tied_span(self, stages: list[Stage]) -> Span:
         """Where copies of a parameter of several stages live: one group for each replica and position, the slowest of them."""
-        key = tuple((stage.devices, stage.tensor, stage.lanes) for stage in stages)
+        key = tuple([(device_groups(stage), stage.tensor) for stage in stages])
         if key not in self._tied_spans:
             replicas, tensor = max(len(stage.replicas) for stage in stages), min(stage.tensor for stage in stages)
             rows = [[stage.replicas[i % len(stage.replicas)].devices for stage in stages] for i in range(replicas)]

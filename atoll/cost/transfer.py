@@ -10,7 +10,7 @@ from atoll.cluster import Device
 from atoll.cluster.cluster import site_index
 from atoll.codec import codec_spec
 from atoll.cost.pipeline import Hop
-from atoll.cost.setting import Setting
+from atoll.cost.setting import Setting, device_groups
 from atoll.plan import Plan, Replica, Stage
 
 __all__ = ["Boundary", "Path", "Transfers"]
@@ -57,7 +57,7 @@ class Transfers:
 
     def boundary(self, here: Stage, there: Stage) -> Boundary:
         """The ways between replica i of a stage and replica i of the next, for every i."""
-        key = (here.devices, here.tensor, there.devices, there.tensor, len(here.replicas))
+        key = (device_groups(here), here.tensor, device_groups(there), there.tensor)
         found = self._boundaries.get(key)
         if found is None:
             pairs = list(zip(here.replicas, there.replicas, strict=True))

@@ -236,10 +236,12 @@ class _Attempts:
 
 def _drop_metadata_checks(program: ExportedProgram) -> None:
     """Export litters the program with checks of dtype and device that the eager model does not make."""
-    for node in list(program.graph.nodes):
-        if node.target is torch.ops.aten._assert_tensor_metadata.default:
-            program.graph.erase_node(node)
-    program.graph_module.recompile()
+    for module in program.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in list(module.graph.nodes):
+                if node.target is torch.ops.aten._assert_tensor_metadata.default:
+                    module.graph.erase_node(node)
+            module.recompile()
 
 
 def _varying(program: ExportedProgram, batch: Any, growing: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

@@ -8,7 +8,7 @@ meets an operator without a rule is withdrawn, so that product is repeated on ev
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -40,6 +40,7 @@ class _Tag:
     sources: frozenset[fx.Node]  # the products whose columns these are
     dim: int
     vocabulary: bool = False  # already normalised over the tagged dimension
+    outer: int = 1  # the dimension is this many samples of the tagged one, as when heads are folded into the batch
 
 
 class _NoRuleError(Exception):
@@ -78,6 +79,7 @@ class _Region:
 _TRANSPOSES = (aten.t.default, aten.numpy_T.default, aten.transpose.int)
 _SMALLEST_VOCABULARY = 64  # fewer classes are not worth dividing
 _PASS = frozenset({"dropout", "to", "contiguous", "alias", "clone", "detach", "_to_copy", "type_as", "feature_dropout"})
+_VIEWS = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten"})
 _REDUCE = frozenset({"mean", "sum", "softmax", "_softmax", "amax", "log_softmax", "var", "std", "cumsum", "argmax"})
 
 
@@ -179,14 +181,13 @@ class _Analysis:
         name = _name(node)
         if name in ("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d"):
             return self._consume(node, position, sources)
-        dim, vocabulary = self._moved(node, name, sources)
-        self._mark(node, position, _Tag(sources, dim, vocabulary))
+        self._mark(node, position, replace(self._moved(node, name, sources), sources=sources))
         return None
 
     def _contract(self, node: fx.Node, linear: _Linear, position: int, sources: frozenset[fx.Node]) -> None:
         """A product that sums over the tagged dimension ends the region."""
         tag = self.tags[linear.x]
-        _require(tag.dim == len(self._shape(linear.x)) - 1 and not tag.vocabulary)
+        _require(tag.dim == len(self._shape(linear.x)) - 1 and tag.outer == 1 and not tag.vocabulary)
         _require(sum(value in self.tags for value in node.all_input_nodes) == 1)
         self._unite(sources).ended = True
         self.result.split[position] = "depth"
@@ -208,32 +209,34 @@ class _Analysis:
         self.result.reductions += 2
         self.result.reduced_bytes += 3 * 4 * rows / 2 + sum(self.table.specs[value].bytes for value in inputs) / 2
 
-    def _moved(self, node: fx.Node, name: str, sources: frozenset[fx.Node]) -> tuple[int, bool]:
+    def _moved(self, node: fx.Node, name: str, sources: frozenset[fx.Node]) -> _Tag:
         """Where the tagged dimension is in the result."""
         args: Any = node.args
         first = args[0] if args and isinstance(args[0], fx.Node) else None
         tag = self.tags.get(first) if first is not None else None
-        if tag is not None and (name in _PASS or node.target is operator.getitem):
-            return tag.dim, tag.vocabulary
-        rule = _RULES.get(name)
-        if tag is not None and rule is not None:
-            assert first is not None
-            return rule(self, node, self._shape(first), tag.dim, sources), tag.vocabulary
-        if tag is not None and name in _REDUCE:
-            assert first is not None
-            return self._reduced(node, name, self._shape(first), tag)
-        return self._together(node, name, sources), False
+        if tag is None or first is None:
+            return self._together(node, name, sources)
+        shape = self._shape(first)
+        if name in _PASS or node.target is operator.getitem:
+            return tag
+        if name in _VIEWS:
+            return _view(self, node, shape, tag, sources)
+        if name in _RULES:
+            return replace(tag, dim=_RULES[name](self, node, shape, tag.dim, sources))
+        if name in _REDUCE:
+            return self._reduced(node, name, shape, tag)
+        return self._together(node, name, sources)
 
-    def _reduced(self, node: fx.Node, name: str, shape: tuple[int, ...], tag: _Tag) -> tuple[int, bool]:
+    def _reduced(self, node: fx.Node, name: str, shape: tuple[int, ...], tag: _Tag) -> _Tag:
         given: Any = node.args[1]
         dims = [d % len(shape) for d in (given if isinstance(given, (list, tuple)) else [given])]
         if name == "log_softmax" and tag.dim in dims:
-            return tag.dim, True
+            return replace(tag, vocabulary=True)
         _require(tag.dim not in dims)
         kept = len(self._shape(node)) == len(shape)
-        return tag.dim - (0 if kept else sum(d < tag.dim for d in dims)), tag.vocabulary
+        return replace(tag, dim=tag.dim - (0 if kept else sum(d < tag.dim for d in dims)))
 
-    def _together(self, node: fx.Node, name: str, sources: frozenset[fx.Node]) -> int:
+    def _together(self, node: fx.Node, name: str, sources: frozenset[fx.Node]) -> _Tag:
         """Operators on several tensors that act on each slice of the tagged dimension alone."""
         args: Any = node.args
         rank = len(self._shape(node))
@@ -252,11 +255,12 @@ class _Analysis:
             operands = [value for value in node.all_input_nodes if isinstance(self.table.specs[value], TensorSpec)]
         else:
             raise ValueError(f"no rule for {name}")
-        dims = {self.tags[value].dim + rank - len(self._shape(value)) for value in operands if value in self.tags}
-        _require(len(dims) == 1 and not dims & forbidden)
-        dim = dims.pop()
-        self._limit(sources, self._shape(node)[dim])
-        return dim
+        found = {(tag.dim + rank - len(self._shape(value)), tag.outer) for value in operands if (tag := self.tags.get(value)) is not None}
+        _require(len(found) == 1)
+        dim, outer = found.pop()
+        _require(dim not in forbidden)
+        self._limit(sources, self._shape(node)[dim] // outer)
+        return _Tag(sources, dim, outer=outer)
 
     def _finish(self) -> Sharding:
         unfinished = frozenset(source for source, region in self.region.items() if not region.ended)
@@ -273,9 +277,24 @@ class _Analysis:
         return self.result
 
 
-def _view(analysis: _Analysis, node: fx.Node, shape: tuple[int, ...], dim: int, sources: frozenset[fx.Node]) -> int:
-    """Reshapes keep slices together when the tagged dimension leads the group of dimensions it is split into or merged with."""
+def _view(analysis: _Analysis, node: fx.Node, shape: tuple[int, ...], tag: _Tag, sources: frozenset[fx.Node]) -> _Tag:
+    """Reshapes regroup neighbouring dimensions; slices of the tagged one stay whole if what is before it in its group stays before it."""
     target = analysis._shape(node)
+    left, right = _group(shape, target, tag.dim)
+    before = tag.outer * math.prod(shape[d] for d in left if d < tag.dim)
+    if sources & analysis.fused and before == 1 and len(right) > 1 and target[right[0]] <= 3:
+        right = right[1:]  # two or three fused projections, one after another: each is divided by itself
+    for d in right:
+        if target[d] > before and target[d] % before == 0:
+            analysis._limit(sources, target[d] // before)
+            return replace(tag, dim=d, outer=before)
+        _require(before % target[d] == 0)
+        before //= target[d]
+    raise ValueError("the tagged dimension is lost")
+
+
+def _group(shape: tuple[int, ...], target: tuple[int, ...], dim: int) -> tuple[list[int], list[int]]:
+    """The dimensions before and after a reshape that hold the same elements and include `dim`."""
     i = j = 0
     while i < len(shape) or j < len(target):
         left, right = [i], [j]
@@ -290,14 +309,8 @@ def _view(analysis: _Analysis, node: fx.Node, shape: tuple[int, ...], dim: int, 
                 right.append(j)
                 b, j = b * target[j], j + 1
         if dim in left:
-            real = [d for d in left if shape[d] != 1] or left
-            moved = [d for d in right if target[d] != 1] or right
-            _require(real[0] == dim)
-            # two or three fused projections, one after another: each is divided by itself
-            place = moved[1] if sources & analysis.fused and len(moved) > 1 and target[moved[0]] <= 3 else moved[0]
-            analysis._limit(sources, target[place])
-            return place
-    raise ValueError("view")
+            return left, right
+    raise ValueError("not a reshape")
 
 
 def _transpose(analysis: _Analysis, node: fx.Node, shape: tuple[int, ...], dim: int, sources: frozenset[fx.Node]) -> int:
@@ -375,11 +388,6 @@ def _repeat_interleave(analysis: _Analysis, node: fx.Node, shape: tuple[int, ...
 
 _Rule = Callable[[_Analysis, fx.Node, tuple[int, ...], int, frozenset[fx.Node]], int]
 _RULES: dict[str, _Rule] = {
-    "view": _view,
-    "reshape": _view,
-    "_unsafe_view": _view,
-    "flatten": _view,
-    "unflatten": _view,
     "transpose": _transpose,
     "permute": _permute,
     "unsqueeze": _unsqueeze,

@@ -4,8 +4,8 @@ Two engines give the same answer where both apply. `column_seconds` walks the re
 leaps over the steady part once it repeats exactly; `simulate` plays any plan — unequal replicas, any routing, virtual stages, links shared
 by several boundaries — in order of time. Its policy is 1F1B's: a forward while there is room, else a backward, waiting for either if need
 be (taking whatever is ready proved up to 10% slower). Of several inputs a replica takes the earliest micro-batch that has arrived; a device
-with virtual stages keeps to Megatron-LM's order. Should all wait in a circle, whoever has another task ready takes it. The order it finds is
-one that a runtime can follow.
+with virtual stages keeps to Megatron-LM's order. Should all wait in a circle, whoever has another task ready takes it. A runtime can follow
+the order it finds.
 """
 
 from collections.abc import Iterable, Sequence

@@ -110,6 +110,10 @@ class Evaluator:
         """Bytes one sample in flight keeps in a stage."""
         return self._memory.activation_bytes(start, stop, recompute, fraction)
 
+    def sync_seconds(self, plan: Plan) -> list[float]:
+        """What each stage's replicas need to agree on their gradients, hidden behind the backward pass or not."""
+        return self._synchronisation.seconds(plan)
+
     def sync_volumes(self, stage: Stage) -> list[tuple[bool, float]]:
         """(across lanes?, bytes of gradient) that each device of a stage reduces once a step."""
         return self._synchronisation.volumes(stage)

@@ -1,9 +1,10 @@
 """The exact search for small problems: every plan of a stated space, cut short only where a bound proves that no better one follows.
 
 The space: ordered partitions of any of the devices into stages × legal cuts × replicas, tensor or sharded groups of any of a stage's
-devices × micro-batches that divide the batch × whole-number shares × 1F1B or GPipe × codecs, recomputing on a stage only where it
-would not fit otherwise. The bound: a replica of stage s is busy for all of its micro-batches, after the first has come through the
-stages before it and before the last has gone back through them.
+devices × micro-batches that divide the batch × whole-number shares × 1F1B or GPipe × codecs, recomputing on a stage only where it would
+not fit otherwise. The bounds: a replica of stage s is busy for all of its micro-batches, after the first has come through the stages
+before it and before the last has gone back through them; then it synchronises, over links it has to itself; and all that passes between
+stages in different sites passes the links between them, at best encoded to the fewest bits.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from atoll.codec import codec_spec
 from atoll.cost import Evaluator
 from atoll.plan import CodecName, Plan, Replica, Stage
 from atoll.planner.balance import shares
@@ -27,7 +29,8 @@ class Option(NamedTuple):
 
     stage: Stage
     seconds: tuple[float, ...]  # of one micro-batch, by replica
-    busy: float  # of the busiest replica at best shares
+    busy: float  # of the busiest replica at best shares, and what of the synchronisation its last backward cannot hide
+    exposed: float  # that part of the synchronisation alone
     least: float  # of one micro-batch on its fastest replica
 
 
@@ -78,6 +81,8 @@ class Exact:
             for stop in ends:
                 if stop < layers and not rest:
                     continue
+                if chosen and self._crossing(chosen[-1].stage, group) >= self.best_seconds:
+                    continue
                 for option in self._stage_options(start, stop, group, micro, single=start == 0 and stop == layers):
                     if fill + option.busy >= self.best_seconds:
                         continue
@@ -85,6 +90,28 @@ class Exact:
                         self._price(micro, [*chosen, option])
                     else:
                         self._extend(micro, [*chosen, option], stop, rest, fill + option.least)
+
+    def _crossing(self, here: Stage, there: Group) -> float:
+        """The least time for all activations of a step to pass from a stage to devices in other sites; 0 where some are in its own."""
+        devices = self.evaluator.devices
+        ours, theirs = ({devices[name].site for name in names} for names in (here.devices, there))
+        if not ours.isdisjoint(theirs):
+            return 0.0
+        links = [link for link in self.evaluator.cluster.links if len(ours & set(link.between)) == 1 == len(theirs & set(link.between))]
+        rate = sum(link.bytes_per_s for link in links) * self.evaluator.calibration.network_efficiency
+        boundary = self.evaluator.graph.layers[here.stop - 1]
+        return max(boundary.output_bytes, boundary.gradient_bytes) * self.batch_size * self._fewest_bits() / rate
+
+    def _fewest_bits(self) -> float:
+        element = 4.0 if self.evaluator.graph.precision == "fp32" else 2.0
+        return min((codec_spec(name).ratio(element) for names in self.codecs.values() for name in names), default=1.0)
+
+    def _exposed(self, stage: Stage, micro: int) -> float:
+        """What the last backward cannot hide of a stage's synchronisation, were no other stage to share its links."""
+        smallest = {link: min(names, key=lambda name: codec_spec(name).bits or 64) for link, names in self.codecs.items()}
+        alone = Plan(graph="", cluster="", batch_size=self.batch_size, micro_batch_size=micro, stages=(stage,), codecs=smallest)
+        backward = max(self.evaluator.replica_seconds(stage, replica, float(micro)).backward for replica in stage.replicas)
+        return max(0.0, self.evaluator.sync_seconds(alone)[0] - self.evaluator.calibration.sync_overlap * backward)
 
     def _stage_options(self, start: int, stop: int, group: Group, micro: int, single: bool) -> list[Option]:
         key = (start, stop, group, micro, single)
@@ -119,9 +146,11 @@ class Exact:
             seconds.append(each.forward + each.backward)
         counts = shares(total, [1.0 / value for value in seconds])
         assert counts is not None  # there are at least as many as replicas
-        if single:  # the last micro-batch of a share may be smaller: only whole ones are certain
-            return Option(stage, tuple(seconds), 0.0, min(seconds))
-        return Option(stage, tuple(seconds), max(n * s for n, s in zip(counts, seconds, strict=True)), min(seconds))
+        exposed = self._exposed(stage, micro)
+        # with one stage any share is possible, and a sample takes no less in a smaller micro-batch
+        even = self.batch_size / sum(micro / value for value in seconds)
+        busy = even if single else max(n * s for n, s in zip(counts, seconds, strict=True))
+        return Option(stage, tuple(seconds), busy + exposed, exposed, min(seconds))
 
     def _price(self, micro: int, chosen: list[Option]) -> None:
         single = len(chosen) == 1
@@ -152,7 +181,8 @@ class Exact:
         unit = 1 if single else micro // lanes
         total = self.batch_size // (lanes if single else micro)
         for counts in compositions(total, len(stage.replicas)):
-            if not single and fill + max(n * s for n, s in zip(counts, option.seconds, strict=True)) >= self.best_seconds:
+            busy = max(n * s for n, s in zip(counts, option.seconds, strict=True)) * (lanes / micro if single else 1)
+            if fill + busy + option.exposed >= self.best_seconds:
                 continue
             replicas = (replace(r, samples=(n * unit,) * lanes) for r, n in zip(stage.replicas, counts, strict=True))
             yield replace(stage, replicas=tuple(replicas))

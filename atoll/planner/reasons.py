@@ -89,9 +89,8 @@ def plan_reasons(plan: Plan, cost: Cost, evaluator: Evaluator) -> tuple[str, ...
     kinds = {evaluator.devices[name].kind.name for stage in plan.stages for name in stage.devices}
     unequal = any(len({replica.total_samples for replica in stage.replicas}) > 1 for stage in plan.stages)
     if unequal:
-        reasons.append(
-            f"shares are unequal because {'kinds differ' if len(kinds) > 1 else 'they do not divide evenly'}: each in proportion to its speed"
-        )
+        why = "kinds differ" if len(kinds) > 1 else "the batch does not divide evenly"
+        reasons.append(f"shares are unequal because {why}: each in proportion to its speed")
     if len(plan.stages) > 1:
         reasons.append(f"{len(plan.stages)} stages, cut so that each takes about as long as the others")
     if plan.stages[0].tensor > 1:
@@ -115,6 +114,5 @@ def plan_reasons(plan: Plan, cost: Cost, evaluator: Evaluator) -> tuple[str, ...
 
 
 def _ranges(numbers: list[str]) -> str:
-    return (
-        f"{numbers[0]}–{numbers[-1]}" if len(numbers) > 2 and int(numbers[-1]) - int(numbers[0]) + 1 == len(numbers) else ", ".join(numbers)
-    )
+    consecutive = int(numbers[-1]) - int(numbers[0]) + 1 == len(numbers)
+    return f"{numbers[0]}–{numbers[-1]}" if len(numbers) > 2 and consecutive else ", ".join(numbers)

@@ -151,7 +151,7 @@ def _crossings(draft: Draft, timing: Timing, bounds: Sequence[int], micro_batche
         a, b = (evaluator.devices[slots[site].devices[0]] for slots, site in ((here, next(iter(apart))), (there, next(iter(there)))))
         link = evaluator.cluster.link_between(a, b)
         share = len(apart) / len(here)
-        nbytes = evaluator.graph.layers[stop - 1].output_bytes * draft.micro_batch_size * micro_batches * share
+        nbytes = evaluator.graph.layers[stop - 1].output_bytes * draft.micro_batch_size * micro_batches * share * timing.wan_ratio
         carried[link.between] = carried.get(link.between, 0.0) + nbytes / (link.bytes_per_s * evaluator.calibration.network_efficiency)
         latency += 2 * link.latency_s
     return max(carried.values(), default=0.0), latency
@@ -168,7 +168,8 @@ def _sync_seconds(evaluator: Evaluator, draft: Draft, timing: Timing, s: int, nb
     if len(sites) > 1:
         crossing = sum(len({timing.classes[slot.kind].device.site for slot in stage}) > 1 for stage in draft.stages)
         rate = min(cluster.link_between(a, b).bytes_per_s for a in devices for b in devices if a.site != b.site)
-        return 2 * nbytes * draft.inside.size * crossing / (rate * evaluator.calibration.network_efficiency) * 0.5
+        carried = nbytes * timing.wan_ratio * draft.inside.size * crossing  # a ring sends each byte about once each way
+        return carried / (rate * evaluator.calibration.network_efficiency)
     hosts = {evaluator.devices[slot.devices[0]].host for slot in slots[:64]}
     if len(hosts) > 1:
         network = next(site.link for site in cluster.sites if site.name in sites)

@@ -100,7 +100,8 @@ class _Planner:
         progress: Progress,
     ) -> None:
         self.evaluator = Evaluator(graph, cluster, optimizer=optimizer, calibration=calibration)
-        self.timing = Timing(self.evaluator, device_classes(cluster))
+        element = 4.0 if graph.precision == "fp32" else 2.0
+        self.timing = Timing(self.evaluator, device_classes(cluster), min(CODECS[name].ratio(element) for name in codecs))
         self.rules = rules_of(graph)
         self.batch_size = batch_size
         self.mode = mode

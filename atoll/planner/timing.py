@@ -69,8 +69,10 @@ class SlotMemory(NamedTuple):
 class Timing:
     """Slot times for one evaluator; what was computed once is remembered."""
 
-    def __init__(self, evaluator: Evaluator, classes: tuple[DeviceClass, ...]) -> None:
+    def __init__(self, evaluator: Evaluator, classes: tuple[DeviceClass, ...], wan_ratio: float = 1.0) -> None:
+        """`wan_ratio` is how small the best codec allowed makes what passes between sites."""
         self.evaluator = evaluator
+        self.wan_ratio = wan_ratio
         self.classes = classes
         self._compute = Compute(evaluator.graph, evaluator.calibration, evaluator.optimizer.update_bytes)
         self._found: dict[tuple[int, Inside, float, bool], SlotSeconds] = {}

@@ -150,6 +150,7 @@ class _Assembly:
             experts=experts.count,
             expert_bytes=experts.dispatched_bytes / self.samples,
             nodes=(segment.start, segment.stop),
+            tensors=tuple(math.prod(spec.shape) for value in own if (spec := self.table.specs[value]).requires_grad),
         )
 
     def _tensor_units(self, sharding: Sharding) -> int:

@@ -179,6 +179,10 @@ def use_batched_experts(model: nn.Module) -> bool:
     return changed
 
 
+_ADVICE = "See whether the job runs alone; if it does, write the model down with Graph.from_layers to plan it."
+_ADVICE_ON_VALUES = "Rewrite that code without reading values of tensors, or write the model down with Graph.from_layers to plan it."
+
+
 class _Attempts:
     """The ladder: plain export with symbolic sizes; with the oracle; at fixed sizes."""
 
@@ -219,7 +223,9 @@ class _Attempts:
         try:
             result = self._export(dict.fromkeys(self.growing, ()), mode)
         except Exception as error:
-            advice = "Rewrite that code without reading values of tensors, or plan it with Graph.from_layers."
+            if isinstance(error, CaptureError):
+                raise
+            advice = _ADVICE_ON_VALUES if _is_data_dependent(error) else _ADVICE
             raise _capture_error(self.job, error, self._last, advice) from error
         self.notes.append(f"captured at one batch size, because: {_first_line(first)}")
         return result

@@ -54,15 +54,16 @@ def storage_bytes(spec: TensorSpec) -> int:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A matrix product or convolution seen beneath an operator: `rows × depth` by `depth × columns`."""
+    """A matrix product or convolution seen beneath an operator, or `count` equal ones: `rows × depth` by `depth × columns`."""
 
-    flops: float
+    flops: float  # of one
     rows: int = 0
     columns: int = 0
     depth: int = 0
     right_numel: int = 0  # elements of the right operand, to tell a weight from an activation
     left_numel: int = 0
     convolution: bool = False
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,18 @@ def _products(func: Any, args: Sequence[Any], out: Any) -> Kernel | None:
     return None
 
 
+def _recurrence(func: Any, args: Sequence[Any]) -> list[Kernel]:
+    """A layer of a recurrent network in one kernel: all inputs are multiplied at once, states one step after another."""
+    packet = func._overloadpacket.__name__
+    if packet not in ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"):
+        return []
+    (steps, samples, _), (gates, depth), (_, hidden) = args[0].shape, args[1].shape, args[2].shape
+    times = 2 if packet.endswith("backward") else 1  # for the gradients of the inputs and of the weights
+    inputs = Kernel(2.0 * steps * samples * gates * depth, steps * samples, gates, depth, gates * depth, args[0].numel(), count=times)
+    states = Kernel(2.0 * samples * gates * hidden, samples, gates, hidden, gates * hidden, samples * hidden, count=times * steps)
+    return [inputs, states]
+
+
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types there
     """Sums FLOPs and traffic of the kernels that run under it."""
 
@@ -130,13 +143,15 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
             if decomposed is not NotImplemented:
                 return decomposed
         out = func(*args, **kwargs)
-        kernel = _products(func, args, out)
-        if kernel is None and func._overloadpacket in flop_registry:
+        kernels = _recurrence(func, args)
+        product = _products(func, args, out)
+        if product is None and func._overloadpacket in flop_registry:
             flops = float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
-            kernel = _convolution(func, args, out, flops)
-        if kernel is not None:
-            self.count.flops += kernel.flops
-            self.count.kernels.append(kernel)
+            product = _convolution(func, args, out, flops)
+        kernels += [product] if product is not None else []
+        if kernels:
+            self.count.flops += sum(kernel.flops * kernel.count for kernel in kernels)
+            self.count.kernels += kernels
         elif not func.is_view:
             self.count.bytes += sum(_bytes_of(t) for t in [*_tensors((args, kwargs)), *_tensors(out)])
         return out

@@ -4,7 +4,7 @@ This is the table that everything else about a Graph is computed from.
 """
 
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -163,7 +163,7 @@ class _Builder:
     def _call(self, node: fx.Node) -> None:
         table = self.table
         args, kwargs = fx.node.map_aggregate(
-            (node.args, node.kwargs), lambda leaf: table.specs[leaf] if isinstance(leaf, fx.Node) else leaf
+            (node.args, node.kwargs), lambda leaf: self._argument(leaf) if isinstance(leaf, fx.Node) else leaf
         )
         flat = pytree.tree_leaves((node.args, node.kwargs))
         inputs = tuple(leaf for leaf in flat if isinstance(leaf, fx.Node) and isinstance(table.specs[leaf], TensorSpec))
@@ -180,6 +180,13 @@ class _Builder:
         calls = _calls(node)
         entry = Operator(node, calls[-1][0] if calls else "", calls, cost, inputs, tuple(flagged))
         self._remember(node, entry)
+
+    def _argument(self, value: fx.Node) -> Any:
+        """An argument's spec; views of a parameter count as parameters, whose copies under autocast are not kept per sample."""
+        spec = self.table.specs[value]
+        if isinstance(spec, TensorSpec) and self.table.memory[value] in self.table.parameters:
+            return replace(spec, is_parameter=True)
+        return spec
 
     def _picks_expert_weights(self, node: fx.Node) -> bool:
         """`weights[expert_of_row]`: stands for the experts' own weights, which a grouped kernel reads in place."""

@@ -47,7 +47,14 @@ def _work(table: OperatorTable, entry: Operator, split: Split, experts: int) -> 
     backward = _ratio(cost.backward_bytes, cost.bytes)
     divided: Split = "" if split != "rows" or experts else "rows"
     amount = cost.bytes / samples / max(experts, 1)
-    return [Work(kind="memory", bytes=amount, backward=backward, split=divided, expert=bool(experts), count=max(experts, 1))]
+    copies = max(experts, 1)
+    return [Work(kind="memory", bytes=amount, backward=backward, split=divided, expert=bool(experts), count=copies, operator=_name(entry))]
+
+
+def _name(entry: Operator) -> str:
+    """`gelu` for `aten.gelu.default` and for `aten.gelu_.default`: in place or not, it is the same work."""
+    target = entry.node.target
+    return target._overloadpacket.__name__.rstrip("_") if isinstance(target, torch._ops.OpOverload) else ""
 
 
 def _is_bookkeeping(entry: Operator) -> bool:
@@ -66,7 +73,15 @@ def _attention(entry: Operator, samples: int, split: Split) -> Work:
         depth=kernel.depth,
         backward=_ratio(cost.backward_flops, cost.flops),
         split=split,
+        operator=f"{_name(entry)}{_variant(entry)}",
     )
+
+
+def _variant(entry: Operator) -> str:
+    """Kernels for causal attention leave out half of the scores; with dropout, CPUs have no fused kernel."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = dict(zip(names, entry.node.args, strict=False)) | dict(entry.node.kwargs)
+    return ".dropout" if given.get("dropout_p") else ".causal" if given.get("is_causal") else ""
 
 
 def _gather(table: OperatorTable, entry: Operator) -> Work:
@@ -74,7 +89,16 @@ def _gather(table: OperatorTable, entry: Operator) -> Work:
     out = entry.outputs[0]
     rows = math.prod(out.shape[:-1]) / table.samples
     backward = 1.5 if entry.requires_grad else 0.0
-    return Work(kind="gather", bytes=2.0 * out.bytes / table.samples, rows=rows, columns=out.shape[-1], backward=backward)
+    weights = next((table.specs[value] for value in entry.inputs if len(table.specs[value].shape) == 2), None)
+    return Work(
+        kind="gather",
+        bytes=2.0 * out.bytes / table.samples,
+        rows=rows,
+        columns=out.shape[-1],
+        depth=weights.shape[0] if weights is not None else 0,
+        backward=backward,
+        operator=_name(entry),
+    )
 
 
 def _weight(table: OperatorTable, entry: Operator, kernel: Kernel) -> TensorSpec | None:
@@ -94,7 +118,7 @@ def _product(table: OperatorTable, entry: Operator, kernel: Kernel, split: Split
     element = entry.outputs[0].dtype.itemsize if entry.outputs else 4
     weight = _weight(table, entry, kernel)
     rows, columns, depth = kernel.rows, kernel.columns, kernel.depth
-    common: dict[str, Any] = {"flops": kernel.flops / samples, "backward": backward, "split": split}
+    common: dict[str, Any] = {"flops": kernel.flops / samples, "backward": backward, "split": split, "count": kernel.count}
     if kernel.convolution:
         read = entry.inputs[0] if entry.inputs else None
         moved = (table.specs[read].bytes if read is not None else 0) + rows * columns * element

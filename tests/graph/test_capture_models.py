@@ -15,8 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from atoll.graph.capture import Captured, capture_program
-from atoll.graph.export import use_batched_experts
+from atoll.graph.export import export_job, use_batched_experts
 from atoll.graph.graph import Graph
+from atoll.graph.operators import build_table
+from atoll.graph.sharding import find_sharding
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -226,3 +228,50 @@ def test_products_have_the_shapes_of_their_flops(name: str) -> None:
                 assert work.weight_bytes == pytest.approx(work.columns * work.depth * 4)
             assert work.bytes >= 0
             assert work.count >= 1
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2"])
+def test_division_agrees_with_the_models_own_plan(name: str) -> None:
+    """Hugging Face configurations say which projections divide by columns and which by rows of the weight (our depth)."""
+    job, model = real(name)
+    table = build_table(export_job(job), "fp32")
+    sharding = [find_sharding(table, *layer.nodes).split for layer in captured(name).graph.layers]
+    ours = {table.operators[at].module: how for split in sharding for at, how in split.items() if table.operators[at].cost.kernels}
+    theirs = {"colwise": "columns", "rowwise": "depth"}
+    plan = {path: theirs[how] for path, how in model.config.base_model_tp_plan.items() if how in theirs}
+    assert plan
+    for pattern, how in plan.items():
+        for block in range(2):
+            assert ours[f"model.{pattern.replace('*', str(block))}"] == how
+
+
+def test_heads_folded_into_the_batch_are_divided() -> None:
+    """`nn.MultiheadAttention` fuses three projections and multiplies heads into the batch dimension."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True) for _ in range(2)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    graph = capture_program(TinyJob("encoder", Model, lambda model, x: model(x).square().mean(), lambda n: torch.randn(n, 6, 32))).graph
+    for layer in graph.layers:
+        assert layer.tensor_units == 4
+        assert layer.tensor_reductions == 2
+        assert sorted(work.split for work in layer.work if work.kind == "matmul") == ["columns", "columns", "depth", "depth"]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
+def test_half_precision_keeps_less_and_computes_the_same(name: str) -> None:
+    job, full = tiny(name), captured(name).graph
+    job.precision = "bf16"
+    half = capture_program(job).graph
+    assert half.forward_flops == full.forward_flops
+    assert half.parameters == full.parameters
+    assert [layer.name for layer in half.layers] == [layer.name for layer in full.layers]
+    kept = [sum(layer.saved_bytes for layer in graph.layers) for graph in (half, full)]
+    assert 0.5 <= kept[0] / kept[1] < 0.9

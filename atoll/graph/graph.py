@@ -34,6 +34,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     backward: float = 2.0  # backward work as a multiple of forward; 0 where no gradient flows
     split: Literal["", "rows", "columns", "depth"] = ""
     expert: bool = False
+    operator: str = ""  # what the captured program calls it, so that measurements of that very operator apply; "": none of them do
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +63,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     experts: int = 0
     expert_bytes: float = 0.0  # per sample, dispatched to experts in forward (combined: as much again; backward: both again)
     nodes: tuple[int, int] = (0, 0)  # range of positions in the captured program
+    tensors: tuple[int, ...] = ()  # elements of each of its trainable tensors, where they are known: optimizers update one at a time
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):

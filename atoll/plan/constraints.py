@@ -1,7 +1,8 @@
 """What a graph's annotations demand of a plan.
 
 - A `stage` is whole and apart from other annotated stages; layers that no stage covers may join it.
-- `split` layers are divided, by tensor parallelism or (where they have experts) by expert parallelism, in as many parts as it says.
+- `split` layers are divided in as many parts as it says: by tensor parallelism, by the lanes (`Stage.split`, which leaves the rest of the
+  stage data parallel) or, where they have experts, by expert parallelism. Layers that cannot be divided are repeated.
 - `replica(n)` makes n copies, each taking its share of the batch; nested ones multiply. With nothing nested inside, a copy is one device.
 - `pipeline` fixes the micro-batches: of the global batch, or of each copy when replicas enclose it.
 """
@@ -14,14 +15,28 @@ from atoll.graph.graph import Constraint
 from atoll.plan.plan import Plan, Stage
 from atoll.plan.table import Mark, Problem
 
-__all__ = ["constraint_problems"]
+__all__ = ["constraint_problems", "stage_problems"]
 
 
 def constraint_problems(plan: Plan, graph: Graph) -> Iterator[Problem]:
     """Every annotation the plan does not honour. The plan's stages must already cover the graph's layers."""
-    rules = {"stage": _stage, "split": _split, "replica": _replica, "pipeline": _pipeline}
     for number, constraint in enumerate(graph.constraints):
-        yield from rules[constraint.kind](plan, graph, number, constraint)
+        if constraint.kind == "stage":
+            yield from _stage(plan, graph, number, constraint)
+    for index, stage in enumerate(plan.stages):
+        yield from stage_problems(stage, graph, index)
+    for number, constraint in enumerate(graph.constraints):
+        if constraint.kind == "pipeline":
+            yield from _pipeline(plan, graph, number, constraint)
+
+
+def stage_problems(stage: Stage, graph: Graph, index: int = 0) -> Iterator[Problem]:
+    """Every replica and split that a stage does not honour, whatever the other stages of its plan; `index` is its number there."""
+    for number, constraint in enumerate(graph.constraints):
+        if constraint.kind == "replica":
+            yield from _replica(graph, number, constraint, stage, index)
+        elif constraint.kind == "split":
+            yield from _split(graph, constraint, stage, index)
 
 
 def _stages_of(plan: Plan, layers: "set[int] | tuple[int, ...]") -> list[tuple[int, Stage]]:
@@ -59,43 +74,63 @@ def _stage(plan: Plan, graph: Graph, number: int, constraint: Constraint) -> Ite
                 yield Problem(f"{_named(constraint)} and {_named(other)} are both in stage {index}", Mark("layers", index))
 
 
-def _split(plan: Plan, graph: Graph, number: int, constraint: Constraint) -> Iterator[Problem]:
-    for index, stage in _stages_of(plan, constraint.layers):
-        expert = stage.expert and any(graph.layers[layer].experts for layer in constraint.layers)
-        degrees = {stage.tensor, stage.lanes, stage.tensor * stage.lanes} if expert else {stage.tensor}
-        if constraint.devices and constraint.devices not in degrees:
-            sentence = f"{_named(constraint)} asks for {constraint.devices} parts, stage {index} makes {max(degrees)}"
+def _split(graph: Graph, constraint: Constraint, stage: Stage, index: int) -> Iterator[Problem]:
+    layers = [n for n in constraint.layers if stage.start <= n < stage.stop]
+    for number in layers:
+        layer = graph.layers[number]
+        if layer.tensor_units < 2 and not layer.experts:
+            continue  # there is nothing in it to divide
+        parts = _parts_made(graph, stage, number)
+        if constraint.devices and constraint.devices not in parts:
+            sentence = f"{_named(constraint)} asks for {constraint.devices} parts, stage {index} makes {max(parts)} of layer {layer.name!r}"
             yield Problem(sentence, Mark("inside", index))
-        elif max(degrees) == 1:
-            yield Problem(f"{_named(constraint)} asks for its layers to be divided, stage {index} does not", Mark("inside", index))
+        elif max(parts) == 1:
+            yield Problem(
+                f"{_named(constraint)} asks for layer {layer.name!r} to be divided, stage {index} does not", Mark("inside", index)
+            )
         elif not constraint.uneven:
-            yield from _even(graph, constraint, index, stage)
+            yield from _even(graph, constraint, number, stage, index)
 
 
-def _even(graph: Graph, constraint: Constraint, index: int, stage: Stage) -> Iterator[Problem]:
-    for number, replica in enumerate(stage.replicas):
+def _parts_made(graph: Graph, stage: Stage, number: int) -> set[int]:
+    """In how many parts a stage divides a layer: its tensors, its experts, and both together."""
+    layer = graph.layers[number]
+    tensor = stage.lanes if number in stage.split else stage.tensor if layer.tensor_units > 1 else 1
+    lanes = stage.lanes if stage.expert and layer.experts else 1
+    return {tensor, lanes, tensor * lanes}
+
+
+def _even(graph: Graph, constraint: Constraint, number: int, stage: Stage, index: int) -> Iterator[Problem]:
+    layer = graph.layers[number]
+    for position, replica in enumerate(stage.replicas):
         if len(set(replica.tensor_shares)) > 1:
-            yield Problem(f"{_named(constraint)} forbids unequal shares", Mark("shares", index, number))
-    for layer in constraint.layers:
-        units, name = graph.layers[layer].tensor_units, graph.layers[layer].name
-        if stage.start <= layer < stage.stop and stage.tensor > 1 and units % stage.tensor:
-            sentence = f"{_named(constraint)} forbids unequal shares, but layer {name!r} has {units} units for tensor={stage.tensor}"
+            yield Problem(f"{_named(constraint)} forbids unequal shares", Mark("shares", index, position))
+    ways = [
+        (stage.tensor if layer.tensor_units > 1 else 1, layer.tensor_units, "units", f"tensor={stage.tensor}"),
+        (stage.lanes if number in stage.split else 1, layer.tensor_units, "units", f"{stage.lanes} lanes"),
+        (stage.lanes if stage.expert and layer.experts else 1, layer.experts, "experts", f"{stage.lanes} lanes"),
+    ]
+    for parts, units, what, by in ways:
+        if parts > 1 and units % parts:
+            sentence = f"{_named(constraint)} forbids unequal shares, but layer {layer.name!r} has {units} {what} for {by}"
             yield Problem(sentence, Mark("inside", index))
 
 
-def _replica(plan: Plan, graph: Graph, number: int, constraint: Constraint) -> Iterator[Problem]:
+def _replica(graph: Graph, number: int, constraint: Constraint, stage: Stage, index: int) -> Iterator[Problem]:
+    here = range(stage.start, stage.stop)
     inner = {layer for other in graph.constraints if other.parent == number for layer in other.layers}
     plain = set(constraint.layers) - inner  # where this is the innermost annotation
-    for index, stage in _stages_of(plan, plain):
-        split = [layer for layer in plain.intersection(range(stage.start, stage.stop)) if graph.layers[layer].tensor_units > 1]
-        if stage.tensor > 1 and split:
-            yield Problem(f"{_named(constraint)} keeps its layers whole, stage {index} splits them", Mark("inside", index))
+    divided = [n for n in plain.intersection(here) if graph.layers[n].tensor_units > 1 and (stage.tensor > 1 or n in stage.split)]
+    if divided:
+        name = graph.layers[min(divided)].name
+        yield Problem(f"{_named(constraint)} keeps layer {name!r} whole, stage {index} splits it", Mark("inside", index))
+    if (plain or set(constraint.layers)).isdisjoint(here):
+        return
     copies, exact = _copies(graph, number)
-    for index, stage in _stages_of(plan, plain if plain else constraint.layers):
-        made = len(stage.replicas) * stage.lanes
-        if made != copies if exact and plain else made % copies:
-            sentence = f"{_named(constraint)} asks for {copies} copies, stage {index} makes {made} (replicas × lanes)"
-            yield Problem(sentence, Mark("inside", index))
+    made = len(stage.replicas) * stage.lanes
+    if made != copies if exact and plain else made % copies:
+        sentence = f"{_named(constraint)} asks for {copies} copies, stage {index} makes {made} (replicas × lanes)"
+        yield Problem(sentence, Mark("inside", index))
 
 
 def _pipeline(plan: Plan, graph: Graph, number: int, constraint: Constraint) -> Iterator[Problem]:

@@ -92,8 +92,8 @@ def _stage(index: int, before: Stage, after: Stage) -> Iterator[Change]:
     yield from _grouping(name, index, before, after)
 
 
-def _inside(stage: Stage) -> tuple[int, bool, bool, bool]:
-    return stage.tensor, stage.sharded, stage.expert, stage.recompute
+def _inside(stage: Stage) -> tuple[int, bool, bool, bool, tuple[int, ...]]:
+    return stage.tensor, stage.sharded, stage.expert, stage.recompute, stage.split
 
 
 def _devices(name: str, index: int, before: tuple[str, ...], after: tuple[str, ...]) -> Iterator[Change]:

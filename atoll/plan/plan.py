@@ -11,6 +11,12 @@ unequally). Lanes divide each micro-batch; `samples` has one entry a lane. Lanes
 (`sharded`, as FSDP does), and with `expert` they divide the experts and exchange tokens. So a replica has
 `lanes × tensor` devices, listed lane by lane.
 
+The layers that `split` names are the exception among lanes: their tensors are divided between the lanes, as tensor parallelism would
+divide them, while every other layer of the stage stays data parallel. (A classifier of 100,000 classes behind a small backbone: replica
+and split on the same devices.) Before such a layer's divided part the lanes gather each other's samples, each computes its part of
+the output for all of them, and partial results return to the lanes that own the samples; backward goes the other way. Those tensors,
+their gradients and their optimizer state exist once a replica and are not synchronised between lanes.
+
 Two stages may name the same devices: that is how interleaved schedules (virtual stages) are written.
 """
 
@@ -52,6 +58,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     sharded: bool = False  # lanes shard parameters, gradients and optimizer state (FSDP)
     expert: bool = False  # lanes divide the experts
     recompute: bool = False  # forward is run again in backward, all but the model's last layer
+    split: tuple[int, ...] = ()  # layers, ascending, whose tensors the lanes divide between them instead of repeating or sharding them
 
     @property
     def lanes(self) -> int:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from atoll.plan.names import shorten
 from atoll.plan.plan import Plan, Replica, Stage
-from atoll.plan.text import replica_groups, samples_text
+from atoll.plan.text import numbers_text, replica_groups, samples_text
 
 __all__ = ["Mark", "Problem", "inside_text", "stage_table"]
 
@@ -44,13 +44,14 @@ def stage_table(plan: Plan, mark: Mark | None = None) -> str:
 
 
 def inside_text(stage: Stage) -> str:
-    """The parallelism inside a replica in words: `tensor 2 · sharded 4 · recompute`."""
+    """The parallelism inside a replica in words: `tensor 2 · sharded 4 · split 23 · recompute`."""
     lanes = len(stage.replicas[0].samples) if stage.replicas else 0
     words = [f"tensor {stage.tensor}"] if stage.tensor != 1 else []
     if stage.sharded or stage.expert:
         words += [f"{word} {lanes}" for word, on in (("sharded", stage.sharded), ("expert", stage.expert)) if on]
     elif lanes > 1:
         words.append(f"lanes {lanes}")
+    words += [f"split {numbers_text(stage.split)}"] if stage.split else []
     return " · ".join([*words, *(["recompute"] if stage.recompute else [])]) or "–"
 
 

@@ -4,7 +4,7 @@
 plan v1 graph=gpt2 cluster=two-sites mode=lockstep schedule=1f1b batch=256 micro_batch=8
 codec int8: oslo–rome
 stage 0: layers 0-11 tensor=2 recompute: 4x(oslo-0/[0-7])=64      # four replicas of two devices, 64 samples each
-stage 1: layers 12-23 sharded: rome-[0-1]/[0-3]=8*16 rome-2/[0-7]=4*32@3:1
+stage 1: layers 12-23 sharded split=23: rome-[0-1]/[0-3]=8*16 rome-2/[0-7]=4*32@3:1
 ```
 
 A stage's layers are named first and last. What follows the second colon are its replicas: the devices (a pattern, or several in
@@ -21,7 +21,7 @@ from atoll.plan.cursor import Cursor
 from atoll.plan.names import quote, shorten
 from atoll.plan.plan import CodecName, Mode, Plan, Replica, Schedule, Stage
 
-__all__ = ["parse_plan", "replica_groups", "samples_text", "to_text"]
+__all__ = ["numbers_text", "parse_plan", "replica_groups", "samples_text", "to_text"]
 
 _WIDTH = 110  # replicas that would make a line longer than this continue on the next
 _VERSION = 1
@@ -56,9 +56,21 @@ def samples_text(samples: tuple[int, ...]) -> str:
     return ",".join(f"{count}*{number}" if count > 1 else str(number) for number, count in runs) or "()"
 
 
+def numbers_text(numbers: tuple[int, ...]) -> str:
+    """`(3, 4, 5, 9)` → `"3-5,9"`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
 def _stage_text(index: int, stage: Stage) -> str:
     options = [f"tensor={stage.tensor}"] if stage.tensor != 1 else []
     options += [flag for flag in _FLAGS if getattr(stage, flag)]
+    options += [f"split={numbers_text(stage.split)}"] if stage.split else []
     head = " ".join([f"stage {index}: layers {stage.start}-{stage.stop - 1}", *options])
     return _wrapped(f"{head}:", [text for group in replica_groups(stage.replicas) for text in _group_texts(group)])
 
@@ -163,7 +175,7 @@ def _stage(cursor: Cursor, index: int) -> Stage:
     first = cursor.take_number("the first layer")
     cursor.take("-", "between the first and the last layer")
     last = cursor.take_number("the last layer")
-    tensor, flags = _stage_options(cursor)
+    tensor, split, flags = _stage_options(cursor)
     replicas: list[Replica] = []
     while not cursor.at_line_end:
         replicas += _replicas(cursor)
@@ -175,24 +187,44 @@ def _stage(cursor: Cursor, index: int) -> Stage:
         sharded="sharded" in flags,
         expert="expert" in flags,
         recompute="recompute" in flags,
+        split=split,
     )
 
 
-def _stage_options(cursor: Cursor) -> tuple[int, set[str]]:
+def _stage_options(cursor: Cursor) -> tuple[int, tuple[int, ...], set[str]]:
     tensor = 1
+    split: tuple[int, ...] = ()
     flags: set[str] = set()
     while not cursor.take_if(":"):
         if cursor.at_line_end:
             cursor.expected("an option of the stage or ':' and its replicas")
         start = cursor.offset
-        option = cursor.take_choice(("tensor", *_FLAGS), "an option of the stage or ':'")
+        option = cursor.take_choice(("tensor", "split", *_FLAGS), "an option of the stage or ':'")
         if option in flags:
             cursor.fail(f"{option} is given twice", start)
         flags.add(option)
         if option == "tensor":
             cursor.take("=", "after tensor")
             tensor = cursor.take_number("the number of devices that split each tensor")
-    return tensor, flags
+        elif option == "split":
+            cursor.take("=", "after split")
+            split = _numbers(cursor)
+    return tensor, split, flags
+
+
+def _numbers(cursor: Cursor) -> tuple[int, ...]:
+    """`3-5,9` → `(3, 4, 5, 9)`."""
+    numbers: list[int] = []
+    while True:
+        start = cursor.offset
+        first = last = cursor.take_number("a layer that the lanes divide")
+        if cursor.take_if("-"):
+            last = cursor.take_number("the last layer of a run")
+        if not first <= last <= first + 1_000_000:
+            cursor.fail(f"expected layers in ascending order, found {first}-{last}", start)
+        numbers += range(first, last + 1)
+        if not cursor.take_if(","):
+            return tuple(numbers)
 
 
 def _replicas(cursor: Cursor) -> list[Replica]:

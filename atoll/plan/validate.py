@@ -6,6 +6,7 @@ Decisions the rules rest on:
 - All replicas of a stage have the same `lanes × tensor`. A lane may take no samples (it still holds its shard), a replica may not.
 - With several stages a replica takes whole micro-batches; when `batch_size` is not a multiple, one replica takes the smaller last one.
 - Under tensor parallelism, layers that cannot be split are repeated on every device; a stage with nothing to split is an error.
+- Lanes split a layer in parts as equal as its units allow; they do so only where `tensor` is 1, and not where they divide its experts.
 - Memory is not a rule but a prediction: `Cost.over_memory` says what does not fit.
 """
 
@@ -19,6 +20,7 @@ from atoll.graph import Graph
 from atoll.plan.constraints import constraint_problems
 from atoll.plan.plan import Plan, Stage
 from atoll.plan.table import Mark, Problem, stage_table
+from atoll.plan.text import numbers_text
 
 __all__ = ["link_names", "validate"]
 
@@ -113,6 +115,20 @@ def _replica_shapes(index: int, stage: Stage) -> Iterator[Problem]:
     for flag in ("sharded", "expert"):
         if getattr(stage, flag) and stage.lanes < 2:
             yield Problem(f"stage {index} is {flag} but a replica has one lane, so there is nothing to divide", Mark("inside", index))
+    yield from _split_layers(index, stage)
+
+
+def _split_layers(index: int, stage: Stage) -> Iterator[Problem]:
+    mark = Mark("inside", index)
+    if stage.split and stage.lanes < 2:
+        yield Problem(f"stage {index} has split layers, but a replica has one lane, so nobody divides them", mark)
+    if stage.split and stage.tensor > 1:
+        yield Problem(f"stage {index} has split layers and tensor={stage.tensor}; lanes divide layers only where tensor=1", mark)
+    if list(stage.split) != sorted(set(stage.split)):
+        yield Problem(f"stage {index}: split layers must ascend, got {numbers_text(stage.split)}", mark)
+    outside = [layer for layer in stage.split if not stage.start <= layer < stage.stop]
+    if outside:
+        yield Problem(f"stage {index} runs layers {stage.start}-{stage.stop - 1}, but splits layer {outside[0]}", mark)
 
 
 def _shares_of_batch(plan: Plan, index: int, stage: Stage) -> Iterator[Problem]:
@@ -216,9 +232,21 @@ def _parallelism_fits(graph: Graph, index: int, stage: Stage) -> Iterator[Proble
                     f"stage {index}: layer {layer.name!r} splits into at most {layer.tensor_units} parts, not {stage.tensor}", mark
                 )
                 return
+    yield from _lanes_can_divide(graph, index, stage)
     if stage.expert:
         experts = [layer.experts for layer in layers if layer.experts]
         if not experts:
             yield Problem(f"stage {index} is expert, but none of its layers has experts", mark)
         elif stage.lanes > min(experts):
             yield Problem(f"stage {index}: {stage.lanes} lanes cannot divide {min(experts)} experts", mark)
+
+
+def _lanes_can_divide(graph: Graph, index: int, stage: Stage) -> Iterator[Problem]:
+    for number in stage.split:
+        layer = graph.layers[number]
+        if layer.tensor_units < stage.lanes:
+            most = f"splits into at most {layer.tensor_units} parts" if layer.tensor_units > 1 else "cannot be split"
+            yield Problem(f"stage {index}: {stage.lanes} lanes split layer {layer.name!r}, which {most}", Mark("inside", index))
+        elif stage.expert and layer.experts:
+            sentence = f"stage {index}: lanes divide the experts of layer {layer.name!r}, so they cannot split it too"
+            yield Problem(sentence, Mark("inside", index))

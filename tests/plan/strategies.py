@@ -44,6 +44,7 @@ stages = st.builds(
     sharded=st.booleans(),
     expert=st.booleans(),
     recompute=st.booleans(),
+    split=st.one_of(st.just(()), st.lists(st.integers(-2, 9), max_size=5).map(tuple)),
 )
 any_plans = st.builds(
     Plan,
@@ -108,8 +109,10 @@ def _stage_of(draw: st.DrawFn, start: int, stop: int, pool: list[str], micro_bat
         shares = tuple(draw(st.lists(st.integers(1, 3), min_size=tensor, max_size=tensor))) if draw(st.booleans()) else ()
         made.append(Replica(devices=devices, samples=tuple(samples), tensor_shares=shares))
     division = draw(st.sampled_from([(False, False), (True, False), (False, True)])) if lanes > 1 else (False, False)
+    splittable = lanes > 1 and tensor == 1 and not division[1]
+    split = tuple(sorted(draw(st.sets(st.integers(start, stop - 1))))) if splittable else ()
     flags = {"sharded": division[0], "expert": division[1], "recompute": draw(st.booleans())}
-    return Stage(start=start, stop=stop, replicas=tuple(made), tensor=tensor, **flags)
+    return Stage(start=start, stop=stop, replicas=tuple(made), tensor=tensor, split=split, **flags)
 
 
 @st.composite

@@ -177,10 +177,10 @@ CONSTRAINTS: list[tuple[Graph, str, str]] = [
         "asks for 3 copies",
         "▶sharded 2◀",
     ),
-    (annotated({"kind": "split", "layers": (2, 3)}), "asks for its layers to be divided, stage 1 does not", "▶sharded 2◀"),
+    (annotated({"kind": "split", "layers": (2, 3)}), "asks for layer 'h.2' to be divided, stage 1 does not", "▶sharded 2◀"),
     (annotated({"kind": "split", "layers": (0,), "devices": 4}), "asks for 4 parts, stage 0 makes 2", "▶tensor 2◀"),
     (annotated({"kind": "split", "layers": (0,), "uneven": False}, tensor_units=3), "layer 'h.0' has 3 units for tensor=2", "▶tensor 2◀"),
-    (annotated({"kind": "replica", "layers": (0, 1)}), "keeps its layers whole, stage 0 splits them", "▶tensor 2◀"),
+    (annotated({"kind": "replica", "layers": (0, 1)}), "keeps layer 'h.0' whole, stage 0 splits it", "▶tensor 2◀"),
     (annotated({"kind": "pipeline", "layers": (0, 1), "micro_batches": 8}), "asks for 8 micro-batches, the plan makes 4", "▶2◀"),
 ]
 
@@ -212,6 +212,38 @@ def test_micro_batches_are_counted_for_each_copy_of_the_pipeline() -> None:
         {"kind": "replica", "layers": whole, "devices": 2}, {"kind": "pipeline", "layers": whole, "micro_batches": 2, "parent": 0}
     )
     validate(parse_plan(GOOD), graph, CLUSTER)
+
+
+HYBRID = GOOD.replace("sharded", "split=4-5")
+
+
+def test_lanes_may_split_layers_beside_replicas() -> None:
+    graph = annotated(
+        {"kind": "replica", "layers": (2, 3), "devices": 4}, {"kind": "split", "layers": (4, 5), "devices": 2, "uneven": False}
+    )
+    validate(parse_plan(HYBRID), graph, CLUSTER)
+    with pytest.raises(PlanError, match=r"keeps layer 'h\.4' whole, stage 1 splits it"):
+        validate(parse_plan(HYBRID), annotated({"kind": "replica", "layers": (2, 3, 4), "devices": 4}), CLUSTER)
+    with pytest.raises(PlanError, match="has 3 units for 2 lanes"):
+        validate(parse_plan(HYBRID), annotated({"kind": "split", "layers": (4,), "uneven": False}, tensor_units=3), CLUSTER)
+
+
+@pytest.mark.parametrize(
+    ("text", "units", "sentence"),
+    [
+        (GOOD.replace("tensor=2: 2x(s0-0/[0-3])=4", "tensor=2 split=1: s0-0/[0-3]=2*4"), 8, "lanes divide layers only where tensor=1"),
+        (GOOD.replace("tensor=2", "tensor=1 split=1").replace("[0-3])=4", "[0-1])=4"), 8, "a replica has one lane"),
+        (HYBRID.replace("4-5", "1,4"), 8, "stage 1 runs layers 2-5, but splits layer 1"),
+        (HYBRID.replace("4-5", "5,4"), 8, "split layers must ascend, got 5,4"),
+        (HYBRID.replace("tensor=2", "").replace("[0-3])=4", "[0-1])=4"), 1, "2 lanes split layer 'h.4', which cannot be split"),
+        (HYBRID.replace("split", "expert split"), 8, "lanes divide the experts of layer 'h.4', so they cannot split it too"),
+    ],
+)
+def test_split_layers_have_rules(text: str, units: int, sentence: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        validate(parse_plan(text), annotated(tensor_units=units), CLUSTER)
+    assert sentence in str(caught.value)
+    assert "▶" in str(caught.value)
 
 
 def test_unequal_shares_can_be_forbidden() -> None:

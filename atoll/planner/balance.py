@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-__all__ = ["balanced_cuts", "shares", "shares_by_time"]
+__all__ = ["balanced_cuts", "shares"]
 
 
 def shares(total: int, speeds: Sequence[float], limits: Sequence[int] | None = None) -> list[int] | None:
@@ -33,18 +33,6 @@ def shares(total: int, speeds: Sequence[float], limits: Sequence[int] | None = N
         taken[i] += 1
         if taken[i] < bound[i]:
             heapq.heappush(heap, ((taken[i] + 1) / speeds[i], i))
-    return taken
-
-
-def shares_by_time(total: int, seconds: Sequence[Callable[[int], float]]) -> list[int]:
-    """Whole numbers summing to `total` that minimise the largest `seconds[i](share)`, for times that grow with the share."""
-    taken = [1] * len(seconds)
-    heap = [(time(2), i) for i, time in enumerate(seconds)]
-    heapq.heapify(heap)
-    for _ in range(total - len(taken)):
-        _, i = heapq.heappop(heap)
-        taken[i] += 1
-        heapq.heappush(heap, (seconds[i](taken[i] + 1), i))
     return taken
 
 

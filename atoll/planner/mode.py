@@ -5,6 +5,7 @@ the number of devices. A swarm loses one replica's work and goes on with the res
 of gradients every step, which changes the numbers, so they are chosen only where the links leave no other way.
 """
 
+from collections.abc import Sequence
 from math import sqrt
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from msgspec.structs import replace
 
 from atoll.cost import Evaluator
 from atoll.plan import Mode, Plan
+from atoll.planner.search import Found
 from atoll.units import format_seconds
 
 __all__ = ["ModeChoice", "choose_mode", "goodput", "island_plan"]
@@ -19,6 +21,7 @@ __all__ = ["ModeChoice", "choose_mode", "goodput", "island_plan"]
 RESTART_SECONDS = 120.0  # noticing a death, rendezvous, loading the checkpoint
 REPLACEMENT_SECONDS = 600.0  # until a preempted device is back or replaced
 CHECKPOINT_SECONDS = 5.0  # what an asynchronous checkpoint holds the step up for
+MOST_SECONDS_BETWEEN_CHECKPOINTS = 86400.0
 SWARM_OVERHEAD = 0.05  # routing, seals and manifests, against lockstep on the same layout
 ISLAND_GAIN = 2.0  # how much faster islands must be before they are worth other numbers than one process gives
 OUTER_STEPS = (4, 8, 16, 32, 64, 128, 256)
@@ -41,26 +44,37 @@ def goodput(mode: Mode, failures_per_hour: float, step_seconds: float, devices: 
     if mode == "swarm":
         lost = rate * (step_seconds / max(1, devices) + REPLACEMENT_SECONDS / max(1, devices))
         return max(0.0, (1.0 - SWARM_OVERHEAD) / (1.0 + lost))
-    interval = max(step_seconds, sqrt(2 * CHECKPOINT_SECONDS / rate))  # Young's interval
+    interval = max(step_seconds, min(MOST_SECONDS_BETWEEN_CHECKPOINTS, sqrt(2 * CHECKPOINT_SECONDS / rate)))  # Young's interval
     lost = CHECKPOINT_SECONDS / interval + rate * (interval / 2 + RESTART_SECONDS)
     return 1.0 / (1.0 + lost)
 
 
-def choose_mode(plan: Plan, seconds: float, evaluator: Evaluator, islands: tuple[Plan, float] | None, forced: Mode | None) -> ModeChoice:
-    """The mode for the best lockstep plan, given the best plan for islands if there is one."""
-    names = {name for stage in plan.stages for name in stage.devices}
-    failures = sum(evaluator.devices[name].preemptions_per_hour for name in names)
-    lockstep = seconds / goodput("lockstep", failures, seconds, len(names))
-    swarm = seconds / goodput("swarm", failures, seconds, len(names))
-    spare = all(len(stage.replicas) > 1 for stage in plan.stages)
-    if forced == "swarm" or (forced is None and swarm < 0.95 * lockstep and spare):
-        return ModeChoice(replace(plan, mode="swarm"), seconds, swarm, _swarm_reason(failures, lockstep, swarm, spare, forced))
+def choose_mode(found: Sequence[Found], evaluator: Evaluator, islands: tuple[Plan, float] | None, forced: Mode | None) -> ModeChoice:
+    """The mode and the plan for it: of the plans found, best first, and the best plan for islands if there is one."""
+    best = found[0]
+    failures = _failures(best.plan, evaluator)
+    lockstep = best.seconds / _goodput_of("lockstep", best, evaluator)
+    alive = [one for one in found if all(len(stage.replicas) > 1 for stage in one.plan.stages)] or ([best] if forced == "swarm" else [])
+    swarm = min(alive, key=lambda one: one.seconds / _goodput_of("swarm", one, evaluator), default=None)
+    swarm_seconds = swarm.seconds / _goodput_of("swarm", swarm, evaluator) if swarm is not None else float("inf")
+    if swarm is not None and (forced == "swarm" or (forced is None and swarm_seconds < 0.95 * lockstep)):
+        spare = all(len(stage.replicas) > 1 for stage in swarm.plan.stages)
+        reason = _swarm_reason(failures, lockstep, swarm_seconds, spare, forced)
+        return ModeChoice(replace(swarm.plan, mode="swarm"), swarm.seconds, swarm_seconds, reason)
     if islands is not None and (forced == "islands" or (forced is None and islands[1] * ISLAND_GAIN < lockstep)):
-        faster = lockstep / islands[1]
-        said = "asked for" if forced else f"{faster:.1f}× faster than synchronising every step over these links"
+        said = "asked for" if forced else f"{lockstep / islands[1]:.1f}× faster than synchronising every step over these links"
         reason = f"islands: {said}; sites exchange every {islands[0].outer_steps} steps, so the numbers are not those of one process"
         return ModeChoice(islands[0], islands[1], islands[1], reason)
-    return ModeChoice(plan, seconds, lockstep, _lockstep_reason(failures, lockstep, swarm, spare, forced))
+    return ModeChoice(best.plan, best.seconds, lockstep, _lockstep_reason(failures, lockstep, swarm_seconds, forced))
+
+
+def _failures(plan: Plan, evaluator: Evaluator) -> float:
+    return sum(evaluator.devices[name].preemptions_per_hour for name in {name for stage in plan.stages for name in stage.devices})
+
+
+def _goodput_of(mode: Mode, found: Found, evaluator: Evaluator) -> float:
+    devices = len({name for stage in found.plan.stages for name in stage.devices})
+    return goodput(mode, _failures(found.plan, evaluator), found.seconds, devices)
 
 
 def _swarm_reason(failures: float, lockstep: float, swarm: float, spare: bool, forced: Mode | None) -> str:
@@ -71,28 +85,23 @@ def _swarm_reason(failures: float, lockstep: float, swarm: float, spare: bool, f
     return reason
 
 
-def _lockstep_reason(failures: float, lockstep: float, swarm: float, spare: bool, forced: Mode | None) -> str:
+def _lockstep_reason(failures: float, lockstep: float, swarm: float, forced: Mode | None) -> str:
     if forced == "lockstep":
         return "lockstep: asked for"
     if failures <= 0:
         return "lockstep: no device is said to be preemptible"
-    if swarm < 0.95 * lockstep and not spare:
-        return (
-            f"lockstep: at {failures:.2g} preemptions an hour a swarm would be faster ({format_seconds(swarm)} against "
-            f"{format_seconds(lockstep)} a step), but some stage has a single replica"
-        )
-    return f"lockstep: {failures:.2g} preemptions an hour cost less than a swarm's own overhead"
+    if swarm == float("inf"):
+        return f"lockstep: {failures:.2g} preemptions an hour, but no plan found has two replicas of every stage, as a swarm needs"
+    return f"lockstep: at {failures:.2g} preemptions an hour its step is {format_seconds(lockstep)}, a swarm's {format_seconds(swarm)}"
 
 
-def island_plan(plan: Plan, evaluator: Evaluator) -> tuple[Plan, float] | None:
-    """The same plan run as islands, exchanging as rarely as it takes for links to cost under a tenth; None where a site lacks a stage."""
-    sites = {evaluator.devices[name].site for stage in plan.stages for name in stage.devices}
-    if len(sites) < 2 or any({evaluator.devices[name].site for name in stage.devices} != sites for stage in plan.stages):
-        return None
-    alone = evaluator.seconds(replace(plan, mode="islands", outer_steps=10**9))
+def island_plan(plan: Plan, evaluator: Evaluator) -> tuple[Plan, float]:
+    """A plan for islands that exchange no oftener than it takes for the links to cost under a tenth of the step."""
+    alone = evaluator.seconds(replace(plan, outer_steps=10**9))
+    seconds = 0.0
     for steps in OUTER_STEPS:
-        candidate = replace(plan, mode="islands", outer_steps=steps)
-        seconds = evaluator.seconds(candidate)
-        if seconds <= 1.1 * alone or steps == OUTER_STEPS[-1]:
-            return candidate, seconds
-    return None
+        plan = replace(plan, outer_steps=steps)
+        seconds = evaluator.seconds(plan)
+        if seconds <= 1.1 * alone:
+            break
+    return plan, seconds

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import msgspec
+from msgspec.structs import replace
 
 from atoll.cluster import Cluster
 from atoll.codec import CODECS
@@ -160,14 +161,14 @@ class _Planner:
 
     def _explained(self, found: list[Found], top: int, exact: bool, started: float) -> Planned:
         evaluator = self.evaluator
-        islands = [made for one in found[:50] if (made := island_plan(one.plan, evaluator)) is not None]
-        best_island = min(islands, key=lambda pair: pair[1], default=None)
-        choice = choose_mode(found[0].plan, found[0].seconds, evaluator, best_island, self.mode)
-        plans = [choice.plan, *(one.plan for one in found if one.plan != found[0].plan or choice.plan.mode == "islands")][:top]
+        choice = choose_mode(found, evaluator, self._islands(), self.mode)
+        if self.mode is not None and choice.plan.mode != self.mode:
+            raise NoPlanError(self._nothing_fits(f" in mode {self.mode}"))
+        plans = [choice.plan, *(one.plan for one in found if one.plan != replace(choice.plan, mode="lockstep"))][:top]
         candidates = []
         for number, each in enumerate(plans):
             cost = evaluator.cost(each)
-            each = msgspec.structs.replace(each, codecs={link: codec for link, codec in each.codecs.items() if cost.link_bytes.get(link)})
+            each = replace(each, codecs={link: codec for link, codec in each.codecs.items() if cost.link_bytes.get(link)})
             reasons = plan_reasons(each, cost, evaluator)
             first = (choice.reason, *(f"as annotated: {said}" for said in self.rules.said))
             candidates.append(Candidate(plan=each, cost=cost, reasons=(*first, *reasons) if number == 0 else reasons))
@@ -183,6 +184,14 @@ class _Planner:
             seconds=time.perf_counter() - started,
         )
 
+    def _islands(self) -> tuple[Plan, float] | None:
+        """The best plan in which every site holds the whole model; None where there is one site or none such fits."""
+        if len(self.evaluator.cluster.sites) < 2 or self.mode not in (None, "islands"):
+            return None
+        apart = Timing(self.evaluator, self.timing.classes, wan_ratio=0.0)
+        found = search(apart, self.rules, self.batch_size, [{}], 1, self.max_priced // 4, self.tally, self.progress, islands=True)
+        return island_plan(found[0].plan, self.evaluator) if found else None
+
     def _ruled_out(self, found: list[Found], exact: bool) -> tuple[str, ...]:
         lines = [f"{count} × {reason}" for reason, count in self.tally.ruled_out.most_common()]
         if exact:
@@ -191,14 +200,15 @@ class _Planner:
             lines.append(f"{len(found) - 1} priced plans that are slower, the next by {found[1].seconds / found[0].seconds - 1:.1%}")
         return tuple(lines)
 
-    def _nothing_fits(self) -> str:
+    def _nothing_fits(self, where: str = "") -> str:
         evaluator = self.evaluator
         need = evaluator.graph.parameters * (8 + evaluator.optimizer.state_bytes)
         have = sum(device.memory_bytes for device in evaluator.cluster.devices)
         reasons = ", ".join(f"{reason} ({count})" for reason, count in self.tally.ruled_out.most_common(3)) or "no layout is possible"
         said = f"; annotations ask for {', '.join(self.rules.said)}" if self.rules.said else ""
+        problem = f"no plan fits {evaluator.graph.name} with a batch of {self.batch_size} on {evaluator.cluster.name}{where}"
         return (
-            f"no plan fits {evaluator.graph.name} with a batch of {self.batch_size} on {evaluator.cluster.name}: {reasons}. Parameters, "
-            f"gradients and optimizer state alone need {format_bytes(need)} and all devices together have {format_bytes(have)}{said}. "
+            f"{problem}: {reasons}. Parameters, gradients and optimizer state alone need {format_bytes(need)} and all devices "
+            f"together have {format_bytes(have)}{said}. "
             "More devices, a smaller batch, or an optimizer with less state would help"
         )

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from atoll.plan import CodecName, Plan
 from atoll.planner.arrange import arrange, site_columns
 from atoll.planner.classes import DeviceClass, Slot, slots_of
@@ -18,6 +20,8 @@ from atoll.planner.timing import Inside, Timing
 __all__ = ["Found", "Tally", "insides", "micro_batch_sizes", "search", "stage_counts"]
 
 Progress = Callable[[str, int, int], None]
+RARELY = 64  # steps between exchanges of islands, until `mode` chooses how many
+_FEW_DEVICES = 64
 
 
 class Found(NamedTuple):
@@ -87,7 +91,7 @@ def micro_batch_sizes(batch_size: int, rules: Rules) -> list[int]:
 
 
 def _kind_sets(timing: Timing) -> list[tuple[DeviceClass, ...]]:
-    """All classes; then without the slowest kinds, one after another; then the strongest site alone."""
+    """All classes; without the slowest kinds, one after another; the strongest site alone; in small clusters also parts of a class."""
     precision = timing.evaluator.graph.precision
     speed = {each.number: each.device.kind.peak(precision) * each.device.speed for each in timing.classes}
     names = sorted({(speed[each.number], each.device.kind.name) for each in timing.classes}, reverse=True)
@@ -100,6 +104,10 @@ def _kind_sets(timing: Timing) -> list[tuple[DeviceClass, ...]]:
         strength[each.device.site] += int(speed[each.number] * each.size)
     best = strength.most_common(1)[0][0]
     sets.append(tuple(each for each in timing.classes if each.device.site == best))
+    if sum(each.size for each in timing.classes) <= _FEW_DEVICES:  # a small model may want a single host, or a single device
+        fastest = sorted(timing.classes, key=lambda each: -speed[each.number])[:4]
+        for each in fastest:
+            sets += [(each,), (each._replace(hosts=each.hosts[:1]),), (each._replace(hosts=(each.hosts[0][:1],)),)]
     return list(dict.fromkeys(sets))
 
 
@@ -122,18 +130,19 @@ def search(
     budget: int,
     tally: Tally,
     progress: Progress,
+    islands: bool = False,
 ) -> list[Found]:
-    """The best plans found, best first; at most `budget` are priced in full."""
+    """The best plans found, best first; at most `budget` are priced in full. For islands, each site holds the whole model."""
     drafted: list[Drafted] = []
-    layouts = list(_layouts(timing, rules))
+    layouts = list(_layouts(timing, rules, tally, islands))
     for number, (inside, stages) in enumerate(layouts):
         progress("drafting", number, len(layouts))
         drafted.extend(_drafts(timing, rules, batch_size, inside, stages, tally))
     drafted.sort(key=lambda each: each.estimate)
-    return _price(drafted, timing, batch_size, codec_sets, keep, budget, tally, progress)
+    return _price(drafted, timing, batch_size, codec_sets, keep, tally.priced + budget, tally, progress, islands)
 
 
-def _layouts(timing: Timing, rules: Rules) -> Iterator[tuple[Inside, tuple[tuple[Slot, ...], ...]]]:
+def _layouts(timing: Timing, rules: Rules, tally: Tally, islands: bool) -> Iterator[tuple[Inside, tuple[tuple[Slot, ...], ...]]]:
     layers = len(timing.evaluator.graph.layers)
     seen: set[tuple[Inside, tuple[tuple[Slot, ...], ...]]] = set()
     for inside in insides(timing, rules):
@@ -141,23 +150,28 @@ def _layouts(timing: Timing, rules: Rules) -> Iterator[tuple[Inside, tuple[tuple
             slots = slots_of(chosen, inside.size)
             if not slots:
                 continue
-            counts = [n for n in stage_counts(len(slots), layers, rules) if _could_fit(timing, chosen, inside, n)]
+            possible = stage_counts(len(slots), layers, rules)
+            counts = [n for n in possible if _could_fit(timing, chosen, inside, n)]
+            tally.considered += len(possible) - len(counts)
+            tally.ruled_out["out of memory"] += len(possible) - len(counts)
             if inside.lanes > 1:
                 counts = [n for n in counts if n in (1, 2, 4, 8) or rules.bounds]  # sharding replaces stages more than it joins them
-            for layout in _arrangements(timing, rules, slots, inside, counts):
+            for layout in _arrangements(timing, rules, slots, inside, counts, islands):
                 if (inside, layout) not in seen:
                     seen.add((inside, layout))
                     yield inside, layout
 
 
 def _arrangements(
-    timing: Timing, rules: Rules, slots: Sequence[Slot], inside: Inside, counts: Sequence[int]
+    timing: Timing, rules: Rules, slots: Sequence[Slot], inside: Inside, counts: Sequence[int], islands: bool
 ) -> Iterator[tuple[tuple[Slot, ...], ...]]:
     first = {slot.kind: slot for slot in reversed(slots)}
     layers = len(timing.evaluator.graph.layers)
     times = {kind: timing.slot(slot, inside, 1.0 * inside.lanes, False).of(0, layers) for kind, slot in first.items()}
     sites = sorted({timing.classes[slot.kind].device.site for slot in slots})
     ways = [way for way in site_columns(timing.evaluator.cluster, sites) if len(way) in (1, 2, 4, len(sites))]
+    if islands:
+        ways = ways[:1]  # each site a column of its own
     several = len(first) > len(sites)
     for stages in counts:
         for columns in ways if stages > 1 else ways[:1]:
@@ -206,6 +220,7 @@ def _price(
     budget: int,
     tally: Tally,
     progress: Progress,
+    islands: bool,
 ) -> list[Found]:
     found: list[Found] = []
     for number, each in enumerate(drafted):
@@ -221,6 +236,8 @@ def _price(
             if plan is None:
                 tally.ruled_out["shares do not divide"] += 1
                 break
+            if islands:
+                plan = replace(plan, mode="islands", outer_steps=RARELY)
             tally.priced += 1
             if not timing.evaluator.fits(plan):
                 tally.ruled_out["out of memory"] += 1

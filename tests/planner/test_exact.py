@@ -1,0 +1,29 @@
+"""The planner against the exhaustive search of the benchmark, which shares nothing with it but the cost model."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from optimality import INFINITE, exhaustive
+from small_instances import random_instance
+
+from atoll.cost import Evaluator
+from atoll.errors import NoPlanError
+from atoll.planner import plan
+
+
+@pytest.mark.parametrize("seed", range(1000, 1024))
+def test_no_plan_of_the_space_is_faster(seed: int) -> None:
+    graph, cluster, batch = random_instance(seed, most_devices=3, most_layers=4)
+    try:
+        planned = plan(graph, cluster, batch_size=batch)
+        ours = planned.candidates[0].cost.step_seconds
+        assert planned.exact
+    except NoPlanError:
+        ours = INFINITE
+    best, plans, _ = exhaustive(Evaluator(graph, cluster), batch, ours)
+    assert plans > 0
+    assert ours == best == INFINITE or ours <= best * (1 + 1e-9)

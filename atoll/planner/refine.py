@@ -43,6 +43,8 @@ def _moves(plan: Plan, evaluator: Evaluator, rules: Rules, codecs: Mapping[str, 
     yield from _other_codecs(plan, codecs)
     if not rules.replicas and sum(len(stage.replicas) for stage in plan.stages) <= _FEW_REPLICAS:
         yield from _moved_replicas(plan, evaluator)
+        yield from _added_replicas(plan, evaluator)
+        yield from _regrouped(plan)
 
 
 def _with_stages(plan: Plan, changed: Mapping[int, Stage]) -> Plan:
@@ -169,6 +171,45 @@ def _moved_replicas(plan: Plan, evaluator: Evaluator) -> Iterator[Plan]:
                 found = reshared(_with_stages(plan, changed), evaluator, plan.micro_batch_size)
                 if found is not None:
                     yield found
+
+
+def _added_replicas(plan: Plan, evaluator: Evaluator) -> Iterator[Plan]:
+    """Idle devices of one host, as another replica of some stage."""
+    used = {name for stage in plan.stages for name in stage.devices}
+    for host in evaluator.cluster.hosts:
+        kinds: dict[tuple[str, float], list[str]] = {}
+        for device in host.devices:
+            if device.name not in used:
+                kinds.setdefault((device.kind.name, device.speed), []).append(device.name)
+        for names in kinds.values():
+            for s, stage in enumerate(plan.stages):
+                size = stage.tensor * stage.lanes
+                if len(names) < size:
+                    continue
+                more = Replica(devices=tuple(names[:size]), samples=(1,) * stage.lanes)
+                changed = _with_stages(plan, {s: replace(stage, replicas=(*stage.replicas, more))})
+                found = reshared(changed, evaluator, plan.micro_batch_size)
+                if found is not None:
+                    yield found
+
+
+def _regrouped(plan: Plan) -> Iterator[Plan]:
+    """Replicas of a single stage that shard its parameters between them instead of repeating them, or the other way round."""
+    stage = plan.stages[0]
+    if len(plan.stages) > 1 or stage.tensor > 1 or stage.expert or stage.split:
+        return
+    if stage.lanes == 1 and len(stage.replicas) > 1:
+        samples = tuple(replica.total_samples for replica in stage.replicas)
+        rounds = max(-(-total // plan.micro_batch_size) for total in samples)
+        if all(total % rounds == 0 for total in samples):
+            whole = Replica(devices=stage.devices, samples=samples)
+            yield replace(plan, micro_batch_size=plan.batch_size // rounds, stages=(replace(stage, sharded=True, replicas=(whole,)),))
+    elif stage.sharded:
+        apart = tuple(
+            Replica(devices=(name,), samples=(count,)) for r in stage.replicas for name, count in zip(r.devices, r.samples, strict=True)
+        )
+        size = max(1, plan.micro_batch_size // stage.lanes)
+        yield replace(plan, micro_batch_size=size, stages=(replace(stage, sharded=False, replicas=apart),))
 
 
 def _distinct(stage: Stage, evaluator: Evaluator) -> list[int]:

@@ -6,6 +6,7 @@ recomputation. Best estimate first; `refine` then improves the leaders by local 
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -104,11 +105,27 @@ def _kind_sets(timing: Timing) -> list[tuple[DeviceClass, ...]]:
         strength[each.device.site] += int(speed[each.number] * each.size)
     best = strength.most_common(1)[0][0]
     sets.append(tuple(each for each in timing.classes if each.device.site == best))
-    if sum(each.size for each in timing.classes) <= _FEW_DEVICES:  # a small model may want a single host, or a single device
-        fastest = sorted(timing.classes, key=lambda each: -speed[each.number])[:4]
-        for each in fastest:
-            sets += [(each,), (each._replace(hosts=each.hosts[:1]),), (each._replace(hosts=(each.hosts[0][:1],)),)]
+    if sum(each.size for each in timing.classes) <= _FEW_DEVICES:
+        sets += _small_sets(timing)
     return list(dict.fromkeys(sets))
+
+
+def _small_sets(timing: Timing) -> list[tuple[DeviceClass, ...]]:
+    """A small model may want two sites, one, a single host, or a single device."""
+    classes = timing.classes
+    sites = sorted({each.device.site for each in classes})
+    few = [*combinations(sites, 2), *((site,) for site in sites)]
+    found = [tuple(each for each in classes if each.device.site in chosen) for chosen in few]
+    hosts: dict[str, list[DeviceClass]] = {}
+    for each in classes:
+        found.append((each,))
+        found.append((each._replace(hosts=(each.hosts[0][:1],)),))
+        for names in each.hosts:
+            hosts.setdefault(timing.evaluator.devices[names[0]].host, []).append(each._replace(hosts=(names,)))
+    alike: dict[tuple[tuple[int, int], ...], tuple[DeviceClass, ...]] = {}
+    for members in hosts.values():
+        alike.setdefault(tuple((each.number, each.size) for each in members), tuple(members))
+    return [*found, *alike.values()]
 
 
 def _could_fit(timing: Timing, classes: Sequence[DeviceClass], inside: Inside, stages: int) -> bool:

@@ -4,13 +4,14 @@ Columns run side by side, so a transfer finds its link taken by those of the oth
 for all of them. Every kind of column is played once.
 """
 
-from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from atoll.cost.in_flight import interleaved_limits
 from atoll.cost.pipeline import NO_HOP, Hop, Worker, column_seconds, simulate
 from atoll.cost.played import Counts, Played, Replicas
+from atoll.cost.setting import Place
 from atoll.cost.transfer import Path, Transfers
 from atoll.plan import Plan
 
@@ -27,10 +28,19 @@ def in_columns(plan: Plan, counts: Counts) -> bool:
     return all(homes.setdefault(replica.devices, i) == i for stage in plan.stages for i, replica in enumerate(stage.replicas))
 
 
-def play_columns(transfers: Transfers, plan: Plan, replicas: Replicas, counts: list[int], with_transfer: bool) -> Played:
+def play_columns(
+    transfers: Transfers, plan: Plan, places: Sequence[Place], replicas: Replicas, counts: list[int], with_transfer: bool
+) -> Played:
     """Plays a plan in which replica i of every stage takes `counts[i]` micro-batches."""
-    columns = _Columns(transfers, plan, counts)
-    kinds = list(zip(counts, *([id(item) for item in row] for row in replicas), *(b.kinds for b in columns.boundaries), strict=True))
+    columns = _Columns(transfers, plan, places, counts)
+    differing: list[Sequence[object]] = [counts] if _differ(counts) else []
+    differing += [[id(item) for item in row] for row in replicas if _differ(row)]
+    differing += [boundary.kinds for boundary in columns.boundaries if not boundary.alike]
+    if not differing:
+        finish, busy, in_flight, transfer = _play_column(columns, plan, replicas, 0, with_transfer)
+        width = len(counts)
+        return Played(_widened(finish, width), _widened(busy, width), [[held] * width for held in in_flight], _widened(transfer, width))
+    kinds = list(zip(*differing, strict=True))
     first = dict(zip(reversed(kinds), reversed(range(len(kinds))), strict=True))
     known = {kind: _play_column(columns, plan, replicas, i, with_transfer) for kind, i in first.items()}
     played = [known[kind] for kind in kinds]
@@ -41,6 +51,14 @@ def play_columns(transfers: Transfers, plan: Plan, replicas: Replicas, counts: l
         [[column.in_flight[s] for column in played] for s in stages],
         [[column.transfer[s] for column in played] for s in stages],
     )
+
+
+def _widened(row: list[float], width: int) -> list[list[float]]:
+    return [[value] * width for value in row]
+
+
+def _differ(row: Sequence[object]) -> bool:
+    return row.count(row[0]) != len(row)
 
 
 class _Column(NamedTuple):
@@ -55,46 +73,49 @@ class _Column(NamedTuple):
 class _Columns:
     """The ways between the stages of each column, and who shares them."""
 
-    def __init__(self, transfers: Transfers, plan: Plan, counts: list[int]) -> None:
+    def __init__(self, transfers: Transfers, plan: Plan, places: Sequence[Place], counts: list[int]) -> None:
         self._transfers, self._plan, self.counts = transfers, plan, counts
         self._bytes = [transfers.boundary_bytes(plan, stage) for stage in plan.stages[:-1]]
-        self.boundaries = [transfers.boundary(here, there) for here, there in pairwise(plan.stages)]
-        self._users: dict[tuple[str, ...], Counter[tuple[float, int]]] = {}  # seconds and micro-batches of those that share a link
-        for boundary, (forth_bytes, back_bytes) in zip(self.boundaries, self._bytes, strict=True):
-            if boundary.shared:
-                self._note_users(boundary.onward, forth_bytes)
-                self._note_users(boundary.back, back_bytes)
-
-    def _note_users(self, row: tuple[Path, ...], nbytes: float) -> None:
-        paths = {id(path): path for path in row}
-        for (identity, count), times in Counter(zip(map(id, row), self.counts, strict=True)).items():
-            path = paths[identity]
-            if path.resource:
-                use = (self._transfers.hop(self._plan, path, nbytes).occupancy, count)
-                self._users.setdefault(path.resource, Counter())[use] += times
+        self.boundaries = [transfers.boundary(here, there) for here, there in pairwise(places)]
+        self._users: dict[tuple[str, ...], dict[int, float]] = {}  # of a link: seconds a round, by micro-batches of those that use it
+        self._occupied: dict[tuple[tuple[str, ...], int], float] = {}
+        for boundary, both in zip(self.boundaries, self._bytes, strict=True):
+            for direction, path, users in boundary.queued:
+                seconds = transfers.hop(plan, path, both[direction]).occupancy
+                load = self._users.setdefault(path.resource, {})
+                for column in users:
+                    count = counts[column]
+                    load[count] = load.get(count, 0.0) + seconds
 
     def hops(self, column: int) -> tuple[list[Hop], list[Hop]]:
         """The hops of a column, forth and back."""
         count = self.counts[column]
-        rows = list(zip(self.boundaries, self._bytes, strict=True))
-        onward = [self._contended(boundary.onward[column], nbytes[0], count) for boundary, nbytes in rows]
-        return onward, [self._contended(boundary.back[column], nbytes[1], count) for boundary, nbytes in rows]
+        onward, back = [], []
+        for boundary, (forth_bytes, back_bytes) in zip(self.boundaries, self._bytes, strict=True):
+            onward.append(self._hop(boundary.onward[column], forth_bytes, count))
+            back.append(self._hop(boundary.back[column], back_bytes, count))
+        return onward, back
 
-    def _contended(self, path: Path, nbytes: float, count: int) -> Hop:
-        """A hop that waits for everyone who uses its link as often, and for those who use it less as often as they do."""
-        hop = self._transfers.hop(self._plan, path, nbytes)
+    def _hop(self, path: Path, nbytes: float, count: int) -> Hop:
         if not path.resource:
-            return hop
-        users = self._users[path.resource].items()
-        return hop._replace(occupancy=sum(seconds * times * min(1.0, theirs / count) for (seconds, theirs), times in users))
+            return self._transfers.hop(self._plan, path, nbytes)
+        return Hop(self._occupancy(path.resource, count), path.latency, -1)
+
+    def _occupancy(self, resource: tuple[str, ...], count: int) -> float:
+        """A link is held for everyone who uses it as often, and for those who use it less as often as they do."""
+        found = self._occupied.get((resource, count))
+        if found is None:
+            found = sum([seconds * min(1.0, theirs / count) for theirs, seconds in self._users[resource].items()])
+            self._occupied[resource, count] = found
+        return found
 
     def codec(self, column: int) -> tuple[list[float], list[float]]:
         """Seconds each stage of a column spends on encoding a micro-batch: activations in forward, gradients in backward."""
         forward, backward = [0.0] * len(self._plan.stages), [0.0] * len(self._plan.stages)
-        if self._plan.codecs:
-            for s, (forth_bytes, back_bytes) in enumerate(self._bytes):
-                forward[s] = self._transfers.codec_seconds(self._plan, self.boundaries[s].onward[column], forth_bytes)
-                backward[s + 1] = self._transfers.codec_seconds(self._plan, self.boundaries[s].back[column], back_bytes)
+        for s, (boundary, (forth_bytes, back_bytes)) in enumerate(zip(self.boundaries, self._bytes, strict=True)):
+            if self._plan.codecs and boundary.between_sites:
+                forward[s] = self._transfers.codec_seconds(self._plan, boundary.onward[column], forth_bytes)
+                backward[s + 1] = self._transfers.codec_seconds(self._plan, boundary.back[column], back_bytes)
         return forward, backward
 
 

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise, permutations
-from math import ceil, log2
 from typing import NamedTuple
 
 from atoll.cluster import Cluster, Device, Link
@@ -95,40 +94,45 @@ def wan_ring(cluster: Cluster, sites: tuple[str, ...]) -> tuple[Link, ...]:
     return tuple(links[a, b] for a, b in pairwise((*order, order[0])))
 
 
-def _ring(tier: Tier, nbytes: float, passes: float) -> float:
-    """`passes` is 2 for an all-reduce, 1 for a gather or a reduce-scatter."""
-    n = tier.members
-    if n < 2:
-        return 0.0
-    return passes * ((n - 1) / n * nbytes * tier.sharing / tier.bytes_per_s + (n - 1) * tier.latency_s)
-
-
-def _tree(tier: Tier, nbytes: float, passes: float) -> float:
-    if tier.members < 2:
-        return 0.0
-    return passes * (nbytes * tier.sharing / tier.bytes_per_s + ceil(log2(tier.members)) * tier.latency_s)
-
-
-def _cheapest(span: Span, nbytes: float, passes: float, wan_ratio: float) -> float:
-    tiers = (span.host, span.site, span.wan)
-    amounts = (nbytes, nbytes, nbytes * wan_ratio)
-    hierarchy = sum(min(_ring(tier, amount, passes), _tree(tier, amount, passes)) for tier, amount in zip(tiers, amounts, strict=True))
-    used = [(tier, amount) for tier, amount in zip(tiers, amounts, strict=True) if tier.members > 1]
+def _cheapest(span: Span, nbytes: float, passes: float, wan_ratio: float, site_sharing: float = 0.0, wan_sharing: float = 0.0) -> float:
+    """`passes` is 2 for an all-reduce, 1 for a gather or a reduce-scatter; a sharing above the span's own goes before it."""
+    hierarchy = slowest = latency = 0.0
+    for (n, rate, hop, own), amount, sharing in (
+        (span.host, nbytes, 0.0),
+        (span.site, nbytes, site_sharing),
+        (span.wan, nbytes * wan_ratio, wan_sharing),
+    ):
+        if n > 1:
+            seconds = amount * (own if own > sharing else sharing) / rate
+            ring = (n - 1) / n * seconds + (n - 1) * hop
+            tree = seconds + (n - 1).bit_length() * hop
+            hierarchy += ring if ring < tree else tree
+            slowest = seconds if seconds > slowest else slowest
+            latency = hop if hop > latency else latency
     n = span.members
-    slowest = max(amount * tier.sharing / tier.bytes_per_s for tier, amount in used)
-    flat = passes * ((n - 1) / n * slowest + (n - 1) * max(tier.latency_s for tier, _ in used))
-    return min(hierarchy, flat)
+    flat = (n - 1) / n * slowest + (n - 1) * latency
+    return passes * (hierarchy if hierarchy < flat else flat)
 
 
 def _wan_ratio(span: Span, codecs: Mapping[str, str], element_bytes: float) -> float:
     return max((codec_spec(codecs.get(link.name, "none")).ratio(element_bytes) for link in span.wan_links), default=1.0)
 
 
-def all_reduce_seconds(span: Span, nbytes: float, calibration: Calibration, codecs: Mapping[str, str], element_bytes: float = 4.0) -> float:
-    """All members end with the sum of everyone's `nbytes`."""
+def all_reduce_seconds(
+    span: Span,
+    nbytes: float,
+    calibration: Calibration,
+    codecs: Mapping[str, str],
+    element_bytes: float = 4.0,
+    *,
+    site_sharing: float = 0.0,
+    wan_sharing: float = 0.0,
+) -> float:
+    """All members end with the sum of everyone's `nbytes`; more groups may share the interfaces and links than the span knows of."""
     if span.members < 2 or not nbytes:
         return 0.0
-    return _cheapest(span, nbytes, 2.0, _wan_ratio(span, codecs, element_bytes)) + calibration.collective_seconds
+    ratio = _wan_ratio(span, codecs, element_bytes) if codecs and span.wan_links else 1.0
+    return _cheapest(span, nbytes, 2.0, ratio, site_sharing, wan_sharing) + calibration.collective_seconds
 
 
 def all_gather_seconds(span: Span, nbytes: float, calibration: Calibration) -> float:

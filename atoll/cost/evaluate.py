@@ -17,7 +17,7 @@ from atoll.cost.in_flight import micro_batch_counts
 from atoll.cost.memory import Memory
 from atoll.cost.played import Played
 from atoll.cost.replica import ReplicaPrices, ReplicaSeconds
-from atoll.cost.setting import Setting
+from atoll.cost.setting import Place, Setting
 from atoll.cost.synchronisation import Synchronisation
 from atoll.cost.timeline import play
 from atoll.cost.traffic import link_bytes
@@ -31,7 +31,8 @@ __all__ = ["Evaluator", "cost"]
 class _Prices(NamedTuple):
     """All the pieces of a plan's price that do not depend on the order of events."""
 
-    replicas: list[list[ReplicaSeconds]]  # by stage
+    places: list[Place]  # by stage
+    replicas: list[list[ReplicaSeconds]]
     counts: list[list[int]]  # micro-batches of each replica
     sync: list[float]  # by stage, hidden or not
     tied: list[float]
@@ -64,12 +65,14 @@ class Evaluator:
     def seconds(self, plan: Plan) -> float:
         """The predicted step time alone."""
         prices = self._prices(plan)
-        return self._step(plan, prices, play(self._transfers, plan, prices.replicas, prices.counts, with_transfer=False)).seconds
+        return self._step(
+            plan, prices, play(self._transfers, plan, prices.places, prices.replicas, prices.counts, with_transfer=False)
+        ).seconds
 
     def cost(self, plan: Plan) -> Cost:
         """Everything there is to say about a plan."""
         prices = self._prices(plan)
-        played = play(self._transfers, plan, prices.replicas, prices.counts, with_transfer=True)
+        played = play(self._transfers, plan, prices.places, prices.replicas, prices.counts, with_transfer=True)
         step = self._step(plan, prices, played)
         memory = self.memory(plan, played.in_flight)
         carried = link_bytes(self._setting, self._synchronisation, self._transfers, plan)
@@ -112,7 +115,7 @@ class Evaluator:
 
     def sync_seconds(self, plan: Plan) -> list[float]:
         """What each stage's replicas need to agree on their gradients, hidden behind the backward pass or not."""
-        return self._synchronisation.seconds(plan)
+        return self._synchronisation.seconds(plan, self._setting.places(plan))
 
     def sync_volumes(self, stage: Stage) -> list[tuple[bool, float]]:
         """(across lanes?, bytes of gradient) that each device of a stage reduces once a step."""
@@ -120,18 +123,19 @@ class Evaluator:
 
     def sync_span(self, stage: Stage, across_lanes: bool, site: str = "") -> Span | None:
         """Where the slowest group of devices that agree on a gradient lives (within one site, if named); None where none has two."""
-        spans = [group.span for group in self._synchronisation.groups(stage, across_lanes, site)]
+        spans = [group.span for group in self._synchronisation.groups(self._setting.place(stage), across_lanes, site)]
         return max(spans, key=lambda span: all_reduce_seconds(span, 64e6, self.calibration, {}), default=None)
 
     def _prices(self, plan: Plan) -> _Prices:
+        places = self._setting.places(plan)
         counts = micro_batch_counts(plan)
         replicas: list[list[ReplicaSeconds]] = []
-        for stage, row in zip(plan.stages, counts, strict=True):
+        for stage, place, row in zip(plan.stages, places, counts, strict=True):
             sizes = [float(plan.micro_batch_size)] * len(row)
             if len(plan.stages) == 1:  # nothing is routed: a replica divides its share evenly
                 sizes = [replica.total_samples / max(1, rounds) for replica, rounds in zip(stage.replicas, row, strict=True)]
-            replicas.append([self.replica_seconds(stage, replica, size) for replica, size in zip(stage.replicas, sizes, strict=True)])
-        return _Prices(replicas, counts, self._synchronisation.seconds(plan), self._synchronisation.tied(plan))
+            replicas.append(self._replica_prices.stage(stage, place, sizes))
+        return _Prices(places, replicas, counts, self._synchronisation.seconds(plan, places), self._synchronisation.tied(plan, places))
 
     def _exposed(self, plan: Plan, prices: _Prices, played: Played, s: int) -> float:
         """What a stage's synchronisation adds after its last backward.
@@ -184,9 +188,8 @@ class Evaluator:
     def _stage_cost(self, plan: Plan, prices: _Prices, s: int, played: Played) -> StageCost:
         transfer = 0.0
         if s + 1 < len(plan.stages):
-            here, there = plan.stages[s], plan.stages[s + 1]
-            path = self._transfers.path(here, here.replicas[0], there, there.replicas[0])
-            nbytes = self._transfers.boundary_bytes(plan, here)[0]
+            path = self._transfers.path(prices.places[s], 0, prices.places[s + 1], 0)
+            nbytes = self._transfers.boundary_bytes(plan, plan.stages[s])[0]
             hop = self._transfers.hop(plan, path, nbytes)
             transfer = hop.occupancy + hop.latency + self._transfers.codec_seconds(plan, path, nbytes)
         return StageCost(

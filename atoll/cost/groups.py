@@ -20,6 +20,7 @@ class Group(NamedTuple):
 
     span: Span  # of any of them, with the contention among all groups
     hosts: tuple[str, ...]  # whose interfaces they use; () for a group inside one host
+    links: tuple[str, ...]  # between sites, by name
     times: int  # how many there are
 
 
@@ -35,7 +36,8 @@ def distinct_groups(
         first = members[0]
         span = span_of(cluster, [groups[first], *groups[:first], *groups[first + 1 :], *others], calibration)
         hosts = tuple(dict.fromkeys(names))
-        found.append(Group(span, hosts if len(hosts) > 1 else (), len(members)))
+        links = tuple(link.name for link in span.wan_links)
+        found.append(Group(span, hosts if len(hosts) > 1 else (), links, len(members)))
     return tuple(found)
 
 

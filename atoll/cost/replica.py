@@ -1,13 +1,14 @@
 """One replica of a stage: how long a micro-batch takes it, by what the time goes to."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from atoll.cluster import Device
 from atoll.cost.amounts import tensor_fraction
 from atoll.cost.communication import Span, all_gather_seconds, all_reduce_seconds, all_to_all_seconds
-from atoll.cost.compute import Compute
+from atoll.cost.compute import Compute, StageTable
 from atoll.cost.groups import slowest_span
-from atoll.cost.setting import Setting
+from atoll.cost.setting import Place, Setting
 from atoll.plan import Replica, Stage
 
 __all__ = ["ReplicaPrices", "ReplicaSeconds"]
@@ -30,22 +31,15 @@ class ReplicaSeconds(NamedTuple):
         return ReplicaSeconds(*(seconds * factor for seconds in self))._replace(update=self.update)
 
 
-class _Slowest(NamedTuple):
-    """The device of a replica that the others wait for."""
-
-    forward: float
-    backward: float
-    recompute: float
-    update: float
-    samples: float  # of a micro-batch, in its lane
-
-
 class _Layout(NamedTuple):
     """What a replica's time depends on besides its stage and share: its devices and the links of its collectives, without names."""
 
     devices: tuple[tuple[str, float], ...]  # kind and speed
     lane: Span | None  # of the lane whose all-reduce takes longest; None where a lane is one device
     lanes: Span | None  # of the position whose exchange between lanes takes longest; None where there is one lane
+
+
+_Division = tuple[int, tuple[int, ...], tuple[int, ...], float]  # layout, samples of unequal lanes, tensor shares, samples of a micro-batch
 
 
 class ReplicaPrices:
@@ -55,47 +49,64 @@ class ReplicaPrices:
         self._setting = setting
         self._compute = Compute(setting.graph, setting.calibration, setting.optimizer.update_bytes)
         self._known: dict[tuple[object, ...], ReplicaSeconds] = {}
+        self._tables: dict[tuple[_Division, int, tuple[int, ...]], list[tuple[StageTable, float]]] = {}
+        self._places: dict[Place, list[int]] = {}
         self._layout_of: dict[tuple[object, ...], int | None] = {}  # None: it depends on the stage's other replicas
         self._numbers: dict[_Layout, int] = {}
         self._layouts: list[_Layout] = []  # by number
 
     def seconds(self, stage: Stage, replica: Replica, micro_samples: float) -> ReplicaSeconds:
         """One micro-batch of `micro_samples` (over all lanes) through a replica."""
-        layout = self._number_of_layout(stage, replica)
-        lanes = replica.samples if len(replica.samples) > 1 else ()
-        shape = (stage.start, stage.stop, stage.tensor, stage.sharded, stage.expert, stage.recompute)
-        key = (shape, layout, lanes, replica.tensor_shares, micro_samples)
+        layout = self._number_of_layout(self._setting.place(stage), replica.devices)
+        return self._price(stage, replica, (layout, _unequal_lanes(replica), replica.tensor_shares, micro_samples))
+
+    def stage(self, stage: Stage, place: Place, micro_samples: Sequence[float]) -> list[ReplicaSeconds]:
+        """One micro-batch of so many samples through each replica of a stage."""
+        layouts = self._places.get(place)
+        if layouts is None:
+            layouts = self._places[place] = [self._number_of_layout(place, group) for group in place.groups]
+        row = []
+        known: dict[_Division, ReplicaSeconds] = {}
+        for layout, replica, samples in zip(layouts, stage.replicas, micro_samples, strict=True):
+            division = (layout, _unequal_lanes(replica), replica.tensor_shares, samples)
+            found = known.get(division)
+            if found is None:
+                found = known[division] = self._price(stage, replica, division)
+            row.append(found)
+        return row
+
+    def _price(self, stage: Stage, replica: Replica, division: _Division) -> ReplicaSeconds:
+        key = (stage.start, stage.stop, stage.sharded, stage.expert, stage.recompute, stage.split, division)
         found = self._known.get(key)
         if found is None:
-            slowest = self._slowest(stage, replica, micro_samples)
-            found = self._known[key] = self._with_collectives(stage, replica, slowest, self._layouts[layout])
+            found = self._known[key] = self._with_collectives(stage, replica, division)
         return found
 
-    def _number_of_layout(self, stage: Stage, replica: Replica) -> int:
+    def _number_of_layout(self, place: Place, devices: tuple[str, ...]) -> int:
         """Replicas with the same number differ in names alone."""
-        key: tuple[object, ...] = (stage.tensor, replica.devices)
+        key: tuple[object, ...] = (place.tensor, devices)
         found = self._layout_of.get(key, -1)
         if found is None:  # lanes that leave their host share its interface with the lanes of the other replicas
-            key = (stage.tensor, replica.devices, stage.devices)
+            key = (place, devices)
             found = self._layout_of.get(key, -1)
         if found is None or found < 0:
-            layout = self._layout(stage, replica)
+            layout = self._layout(place, devices)
             found = self._layout_of[key] = self._numbers.setdefault(layout, len(self._layouts))
             if found == len(self._layouts):
                 self._layouts.append(layout)
             if layout.lane and layout.lane.site.members * layout.lane.wan.members > 1:
-                self._layout_of[stage.tensor, replica.devices] = None
-                self._layout_of[stage.tensor, replica.devices, stage.devices] = found
+                self._layout_of[place.tensor, devices] = None
+                self._layout_of[place, devices] = found
         return found
 
-    def _layout(self, stage: Stage, replica: Replica) -> _Layout:
-        setting, tensor = self._setting, stage.tensor
-        devices = [setting.devices[name] for name in replica.devices]
+    def _layout(self, place: Place, names: tuple[str, ...]) -> _Layout:
+        setting, tensor = self._setting, place.tensor
+        devices = [setting.devices[name] for name in names]
         own = [devices[i : i + tensor] for i in range(0, len(devices), tensor)]
         others: list[list[Device]] = []
         if any(device.host != lane[0].host for lane in own for device in lane):
-            names = [name for other in stage.replicas if other is not replica for name in other.devices]
-            others = [[setting.devices[name] for name in names[i : i + tensor]] for i in range(0, len(names), tensor)]
+            beside = [name for group in place.groups if group != names for name in group]
+            others = [[setting.devices[name] for name in beside[i : i + tensor]] for i in range(0, len(beside), tensor)]
         across = [devices[position::tensor] for position in range(tensor)]
         return _Layout(
             tuple((device.kind.name, device.speed) for device in devices),
@@ -103,42 +114,46 @@ class ReplicaPrices:
             _nameless(slowest_span(setting.cluster, across, setting.calibration)) if len(own) > 1 else None,
         )
 
-    def _slowest(self, stage: Stage, replica: Replica, micro_samples: float) -> _Slowest:
-        a, b, again = stage.start, stage.stop, self._setting.recomputed_stop(stage)
+    def _tables_of(self, stage: Stage, replica: Replica, division: _Division) -> list[tuple[StageTable, float]]:
+        """Times of the layers on each different device of a replica, and its samples of a micro-batch."""
         expert_lanes = stage.lanes if stage.expert else 1
-        total = replica.total_samples or 1
-        slowest = _Slowest(0.0, 0.0, 0.0, 0.0, 0.0)
-        seen = set()
-        for index, name in enumerate(replica.devices):
-            lane, position = divmod(index, stage.tensor)
-            device = self._setting.devices[name]
-            samples = micro_samples * replica.samples[lane] / total
-            fraction = tensor_fraction(replica, stage.tensor, position)
-            kind = (device.kind.name, device.speed, samples, fraction)
-            if kind in seen:
-                continue
-            seen.add(kind)
-            table = self._compute.table(device, samples, fraction, stage.tensor, expert_lanes)
-            forward, backward = table.forward[b] - table.forward[a], table.backward[b] - table.backward[a]
-            if forward + backward >= slowest.forward + slowest.backward:
-                recompute = table.forward[again] - table.forward[a]
-                slowest = _Slowest(forward, backward, recompute, table.update[b] - table.update[a], samples)
-        return slowest
+        key = (division, expert_lanes, stage.split)
+        found = self._tables.get(key)
+        if found is None:
+            found = self._tables[key] = []
+            total, seen = replica.total_samples or 1, set()
+            for index, name in enumerate(replica.devices):
+                lane, position = divmod(index, stage.tensor)
+                device = self._setting.devices[name]
+                samples = division[-1] * replica.samples[lane] / total
+                fraction = tensor_fraction(replica, stage.tensor, position)
+                kind = (device.kind.name, device.speed, samples, fraction)
+                if kind not in seen:
+                    seen.add(kind)
+                    table = self._compute.table(device, samples, fraction, stage.tensor, expert_lanes)
+                    found.append((table, samples))
+        return found
 
-    def _with_collectives(self, stage: Stage, replica: Replica, slowest: _Slowest, layout: _Layout) -> ReplicaSeconds:
-        forward, backward, recompute, update, samples = slowest
-        tensor = self._tensor(stage, replica, layout.lane, samples, stage.stop)
-        tensor_again = self._tensor(stage, replica, layout.lane, samples, self._setting.recomputed_stop(stage))
+    def _with_collectives(self, stage: Stage, replica: Replica, division: _Division) -> ReplicaSeconds:
+        start, stop, again = stage.start, stage.stop, self._setting.recomputed_stop(stage)
+        forward = backward = recompute = update = samples = 0.0
+        for (forth, back, updates), own_samples in self._tables_of(stage, replica, division):  # all wait for the slowest device
+            if forth[stop] - forth[start] + back[stop] - back[start] >= forward + backward:
+                forward, backward, recompute = forth[stop] - forth[start], back[stop] - back[start], forth[again] - forth[start]
+                update, samples = updates[stop] - updates[start], own_samples
+        layout = self._layouts[division[0]]
+        tensor = self._tensor(stage, replica, layout.lane, samples, stop)
+        tensor_again = self._tensor(stage, replica, layout.lane, samples, again)
         expert = self._expert(stage, layout.lanes, samples)
         expert_again = expert if stage.recompute else 0.0
-        gather = self._gather(stage, layout.lanes)
-        forth = forward + tensor + expert
-        back = backward + tensor + expert + recompute + tensor_again + expert_again
+        gather = self._gather(stage, replica, layout.lanes)
+        forth_seconds = forward + tensor + expert
+        back_seconds = backward + tensor + expert + recompute + tensor_again + expert_again
         # gathers (and in backward the reduce-scatter) run beside the compute of the layer before: only what exceeds it is waited for
-        forth_gather, back_gather = max(0.0, gather - forth), max(0.0, 2 * gather - back)
+        forth_gather, back_gather = max(0.0, gather - forth_seconds), max(0.0, 2 * gather - back_seconds)
         return ReplicaSeconds(
-            forward=forth + forth_gather,
-            backward=back + back_gather,
+            forward=forth_seconds + forth_gather,
+            backward=back_seconds + back_gather,
             compute=forward + backward,
             recompute=recompute,
             tensor=2 * tensor + tensor_again,
@@ -149,9 +164,11 @@ class ReplicaPrices:
 
     def _tensor(self, stage: Stage, replica: Replica, lane: Span | None, samples: float, stop: int) -> float:
         """All-reduces of activations along a lane, in the forward of the stage's layers up to `stop`."""
+        if lane is None:
+            return 0.0
         amounts = self._setting.amounts
         reductions = amounts.tensor_reductions[stop] - amounts.tensor_reductions[stage.start]
-        if lane is None or not reductions or self._compute.measured_split(self._setting.devices[replica.devices[0]], stage.tensor):
+        if not reductions or self._compute.measured_split(self._setting.devices[replica.devices[0]], stage.tensor):
             return 0.0
         nbytes = (amounts.tensor_bytes[stop] - amounts.tensor_bytes[stage.start]) * samples
         return reductions * all_reduce_seconds(lane, nbytes / reductions, self._setting.calibration, {}, self._setting.element_bytes)
@@ -165,12 +182,20 @@ class ReplicaPrices:
         nbytes = (amounts.expert_bytes[stage.stop] - amounts.expert_bytes[stage.start]) * samples / stage.tensor
         return 2 * layers * all_to_all_seconds(lanes, nbytes / layers, self._setting.calibration)
 
-    def _gather(self, stage: Stage, lanes: Span | None) -> float:
-        """One gather of the parameters that lanes shard."""
+    def _gather(self, stage: Stage, replica: Replica, lanes: Span | None) -> float:
+        """One gather of the parameters that lanes shard, where a device holds most of them."""
         if not stage.sharded or lanes is None:
             return 0.0
-        nbytes = self._setting.most_held(stage).dense * self._setting.element_bytes
+        shares = replica.tensor_shares
+        position = shares.index(max(shares)) if shares else 0
+        nbytes = self._setting.held(stage, replica, position).dense * self._setting.element_bytes
         return all_gather_seconds(lanes, nbytes, self._setting.calibration)
+
+
+def _unequal_lanes(replica: Replica) -> tuple[int, ...]:
+    """The samples of a replica's lanes, where they differ: lanes that divide a micro-batch evenly are alike whatever they take."""
+    samples = replica.samples
+    return () if len(samples) == 1 or samples.count(samples[0]) == len(samples) else samples
 
 
 def _nameless(span: Span) -> Span:

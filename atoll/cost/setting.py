@@ -6,9 +6,19 @@ from atoll.cost.amounts import Amounts, Held, held_parameters, tensor_fraction
 from atoll.cost.calibration import Calibration
 from atoll.cost.optimizer import optimizer_cost
 from atoll.graph import Graph
-from atoll.plan import Replica, Stage
+from atoll.plan import Plan, Replica, Stage
 
-__all__ = ["Setting", "device_groups"]
+__all__ = ["Place", "Setting"]
+
+
+class Place:
+    """Where a stage's replicas live. Equal places of one setting are one object, so that caches know them by identity."""
+
+    __slots__ = ("groups", "tensor")
+
+    def __init__(self, tensor: int, groups: tuple[tuple[str, ...], ...]) -> None:
+        self.tensor = tensor
+        self.groups = groups  # the devices of each replica
 
 
 class Setting:
@@ -23,6 +33,19 @@ class Setting:
         self.devices = device_index(cluster)
         self.half_precision = graph.precision != "fp32"
         self.element_bytes = 2.0 if self.half_precision else 4.0
+        self._places: dict[tuple[int, tuple[tuple[str, ...], ...]], Place] = {}
+
+    def place(self, stage: Stage) -> Place:
+        """Where a stage's replicas live."""
+        key = (stage.tensor, tuple([replica.devices for replica in stage.replicas]))
+        found = self._places.get(key)
+        if found is None:
+            found = self._places[key] = Place(*key)
+        return found
+
+    def places(self, plan: Plan) -> list[Place]:
+        """Where the replicas of each stage live."""
+        return [self.place(stage) for stage in plan.stages]
 
     def held(self, stage: Stage, replica: Replica, position: int) -> Held:
         """Parameters the device at a position of a lane holds, before lanes shard them."""
@@ -41,8 +64,3 @@ class Setting:
         shares = [replica.tensor_shares for replica in stage.replicas if replica.tensor_shares]
         fraction = max((max(row) / sum(row) for row in shares), default=1 / stage.tensor)
         return held_parameters(self.amounts, stage.start, stage.stop, fraction, stage.lanes if stage.expert else 1)
-
-
-def device_groups(stage: Stage) -> tuple[tuple[str, ...], ...]:
-    """The devices of a stage's replicas: what caches know a stage's place by."""
-    return tuple([replica.devices for replica in stage.replicas])

@@ -1,11 +1,12 @@
 """Gradient synchronisation: who agrees with whom once a step, over which links, and how long it takes when all stages do so at once."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from atoll.cluster import Device
 from atoll.cost.communication import Span, all_reduce_seconds
 from atoll.cost.groups import Group, distinct_groups, slowest_span
-from atoll.cost.setting import Setting, device_groups
+from atoll.cost.setting import Place, Setting
 from atoll.plan import Plan, Stage
 
 __all__ = ["Synchronisation"]
@@ -16,7 +17,7 @@ _Loads = dict[str, list[tuple[float, int]]]  # by host or link: bytes of those t
 class _Work(NamedTuple):
     """What the devices of a stage reduce: bytes of each, in groups."""
 
-    stage: Stage
+    place: Place
     across_lanes: bool
     nbytes: float
     groups: tuple[Group, ...]
@@ -27,28 +28,26 @@ class Synchronisation:
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
-        self._groups: dict[tuple[object, ...], tuple[Group, ...]] = {}
-        self._tied_spans: dict[tuple[object, ...], Span] = {}
+        self._groups: dict[tuple[Place, bool, str], tuple[Group, ...]] = {}
+        self._tied_spans: dict[tuple[Place, ...], Span] = {}
 
-    def groups(self, stage: Stage, across_lanes: bool, site: str = "") -> tuple[Group, ...]:
+    def groups(self, place: Place, across_lanes: bool, site: str = "") -> tuple[Group, ...]:
         """Where the devices that hold the same parameters live (within one site, if named): over replicas, and over lanes too where lanes
         repeat them. Groups of one device are left out."""
-        key = (device_groups(stage), stage.tensor, across_lanes, site)
+        key = (place, across_lanes, site)
         found = self._groups.get(key)
         if found is None:
-            members = self._members(stage, across_lanes)
+            members = self._members(place, across_lanes)
             if site:
                 members = [[device for device in group if device.site == site] for group in members]
             members = [group for group in members if len(group) > 1]
             found = self._groups[key] = distinct_groups(self._setting.cluster, members, self._setting.calibration)
         return found
 
-    def _members(self, stage: Stage, across_lanes: bool) -> list[list[Device]]:
-        lanes, tensor = stage.lanes, stage.tensor
-        rows = [[self._setting.devices[name] for name in replica.devices] for replica in stage.replicas]
-        if across_lanes:
-            return [[row[lane * tensor + p] for row in rows for lane in range(lanes)] for p in range(tensor)]
-        return [[row[i] for row in rows] for i in range(lanes * tensor)]
+    def _members(self, place: Place, across_lanes: bool) -> list[list[Device]]:
+        rows = [[self._setting.devices[name] for name in group] for group in place.groups]
+        apart = place.tensor if across_lanes else len(rows[0])
+        return [[device for row in rows for device in row[position::apart]] for position in range(apart)]
 
     def volumes(self, stage: Stage) -> list[tuple[bool, float]]:
         """(across lanes?, bytes of gradient) that each device of a stage reduces once a step."""
@@ -62,30 +61,35 @@ class Synchronisation:
             volumes = [(volumes[0][0], volumes[0][1] + held.expert * size / (lanes if stage.sharded else 1))]
         return volumes
 
-    def seconds(self, plan: Plan) -> list[float]:
+    def seconds(self, plan: Plan, places: Sequence[Place]) -> list[float]:
         """Seconds each stage's replicas need to agree on their gradients, all stages at once."""
         works = [
-            [_Work(stage, across, nbytes, self.groups(stage, across)) for across, nbytes in self.volumes(stage) if nbytes]
-            for stage in plan.stages
+            [_Work(place, across, nbytes, self.groups(place, across)) for across, nbytes in self.volumes(stage) if nbytes]
+            for stage, place in zip(plan.stages, places, strict=True)
         ]
-        loads = _loads([work for row in works for work in row]) if len(plan.stages) > 1 else {}
-        return [sum(self._work_seconds(plan, work, loads) for work in row) for row in works]
+        loads = _loads(works) if len(works) > 1 else {}
+        return [sum([self._work_seconds(plan, work, loads) for work in row]) for row in works]
 
     def _work_seconds(self, plan: Plan, work: _Work, loads: _Loads) -> float:
         """The slowest group's time; under islands what is agreed inside a site each step, and between sites every so many."""
         whole = self._slowest(plan, work.groups, work.nbytes, loads)
-        sites = {site for group in work.groups if group.span.wan_links for site in group.span.site_names}
-        if plan.mode != "islands" or not sites:
+        if plan.mode != "islands":
             return whole
-        local = [self.groups(work.stage, work.across_lanes, site) for site in sorted(sites)]
+        sites = {site for group in work.groups if group.links for site in group.span.site_names}
+        if not sites:
+            return whole
+        local = [self.groups(work.place, work.across_lanes, site) for site in sorted(sites)]
         inside = max(self._slowest(plan, groups, work.nbytes, loads) for groups in local)
         return inside + whole / max(1, plan.outer_steps)
 
     def _slowest(self, plan: Plan, groups: tuple[Group, ...], nbytes: float, loads: _Loads) -> float:
-        spans = (_contended(group, nbytes, loads) for group in groups)
-        return max((all_reduce_seconds(span, nbytes, self._setting.calibration, plan.codecs) for span in spans), default=0.0)
+        slowest = 0.0
+        for group in groups:
+            contended = {"site_sharing": _sharing(group.hosts, nbytes, loads), "wan_sharing": _sharing(group.links, nbytes, loads)}
+            slowest = max(slowest, all_reduce_seconds(group.span, nbytes, self._setting.calibration, plan.codecs, **contended))
+        return slowest
 
-    def tied(self, plan: Plan) -> list[float]:
+    def tied(self, plan: Plan, places: Sequence[Place]) -> list[float]:
         """Seconds each stage spends on gradients of parameters it shares with other stages."""
         setting = self._setting
         seconds = [0.0] * len(plan.stages)
@@ -95,40 +99,38 @@ class Synchronisation:
                 continue
             tensor = min(plan.stages[s].tensor for s in homes) if setting.amounts.is_split(shared) else 1
             nbytes = shared.parameters * setting.calibration.gradient_bytes / tensor
-            taken = all_reduce_seconds(self._tied_span([plan.stages[s] for s in homes]), nbytes, setting.calibration, plan.codecs)
+            taken = all_reduce_seconds(self._tied_span([places[s] for s in homes]), nbytes, setting.calibration, plan.codecs)
             for s in homes:
                 seconds[s] += taken
         return seconds
 
-    def _tied_span(self, stages: list[Stage]) -> Span:
+    def _tied_span(self, places: list[Place]) -> Span:
         """Where copies of a parameter of several stages live: one group for each replica and position, the slowest of them."""
-        key = tuple([(device_groups(stage), stage.tensor) for stage in stages])
+        key = tuple(places)
         if key not in self._tied_spans:
-            replicas, tensor = max(len(stage.replicas) for stage in stages), min(stage.tensor for stage in stages)
-            rows = [[stage.replicas[i % len(stage.replicas)].devices for stage in stages] for i in range(replicas)]
+            replicas, tensor = max(len(place.groups) for place in places), min(place.tensor for place in places)
+            rows = [[place.groups[i % len(place.groups)] for place in places] for i in range(replicas)]
             groups = [[self._setting.devices[names[position]] for names in row] for row in rows for position in range(tensor)]
             self._tied_spans[key] = slowest_span(self._setting.cluster, groups, self._setting.calibration)
         return self._tied_spans[key]
 
 
-def _loads(works: list[_Work]) -> _Loads:
+def _loads(works: list[list[_Work]]) -> _Loads:
     """Bytes that groups put on every interface and link between sites."""
     loads: _Loads = {}
-    for work in works:
-        for group in work.groups:
-            for name in (*group.hosts, *(link.name for link in group.span.wan_links)):
-                loads.setdefault(name, []).append((work.nbytes, group.times))
+    for row in works:
+        for _, _, nbytes, groups in row:
+            for _, hosts, links, times in groups:
+                for name in (*hosts, *links):
+                    loads.setdefault(name, []).append((nbytes, times))
     return loads
 
 
-def _contended(group: Group, nbytes: float, loads: _Loads) -> Span:
+def _sharing(names: tuple[str, ...], nbytes: float, loads: _Loads) -> float:
     """Groups that leave the same host or site share its way out evenly, as long as they have something to send."""
-    span = group.span
-    if not loads or not group.hosts:
-        return span
-
-    def sharing(names: list[str], least: float) -> float:
-        return max([least, *(sum(min(1.0, theirs / nbytes) * times for theirs, times in loads[name]) for name in names)])
-
-    site = span.site._replace(sharing=sharing(list(group.hosts), span.site.sharing))
-    return span._replace(site=site, wan=span.wan._replace(sharing=sharing([link.name for link in span.wan_links], span.wan.sharing)))
+    most = 0.0
+    for name in names:
+        users = loads.get(name, ())
+        if len(users) > 1:  # one user is the group itself, with what its span knows of
+            most = max(most, sum([times if theirs >= nbytes else theirs / nbytes * times for theirs, times in users]))
+    return most

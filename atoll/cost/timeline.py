@@ -11,6 +11,7 @@ from atoll.cost.columns import in_columns, play_columns
 from atoll.cost.in_flight import device_limits
 from atoll.cost.pipeline import Hop, Worker, route, simulate
 from atoll.cost.played import Counts, Played, Replicas
+from atoll.cost.setting import Place
 from atoll.cost.transfer import Transfers
 from atoll.plan import Plan
 
@@ -19,21 +20,21 @@ __all__ = ["play"]
 _PLAYED_MICRO_BATCHES = 96  # twice as many are played at most; a longer step is extrapolated
 
 
-def play(transfers: Transfers, plan: Plan, replicas: Replicas, counts: Counts, with_transfer: bool) -> Played:
+def play(transfers: Transfers, plan: Plan, places: Sequence[Place], replicas: Replicas, counts: Counts, with_transfer: bool) -> Played:
     """Plays one step; what transfers added to it is worked out only on demand."""
     if len(plan.stages) == 1:
         busy = [n * (r.forward + r.backward) for r, n in zip(replicas[0], counts[0], strict=True)]
         held = counts[0] if plan.schedule == "gpipe" else [1] * len(busy)
         return Played([busy], [busy], [held], [[0.0] * len(busy)])
     if in_columns(plan, counts):
-        return play_columns(transfers, plan, replicas, counts[0], with_transfer)
+        return play_columns(transfers, plan, places, replicas, counts[0], with_transfer)
     total = sum(counts[0])
     if total <= 2 * _PLAYED_MICRO_BATCHES:
-        return _play_whole(transfers, plan, replicas, counts)
-    return _extrapolate(transfers, plan, replicas, counts, total)
+        return _play_whole(transfers, plan, places, replicas, counts)
+    return _extrapolate(transfers, plan, places, replicas, counts, total)
 
 
-def _extrapolate(transfers: Transfers, plan: Plan, replicas: Replicas, counts: Counts, total: int) -> Played:
+def _extrapolate(transfers: Transfers, plan: Plan, places: Sequence[Place], replicas: Replicas, counts: Counts, total: int) -> Played:
     """From two shorter steps, one twice the other: what the second half took, every further part takes.
 
     Counts are scaled down and rounded; a replica's times are scaled by what rounding took from its share or gave to it, so that its work
@@ -45,8 +46,8 @@ def _extrapolate(transfers: Transfers, plan: Plan, replicas: Replicas, counts: C
         [seconds.scaled(count * length / (few * total)) for seconds, count, few in zip(*rows, strict=True)]
         for rows in zip(replicas, counts, fewer, strict=True)
     ]
-    short = _play_whole(transfers, plan, scaled, fewer)
-    longer = _play_whole(transfers, plan, scaled, [[2 * few for few in row] for row in fewer])
+    short = _play_whole(transfers, plan, places, scaled, fewer)
+    longer = _play_whole(transfers, plan, places, scaled, [[2 * few for few in row] for row in fewer])
     parts = total / length - 2
 
     def extended(a: list[list[float]], b: list[list[float]]) -> list[list[float]]:
@@ -72,14 +73,14 @@ def _apportion(counts: list[int], total: int) -> list[int]:
     return fewer
 
 
-def _play_whole(transfers: Transfers, plan: Plan, replicas: Replicas, counts: Counts) -> Played:
+def _play_whole(transfers: Transfers, plan: Plan, places: Sequence[Place], replicas: Replicas, counts: Counts) -> Played:
     groups: dict[tuple[str, ...], int] = {}
     for stage in plan.stages:
         for replica in stage.replicas:
             groups.setdefault(replica.devices, len(groups))
     routes = [route(tuple(row)) for row in counts]
     codec = [[[0.0, 0.0] for _ in row] for row in counts]
-    onward, back = _hops(transfers, plan, routes, codec)
+    onward, back = _hops(transfers, plan, places, routes, codec)
     workers = [
         [
             Worker(seconds.forward + extra[0], seconds.backward + extra[1], groups[replica.devices])
@@ -96,20 +97,19 @@ _MicroBatchHops = list[list[Hop]]  # by boundary and micro-batch
 
 
 def _hops(
-    transfers: Transfers, plan: Plan, routes: Sequence[Sequence[int]], codec: list[list[list[float]]]
+    transfers: Transfers, plan: Plan, places: Sequence[Place], routes: Sequence[Sequence[int]], codec: list[list[list[float]]]
 ) -> tuple[_MicroBatchHops, _MicroBatchHops]:
     """The hops every micro-batch takes, forth and back; `codec` gets the most each replica spends on encoding, forward and backward."""
     links: dict[object, int] = {}
     both: tuple[_MicroBatchHops, _MicroBatchHops] = ([], [])
-    for s, (here, there) in enumerate(pairwise(plan.stages)):
-        nbytes = transfers.boundary_bytes(plan, here)
+    for s, (here, there) in enumerate(pairwise(places)):
+        nbytes = transfers.boundary_bytes(plan, plan.stages[s])
         pairs = list(zip(routes[s], routes[s + 1], strict=True))
         used = set(pairs)
         for direction in (0, 1):
             hops = {}
             for i, j in used:
-                a, b = here.replicas[i], there.replicas[j]
-                path = transfers.path(there, b, here, a) if direction else transfers.path(here, a, there, b)
+                path = transfers.path(there, j, here, i) if direction else transfers.path(here, i, there, j)
                 link = links.setdefault(path.resource or (s, i, j, direction), len(links))
                 hops[i, j] = transfers.hop(plan, path, nbytes[direction], link)
                 sender = codec[s + 1][j] if direction else codec[s][i]

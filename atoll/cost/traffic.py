@@ -18,16 +18,16 @@ def link_bytes(setting: Setting, synchronisation: Synchronisation, transfers: Tr
     """By link name: `"oslo–rome"` between sites, a site's name for its network, `"inside hosts"` for the rest."""
     carried: Counter[str] = Counter()
     for stage in plan.stages:
-        _add_sync(synchronisation, plan, stage, carried)
+        _add_sync(setting, synchronisation, plan, stage, carried)
     if len(plan.stages) > 1:
         _add_boundaries(setting, transfers, plan, carried)
     return {name: float(nbytes) for name, nbytes in carried.items()}
 
 
-def _add_sync(synchronisation: Synchronisation, plan: Plan, stage: Stage, carried: "Counter[str]") -> None:
+def _add_sync(setting: Setting, synchronisation: Synchronisation, plan: Plan, stage: Stage, carried: "Counter[str]") -> None:
     """Gradients among replicas; under islands links between sites carry them once every `outer_steps`."""
     for across, nbytes in synchronisation.volumes(stage):
-        for group in synchronisation.groups(stage, across):
+        for group in synchronisation.groups(setting.place(stage), across):
             rare = {link.name for link in group.span.wan_links} if plan.mode == "islands" else ()
             for name, amount in collective_bytes(group.span, nbytes, 2.0, plan.codecs).items():
                 carried[name] += amount * group.times / (max(1, plan.outer_steps) if name in rare else 1)  # type: ignore[assignment]
@@ -36,10 +36,11 @@ def _add_sync(synchronisation: Synchronisation, plan: Plan, stage: Stage, carrie
 def _add_boundaries(setting: Setting, transfers: Transfers, plan: Plan, carried: "Counter[str]") -> None:
     """Activations forth and gradients back, along the routes of the micro-batches."""
     routes = [route(tuple(row)) for row in micro_batch_counts(plan)]
-    for s, (here, there) in enumerate(zip(plan.stages, plan.stages[1:], strict=False)):
+    places = setting.places(plan)
+    for s, here in enumerate(plan.stages[:-1]):
         both = sum(transfers.boundary_bytes(plan, here))
         for (i, j), times in Counter(zip(routes[s], routes[s + 1], strict=True)).items():
-            path = transfers.path(here, here.replicas[i], there, there.replicas[j])
+            path = transfers.path(places[s], i, places[s + 1], j)
             if path.link:
                 ratio = codec_spec(plan.codecs.get(path.link, "none")).ratio(setting.element_bytes) if path.between_sites else 1.0
                 carried[path.link] += both * ratio * times  # type: ignore[assignment]

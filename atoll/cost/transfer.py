@@ -10,8 +10,8 @@ from atoll.cluster import Device
 from atoll.cluster.cluster import site_index
 from atoll.codec import codec_spec
 from atoll.cost.pipeline import Hop
-from atoll.cost.setting import Setting, device_groups
-from atoll.plan import Plan, Replica, Stage
+from atoll.cost.setting import Place, Setting
+from atoll.plan import Plan, Stage
 
 __all__ = ["Boundary", "Path", "Transfers"]
 
@@ -34,7 +34,11 @@ class Boundary(NamedTuple):
     onward: tuple[Path, ...]
     back: tuple[Path, ...]
     kinds: tuple[tuple[int, int], ...]  # equal for columns whose ways are equal
-    shared: bool  # whether any way is one that others queue for
+    alike: bool  # whether all columns' are
+    queued: tuple[
+        tuple[int, Path, tuple[int, ...]], ...
+    ]  # direction (0 onward, 1 back), a way that others queue for, the columns that take it
+    between_sites: bool  # whether any way leads from site to site
 
 
 class Transfers:
@@ -44,28 +48,37 @@ class Transfers:
         self._setting = setting
         self._known: dict[tuple[object, ...], Path] = {}
         self._equal: dict[Path, Path] = {}
-        self._boundaries: dict[tuple[object, ...], Boundary] = {}
+        self._ways: dict[tuple[Place, int, Place, int], Path] = {}
+        self._boundaries: dict[tuple[Place, Place], Boundary] = {}
 
-    def path(self, here: Stage, a: Replica, there: Stage, b: Replica) -> Path:
-        """The way from replica `a` of a stage to replica `b` of its neighbour."""
-        key = (a.devices, here.tensor, b.devices, there.tensor)
-        found = self._known.get(key)
+    def path(self, here: Place, i: int, there: Place, j: int) -> Path:
+        """The way from replica `i` of a stage to replica `j` of its neighbour."""
+        found = self._ways.get((here, i, there, j))
         if found is None:
-            found = self._slowest_way(a.devices[:: here.tensor], b.devices[:: there.tensor])
-            found = self._known[key] = self._equal.setdefault(found, found)
+            key = (here.groups[i], here.tensor, there.groups[j], there.tensor)
+            found = self._known.get(key)
+            if found is None:
+                found = self._slowest_way(here.groups[i][:: here.tensor], there.groups[j][:: there.tensor])
+                found = self._known[key] = self._equal.setdefault(found, found)
+            self._ways[here, i, there, j] = found
         return found
 
-    def boundary(self, here: Stage, there: Stage) -> Boundary:
+    def boundary(self, here: Place, there: Place) -> Boundary:
         """The ways between replica i of a stage and replica i of the next, for every i."""
-        key = (device_groups(here), here.tensor, device_groups(there), there.tensor)
-        found = self._boundaries.get(key)
+        found = self._boundaries.get((here, there))
         if found is None:
-            pairs = list(zip(here.replicas, there.replicas, strict=True))
-            onward = tuple(self.path(here, a, there, b) for a, b in pairs)
-            back = tuple(self.path(there, b, here, a) for a, b in pairs)
-            kinds = tuple((id(forth), id(returning)) for forth, returning in zip(onward, back, strict=True))
-            found = Boundary(onward, back, kinds, any(path.resource for path in (*onward, *back)))
-            self._boundaries[key] = found
+            columns = range(len(here.groups))
+            onward = tuple([self.path(here, i, there, i) for i in columns])
+            back = tuple([self.path(there, i, here, i) for i in columns])
+            kinds = tuple([(id(forth), id(returning)) for forth, returning in zip(onward, back, strict=True)])
+            queued: dict[tuple[int, Path], list[int]] = {}
+            for direction, row in enumerate((onward, back)):
+                for i, path in enumerate(row):
+                    if path.resource:
+                        queued.setdefault((direction, path), []).append(i)
+            users = tuple([(direction, path, tuple(users)) for (direction, path), users in queued.items()])
+            between = any(path.between_sites for path in onward)
+            found = self._boundaries[here, there] = Boundary(onward, back, kinds, len(set(kinds)) == 1, users, between)
         return found
 
     def _slowest_way(self, senders: tuple[str, ...], receivers: tuple[str, ...]) -> Path:

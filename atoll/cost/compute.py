@@ -5,10 +5,11 @@ running along the inner dimension: a short inner dimension leaves a tile filling
 without a tile. Tables of prefix sums over the layers make a stage's time two subtractions.
 """
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from atoll.cluster import Device
+from atoll.cost.amounts import lane_part
 from atoll.cost.calibration import Calibration, LayerTime
 from atoll.graph import Graph, Layer, Work
 
@@ -40,6 +41,7 @@ class Compute:
         self._update_bytes = update_bytes
         self._calibration = calibration
         self._tables: dict[tuple[str, float, float, float, int, int], StageTable] = {}
+        self._split_tables: dict[tuple[object, ...], StageTable] = {}
         self._measured = _index(calibration.layer_times)
         self._measured_splits = {(time.kind, time.tensor) for time in calibration.layer_times}
 
@@ -58,6 +60,22 @@ class Compute:
             found = self._tables[key] = self._build(device, samples, fraction, tensor, expert_lanes)
         return found
 
+    def table_with_split(
+        self, device: Device, samples: float, together: float, split: tuple[int, ...], lanes: int, expert_lanes: int = 1
+    ) -> StageTable:
+        """As `table`, but `lanes` divide the tensors of the layers `split`, each working there on the samples of all lanes, `together`."""
+        key = (device.kind.name, device.speed, samples, together, split, lanes, expert_lanes)
+        found = self._split_tables.get(key)
+        if found is None:
+            whole = self.table(device, samples, expert_lanes=expert_lanes)
+            steps = zip(*(pairwise(column) for column in whole), strict=True)
+            rows = [LayerSeconds(*(after - before for before, after in step)) for step in steps]
+            for number in split:
+                layer = self._graph.layers[number]
+                rows[number] = self._layer(layer, device, samples, lane_part(layer, lanes), lanes, expert_lanes, together)
+            found = self._split_tables[key] = _summed(rows)
+        return found
+
     def _build(self, device: Device, samples: float, fraction: float, tensor: int, expert_lanes: int) -> StageTable:
         by_signature: dict[str, LayerSeconds] = {}
         rows = []
@@ -67,16 +85,19 @@ class Compute:
                 seconds = self._layer(layer, device, samples, fraction, tensor, expert_lanes)
                 by_signature[layer.signature] = seconds
             rows.append(seconds)
-        columns = zip(*rows, strict=True)
-        return StageTable(*(tuple(accumulate(column, initial=0.0)) for column in columns))
+        return _summed(rows)
 
-    def _layer(self, layer: Layer, device: Device, samples: float, fraction: float, tensor: int, expert_lanes: int) -> LayerSeconds:
-        measured = _look_up(self._measured, layer, device, samples, tensor)
+    def _layer(
+        self, layer: Layer, device: Device, samples: float, fraction: float, tensor: int, expert_lanes: int, together: float | None = None
+    ) -> LayerSeconds:
+        """`together` are the samples of what is divided, where those differ from the samples of the rest."""
+        divided = samples if together is None else together
+        measured = _look_up(self._measured, layer, device, divided, tensor)
         if measured is not None:
             return measured
         forward = backward = 0.0
         for work in layer.work:
-            seconds = self._work(work, device, samples, fraction, expert_lanes)
+            seconds = self._work(work, device, divided if work.split else samples, fraction, expert_lanes)
             forward += seconds
             backward += seconds * work.backward
         held = layer.parameters - layer.split_parameters * (1 - fraction)
@@ -105,6 +126,10 @@ class Compute:
         along = depth / (depth + calibration.matmul_half_depth) if depth else 1.0
         across = outputs / (outputs + enough) if outputs else 1.0
         return along * across
+
+
+def _summed(rows: list[LayerSeconds]) -> StageTable:
+    return StageTable(*(tuple(accumulate(column, initial=0.0)) for column in zip(*rows, strict=True)))
 
 
 _Measured = dict[tuple[str, str, int], list[LayerTime]]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from atoll.cost.amounts import Held, held_parameters, tensor_fraction
+from atoll.cost.amounts import Held, tensor_fraction
 from atoll.cost.calibration import Calibration
 from atoll.cost.cost import MemoryUse
 from atoll.cost.in_flight import in_flight_bounds
@@ -47,7 +47,7 @@ class Memory:
             uses[name] = use if before is None else _sum(before, use)
 
     def _remembered(self, stage: Stage, fraction: float, samples: float, held: int, lanes: int, is_cpu: bool) -> MemoryUse:
-        key = (stage.start, stage.stop, stage.sharded, stage.expert, stage.recompute, fraction, samples, held, lanes, is_cpu)
+        key = (stage.start, stage.stop, stage.sharded, stage.expert, stage.recompute, stage.split, fraction, samples, held, lanes, is_cpu)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self.device(stage, fraction, samples, held, lanes, is_cpu)
@@ -56,13 +56,18 @@ class Memory:
     def device(self, stage: Stage, fraction: float, samples: float, held: int, lanes: int, is_cpu: bool) -> MemoryUse:
         """What a device with `fraction` of the tensors holds when `held` micro-batches of `samples` each are in flight."""
         setting = self._setting
-        parameters = held_parameters(setting.amounts, stage.start, stage.stop, fraction, lanes if stage.expert else 1)
+        parameters = setting.held_with(stage, fraction, lanes)
         shards = lanes if stage.sharded else 1
         working = 2 * parameters.dense / max(1, stage.stop - stage.start) if stage.sharded and lanes > 1 else 0.0
         activations = self.activation_bytes(stage.start, stage.stop, stage.recompute, fraction) * samples
         once = self._largest_saved(stage.start, stage.stop, fraction) * samples if stage.recompute else 0.0
-        kept = activations * held + once
+        kept = activations * held + once + self._gathered(stage, samples, held, lanes)
         return memory_use(parameters, shards, kept, working, setting.half_precision, setting.optimizer, setting.calibration, is_cpu)
+
+    def _gathered(self, stage: Stage, samples: float, held: int, lanes: int) -> float:
+        """Other lanes' samples in front of layers that lanes divide: about what these exchange in one pass."""
+        layers = self._setting.graph.layers
+        return sum(layers[number].tensor_bytes for number in stage.split) * samples * (lanes - 1) * held
 
     def activation_bytes(self, start: int, stop: int, recompute: bool, fraction: float) -> float:
         """Bytes one sample in flight keeps in a stage."""
@@ -96,7 +101,7 @@ def memory_use(
     is_cpu: bool,
 ) -> MemoryUse:
     """`shards` devices divide the state of the parameters that are not experts'; `working_parameters` are gathered at one time."""
-    trained = held.dense / shards + held.expert
+    trained = held.dense / shards + held.expert + held.divided
     frozen = held.frozen / shards
     # half precision trains an fp32 copy; what is not trained needs none
     weights = 6.0 * trained + 2.0 * frozen if half_precision else 4.0 * (trained + frozen)

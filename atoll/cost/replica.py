@@ -130,27 +130,33 @@ class ReplicaPrices:
                 kind = (device.kind.name, device.speed, samples, fraction)
                 if kind not in seen:
                     seen.add(kind)
-                    table = self._compute.table(device, samples, fraction, stage.tensor, expert_lanes)
+                    if stage.split:
+                        table = self._compute.table_with_split(device, samples, division[-1], stage.split, stage.lanes, expert_lanes)
+                    else:
+                        table = self._compute.table(device, samples, fraction, stage.tensor, expert_lanes)
                     found.append((table, samples))
         return found
 
     def _with_collectives(self, stage: Stage, replica: Replica, division: _Division) -> ReplicaSeconds:
         start, stop, again = stage.start, stage.stop, self._setting.recomputed_stop(stage)
-        forward = backward = recompute = update = samples = 0.0
+        forward = backward = recompute = update = divided = samples = 0.0
         for (forth, back, updates), own_samples in self._tables_of(stage, replica, division):  # all wait for the slowest device
             if forth[stop] - forth[start] + back[stop] - back[start] >= forward + backward:
                 forward, backward, recompute = forth[stop] - forth[start], back[stop] - back[start], forth[again] - forth[start]
                 update, samples = updates[stop] - updates[start], own_samples
+                divided = sum([updates[number + 1] - updates[number] for number in stage.split])
         layout = self._layouts[division[0]]
         tensor = self._tensor(stage, replica, layout.lane, samples, stop)
         tensor_again = self._tensor(stage, replica, layout.lane, samples, again)
+        if stage.split:
+            tensor += self._split(stage, layout.lanes, division[-1], stop)
+            tensor_again += self._split(stage, layout.lanes, division[-1], again)
         expert = self._expert(stage, layout.lanes, samples)
         expert_again = expert if stage.recompute else 0.0
         gather = self._gather(stage, replica, layout.lanes)
         forth_seconds = forward + tensor + expert
         back_seconds = backward + tensor + expert + recompute + tensor_again + expert_again
-        # gathers (and in backward the reduce-scatter) run beside the compute of the layer before: only what exceeds it is waited for
-        forth_gather, back_gather = max(0.0, gather - forth_seconds), max(0.0, 2 * gather - back_seconds)
+        forth_gather, back_gather = self._exposed_gathers(stage, gather, forth_seconds, back_seconds)
         return ReplicaSeconds(
             forward=forth_seconds + forth_gather,
             backward=back_seconds + back_gather,
@@ -159,7 +165,7 @@ class ReplicaPrices:
             tensor=2 * tensor + tensor_again,
             expert=2 * expert + expert_again,
             shard=forth_gather + back_gather,
-            update=update / stage.lanes if stage.sharded else update,
+            update=divided + (update - divided) / stage.lanes if stage.sharded else update,
         )
 
     def _tensor(self, stage: Stage, replica: Replica, lane: Span | None, samples: float, stop: int) -> float:
@@ -173,6 +179,20 @@ class ReplicaPrices:
         nbytes = (amounts.tensor_bytes[stop] - amounts.tensor_bytes[stage.start]) * samples
         return reductions * all_reduce_seconds(lane, nbytes / reductions, self._setting.calibration, {}, self._setting.element_bytes)
 
+    def _split(self, stage: Stage, lanes: Span | None, together: float, stop: int) -> float:
+        """Exchanges between lanes for the layers they divide, in forward up to `stop`: samples are gathered before, results return after.
+
+        Both together are as much as an all-reduce of the samples of all lanes.
+        """
+        if lanes is None:
+            return 0.0
+        seconds = 0.0
+        for layer in (self._setting.graph.layers[number] for number in stage.split if number < stop):
+            if layer.tensor_reductions:
+                nbytes = layer.tensor_bytes * together / layer.tensor_reductions
+                seconds += layer.tensor_reductions * all_reduce_seconds(lanes, nbytes, self._setting.calibration, {})
+        return seconds
+
     def _expert(self, stage: Stage, lanes: Span | None, samples: float) -> float:
         """Exchanges of tokens between lanes, in forward: to the experts and back."""
         amounts = self._setting.amounts
@@ -181,6 +201,15 @@ class ReplicaPrices:
             return 0.0
         nbytes = (amounts.expert_bytes[stage.stop] - amounts.expert_bytes[stage.start]) * samples / stage.tensor
         return 2 * layers * all_to_all_seconds(lanes, nbytes / layers, self._setting.calibration)
+
+    def _exposed_gathers(self, stage: Stage, gather: float, forth: float, back: float) -> tuple[float, float]:
+        """What is waited for of the gathers in forward, and of the gathers and scattered sums in backward.
+
+        They run beside the compute of other layers, as synchronisation does: the first layer's gather and the last one's scatter cannot.
+        """
+        overlap = self._setting.calibration.sync_overlap
+        alone = gather / (stage.stop - stage.start) if overlap else gather
+        return max(alone, gather - overlap * forth), max(alone, 2 * gather - overlap * back)
 
     def _gather(self, stage: Stage, replica: Replica, lanes: Span | None) -> float:
         """One gather of the parameters that lanes shard, where a device holds most of them."""

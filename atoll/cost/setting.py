@@ -50,7 +50,11 @@ class Setting:
     def held(self, stage: Stage, replica: Replica, position: int) -> Held:
         """Parameters the device at a position of a lane holds, before lanes shard them."""
         fraction = tensor_fraction(replica, stage.tensor, position)
-        return held_parameters(self.amounts, stage.start, stage.stop, fraction, stage.lanes if stage.expert else 1)
+        return self.held_with(stage, fraction, stage.lanes)
+
+    def held_with(self, stage: Stage, fraction: float, lanes: int) -> Held:
+        """Parameters of a device of a stage of so many lanes that has `fraction` of each split tensor, before lanes shard them."""
+        return held_parameters(self.amounts, stage.start, stage.stop, fraction, lanes if stage.expert else 1, stage.split, lanes)
 
     def recomputed_stop(self, stage: Stage) -> int:
         """Where the layers that a stage runs again in backward end.
@@ -63,4 +67,4 @@ class Setting:
         """Parameters of the device that holds most of a stage: the one with the largest part of each tensor."""
         shares = [replica.tensor_shares for replica in stage.replicas if replica.tensor_shares]
         fraction = max((max(row) / sum(row) for row in shares), default=1 / stage.tensor)
-        return held_parameters(self.amounts, stage.start, stage.stop, fraction, stage.lanes if stage.expert else 1)
+        return self.held_with(stage, fraction, stage.lanes)

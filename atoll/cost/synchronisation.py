@@ -59,6 +59,8 @@ class Synchronisation:
             volumes.append((False, held.expert * size))
         elif held.expert:
             volumes = [(volumes[0][0], volumes[0][1] + held.expert * size / (lanes if stage.sharded else 1))]
+        if held.divided:
+            volumes.append((False, held.divided * size))
         return volumes
 
     def seconds(self, plan: Plan, places: Sequence[Place]) -> list[float]:

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from atoll.codec import codec_spec
-from atoll.cost.communication import collective_bytes
+from atoll.cost.communication import collective_bytes, span_of
 from atoll.cost.in_flight import micro_batch_counts
 from atoll.cost.pipeline import route
 from atoll.cost.setting import Setting
@@ -19,6 +19,7 @@ def link_bytes(setting: Setting, synchronisation: Synchronisation, transfers: Tr
     carried: Counter[str] = Counter()
     for stage in plan.stages:
         _add_sync(setting, synchronisation, plan, stage, carried)
+        _add_split(setting, plan, stage, carried)
     if len(plan.stages) > 1:
         _add_boundaries(setting, transfers, plan, carried)
     return {name: float(nbytes) for name, nbytes in carried.items()}
@@ -31,6 +32,15 @@ def _add_sync(setting: Setting, synchronisation: Synchronisation, plan: Plan, st
             rare = {link.name for link in group.span.wan_links} if plan.mode == "islands" else ()
             for name, amount in collective_bytes(group.span, nbytes, 2.0, plan.codecs).items():
                 carried[name] += amount * group.times / (max(1, plan.outer_steps) if name in rare else 1)  # type: ignore[assignment]
+
+
+def _add_split(setting: Setting, plan: Plan, stage: Stage, carried: "Counter[str]") -> None:
+    """What lanes exchange for the layers they divide: forward and backward, each as much as an all-reduce of what they add up."""
+    nbytes = sum(setting.graph.layers[number].tensor_bytes for number in stage.split)
+    for replica in stage.replicas if nbytes else ():
+        span = span_of(setting.cluster, [[setting.devices[name] for name in replica.devices]], setting.calibration)
+        for name, amount in collective_bytes(span, nbytes * replica.total_samples, 4.0, {}).items():
+            carried[name] += amount  # type: ignore[assignment]
 
 
 def _add_boundaries(setting: Setting, transfers: Transfers, plan: Plan, carried: "Counter[str]") -> None:

@@ -8,14 +8,14 @@
 """
 
 from collections.abc import Iterator
-from math import prod
+from math import lcm, prod
 
 from atoll.graph import Graph
 from atoll.graph.graph import Constraint
 from atoll.plan.plan import Plan, Stage
 from atoll.plan.table import Mark, Problem
 
-__all__ = ["constraint_problems", "stage_problems"]
+__all__ = ["constraint_problems", "copies_asked", "micro_batches_asked", "stage_problems"]
 
 
 def constraint_problems(plan: Plan, graph: Graph) -> Iterator[Problem]:
@@ -37,6 +37,41 @@ def stage_problems(stage: Stage, graph: Graph, index: int = 0) -> Iterator[Probl
             yield from _replica(graph, number, constraint, stage, index)
         elif constraint.kind == "split":
             yield from _split(graph, constraint, stage, index)
+
+
+def copies_asked(graph: Graph, start: int, stop: int) -> tuple[int, bool] | None:
+    """What replicas ask of a stage of these layers: so many copies (replicas × lanes), or where not exact a multiple of them.
+
+    None where they ask for different numbers, so that these layers cannot be one stage.
+    """
+    multiples: set[int] = {1}
+    exactly: set[int] = set()
+    for index, constraint in enumerate(graph.constraints):
+        if constraint.kind == "replica":
+            plain = _plain(graph, index)
+            if not (plain or set(constraint.layers)).isdisjoint(range(start, stop)):
+                copies, counted = _copies(graph, index)
+                (exactly if counted and plain else multiples).add(copies)
+    if not exactly:
+        return lcm(*multiples), False
+    number = min(exactly)
+    return None if len(exactly) > 1 or number % lcm(*multiples) else (number, True)
+
+
+def micro_batches_asked(graph: Graph) -> tuple[int, ...]:
+    """Numbers of micro-batches any of which honours the pipelines; () where they leave it free."""
+    choices = [
+        {constraint.micro_batches, constraint.micro_batches * _copies(graph, index)[0]}
+        for index, constraint in enumerate(graph.constraints)
+        if constraint.kind == "pipeline" and constraint.micro_batches
+    ]
+    return tuple(sorted(set.intersection(*choices))) if choices else ()
+
+
+def _plain(graph: Graph, number: int) -> set[int]:
+    """Layers of a constraint that no other lies inside of."""
+    inner = {layer for other in graph.constraints if other.parent == number for layer in other.layers}
+    return set(graph.constraints[number].layers) - inner
 
 
 def _stages_of(plan: Plan, layers: "set[int] | tuple[int, ...]") -> list[tuple[int, Stage]]:
@@ -118,8 +153,7 @@ def _even(graph: Graph, constraint: Constraint, number: int, stage: Stage, index
 
 def _replica(graph: Graph, number: int, constraint: Constraint, stage: Stage, index: int) -> Iterator[Problem]:
     here = range(stage.start, stage.stop)
-    inner = {layer for other in graph.constraints if other.parent == number for layer in other.layers}
-    plain = set(constraint.layers) - inner  # where this is the innermost annotation
+    plain = _plain(graph, number)
     divided = [n for n in plain.intersection(here) if graph.layers[n].tensor_units > 1 and (stage.tensor > 1 or n in stage.split)]
     if divided:
         name = graph.layers[min(divided)].name

@@ -61,8 +61,8 @@ class Exact:
         self.best, self.best_seconds = start, seconds
         names = tuple(device.name for device in self.evaluator.cluster.devices)
         sizes = [b for b in range(1, self.batch_size + 1) if self.batch_size % b == 0]
-        if self.rules.micro_batches:
-            sizes = [b for b in sizes if b * self.rules.micro_batches == self.batch_size]
+        if (asked := self.rules.micro_batch_sizes(self.batch_size)) is not None:
+            sizes = asked
         for micro in reversed(sizes):
             self._extend(micro, [], 0, names, 0.0)
         return self.best, self.best_seconds
@@ -73,8 +73,7 @@ class Exact:
             self.complete = False
             return
         ends = [end for end in (*self.rules.cuts, len(self.evaluator.graph.layers)) if end > start]
-        if self.rules.bounds is not None:
-            ends = [self.rules.bounds[len(chosen) + 1]]
+        ends = [end for end in ends if self.rules.may_hold(start, end)]
         layers = len(self.evaluator.graph.layers)
         for group in subsets(self.evaluator, left):
             rest = tuple(name for name in left if name not in group)
@@ -116,7 +115,8 @@ class Exact:
     def _stage_options(self, start: int, stop: int, group: Group, micro: int, single: bool) -> list[Option]:
         key = (start, stop, group, micro, single)
         if key not in self._options:
-            options = (self._option(stage, micro, single) for stage in self._stages(start, stop, group, micro))
+            stages = (stage for stage in self._stages(start, stop, group, micro) if self.rules.allows_stage(stage))
+            options = (self._option(stage, micro, single) for stage in stages)
             self._options[key] = [option for option in options if option is not None]
         return self._options[key]
 
@@ -124,16 +124,28 @@ class Exact:
         units = [layer.tensor_units for layer in self.evaluator.graph.layers[start:stop]]
         most = max(units)
         for size in range(1, len(group) + 1):
-            if len(group) % size or (self.rules.replicas and len(group) // size != self.rules.replicas):
+            if len(group) % size:
                 continue
             for blocks in groupings(group, size):
                 plain = tuple(Replica(devices=block, samples=(1,)) for block in blocks)
-                divisible = size == 1 or (most % size == 0 and most > 1)
-                if divisible and (not self.rules.tensor or self.rules.tensor == size):
+                if size == 1 or (most % size == 0 and most > 1):
                     yield Stage(start=start, stop=stop, replicas=plain, tensor=size)
-                if size > 1 and micro % size == 0 and not self.rules.tensor:
+                if size > 1 and micro % size == 0:
                     lanes = tuple(Replica(devices=block, samples=(1,) * size) for block in blocks)
                     yield Stage(start=start, stop=stop, replicas=lanes, sharded=True)
+                    yield from self._annotated_lanes(start, stop, lanes)
+
+    def _annotated_lanes(self, start: int, stop: int, replicas: tuple[Replica, ...]) -> Iterator[Stage]:
+        """Lanes that divide annotated layers or the experts in them; without such annotations the space leaves them out."""
+        layers = self.evaluator.graph.layers
+        lanes = len(replicas[0].samples)
+        split = tuple(layer for layer in self.rules.split if start <= layer < stop)
+        if split and all(layers[layer].tensor_units >= lanes for layer in split):
+            yield Stage(start=start, stop=stop, replicas=replicas, split=split)
+            yield Stage(start=start, stop=stop, replicas=replicas, split=split, sharded=True)
+        experts = [layer.experts for layer in layers[start:stop] if layer.experts]
+        if self.rules.graph.constraints and experts and lanes <= min(experts):
+            yield Stage(start=start, stop=stop, replicas=replicas, expert=True)
 
     def _option(self, stage: Stage, micro: int, single: bool) -> Option | None:
         unit = stage.lanes if single else micro
@@ -197,6 +209,8 @@ class Exact:
         return None if _over_memory(self.evaluator, plan) else plan
 
     def _try(self, plan: Plan) -> None:
+        if not self.rules.allows(plan):
+            return
         sites = {self.evaluator.devices[name].site for stage in plan.stages for name in stage.devices}
         links = [link for link in self.codecs if len(sites) > 1]
         for names in product(*(self.codecs[link] for link in links)):

@@ -103,7 +103,7 @@ class _Planner:
         self.evaluator = Evaluator(graph, cluster, optimizer=optimizer, calibration=calibration)
         element = 4.0 if graph.precision == "fp32" else 2.0
         self.timing = Timing(self.evaluator, device_classes(cluster), min(CODECS[name].ratio(element) for name in codecs))
-        self.rules = rules_of(graph)
+        self.rules = rules_of(graph, len(cluster.devices))
         self.batch_size = batch_size
         self.mode = mode
         self.max_priced = max_priced or _prices(len(cluster.devices))

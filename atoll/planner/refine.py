@@ -23,6 +23,8 @@ def climb(
     while improved and budget():
         improved = False
         for candidate in _moves(plan, evaluator, rules, codecs):
+            if not rules.allows(candidate):
+                continue
             if not budget():
                 break
             priced = evaluator.seconds(candidate)
@@ -33,15 +35,14 @@ def climb(
 
 
 def _moves(plan: Plan, evaluator: Evaluator, rules: Rules, codecs: Mapping[str, Sequence[CodecName]]) -> Iterator[Plan]:
-    if rules.bounds is None:
-        yield from _shifted_cuts(plan, rules)
+    yield from _shifted_cuts(plan, rules)
     yield from _moved_shares(plan, evaluator)
     yield from _less_recomputation(plan)
-    if not rules.micro_batches:
+    if len(rules.micro_batches) != 1:
         yield from _other_micro_batches(plan, evaluator)
     yield from _other_schedules(plan)
     yield from _other_codecs(plan, codecs)
-    if not rules.replicas and sum(len(stage.replicas) for stage in plan.stages) <= _FEW_REPLICAS:
+    if sum(len(stage.replicas) for stage in plan.stages) <= _FEW_REPLICAS:
         yield from _moved_replicas(plan, evaluator)
         yield from _added_replicas(plan, evaluator)
         yield from _regrouped(plan)

@@ -4,43 +4,61 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from atoll.errors import AnnotationError
-from atoll.graph import Constraint, Graph
+from atoll.graph import Constraint, Graph, check_constraints
+from atoll.graph.contradictions import describe
+from atoll.plan import Plan, Stage
+from atoll.plan.constraints import constraint_problems, micro_batches_asked, stage_problems
 
 __all__ = ["Rules", "rules_of"]
 
 
 class Rules(NamedTuple):
-    """Constraints in the planner's own terms; 0 and None leave a choice free."""
+    """Constraints in the planner's own terms. Whatever the searches do, a plan is kept only where `allows` says so."""
 
-    cuts: tuple[int, ...]  # where a stage may end
-    bounds: tuple[int, ...] | None = None  # all boundaries, where stages were annotated
-    micro_batches: int = 0
-    tensor: int = 0
-    replicas: int = 0
-    even_split: bool = False
+    graph: Graph
+    cuts: tuple[int, ...]  # where a stage may end: legal cuts outside of annotated stages
+    bounds: tuple[int, ...] | None = None  # the boundaries to begin with, where stages were annotated
+    micro_batches: tuple[int, ...] = ()  # numbers of micro-batches that were asked for; () leaves them free
+    counts: tuple[int, ...] = ()  # numbers of devices that replicas and splits name, ascending
+    split: tuple[int, ...] = ()  # layers that must be divided and can be
     said: tuple[str, ...] = ()  # what was asked, for the reasons
 
+    def allows(self, plan: Plan) -> bool:
+        """Whether a plan honours every annotation."""
+        return not self.graph.constraints or next(constraint_problems(plan, self.graph), None) is None
 
-def rules_of(graph: Graph) -> Rules:
-    """Reads the annotations of a graph."""
-    rules = Rules(cuts=graph.cuts)
-    for constraint in graph.constraints:
-        if constraint.kind == "pipeline" and constraint.micro_batches:
-            rules = rules._replace(micro_batches=constraint.micro_batches, said=(*rules.said, _said(constraint, "micro_batches")))
-        if constraint.kind == "replica" and constraint.devices:
-            rules = rules._replace(replicas=constraint.devices, said=(*rules.said, _said(constraint, "devices")))
-        if constraint.kind == "split" and constraint.devices:
-            said = (*rules.said, _said(constraint, "devices"))
-            rules = rules._replace(tensor=constraint.devices, even_split=not constraint.uneven, said=said)
+    def allows_stage(self, stage: Stage) -> bool:
+        """Whether a stage honours the replicas and splits in it."""
+        return not self.graph.constraints or next(stage_problems(stage, self.graph), None) is None
+
+    def may_hold(self, start: int, stop: int) -> bool:
+        """Whether one stage may run these layers: of annotated stages, one at most."""
+        if self.bounds is None:
+            return True
+        inside = [c for c in self.graph.constraints if c.kind == "stage" and any(start <= layer < stop for layer in c.layers)]
+        return len(inside) < 2
+
+    def micro_batch_sizes(self, batch_size: int) -> list[int] | None:
+        """Micro-batches that make the numbers asked for; None where they are free."""
+        if not self.micro_batches:
+            return None
+        return sorted({batch_size // number for number in self.micro_batches if batch_size % number == 0})
+
+
+def rules_of(graph: Graph, device_count: int) -> Rules:
+    """Reads the annotations of a graph; AnnotationError where they contradict each other or need more devices."""
+    check_constraints(graph, device_count)
     stages = [constraint for constraint in graph.constraints if constraint.kind == "stage"]
-    if stages:
-        said = tuple(f"stage at {stage.where}" for stage in stages)
-        rules = rules._replace(bounds=_stage_bounds(graph, stages), said=(*rules.said, *said))
-    return rules
-
-
-def _said(constraint: Constraint, field: str) -> str:
-    return f"{constraint.kind}({getattr(constraint, field)}) at {constraint.where}"
+    splits = {layer for c in graph.constraints if c.kind == "split" for layer in c.layers if graph.layers[layer].tensor_units > 1}
+    return Rules(
+        graph=graph,
+        cuts=tuple(cut for cut in graph.cuts if not any(cut - 1 in stage.layers and cut in stage.layers for stage in stages)),
+        bounds=_stage_bounds(graph, stages) if stages else None,
+        micro_batches=micro_batches_asked(graph),
+        counts=tuple(sorted({c.devices for c in graph.constraints if c.devices})),
+        split=tuple(sorted(splits)),
+        said=tuple(dict.fromkeys(describe(constraint) for constraint in graph.constraints)),
+    )
 
 
 def _stage_bounds(graph: Graph, stages: list[Constraint]) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from atoll.planner.timing import Inside, Timing
 __all__ = ["Found", "Tally", "insides", "micro_batch_sizes", "search", "stage_counts"]
 
 Progress = Callable[[str, int, int], None]
+_HEAVY = 0.3  # of all parameters: a layer that holds so many is worth dividing while the rest is repeated
 RARELY = 64  # steps between exchanges of islands, until `mode` chooses how many
 _FEW_DEVICES = 64
 
@@ -47,9 +48,9 @@ def insides(timing: Timing, rules: Rules) -> list[Inside]:
     units = [layer.tensor_units for layer in graph.layers if layer.tensor_units > 1]
     per_host = max(len(names) for each in timing.classes for names in each.hosts)
     largest = max(each.size for each in timing.classes)
-    degrees = [rules.tensor] if rules.tensor else [t for t in (1, 2, 4, 8, 16, 32) if t <= min(per_host, max(units, default=1))]
+    degrees = [t for t in sorted({1, 2, 4, 8, 16, 32, *rules.counts}) if t <= min(per_host, max(units, default=1))]
     tensors = [t for t in degrees if t == 1 or any(u % t == 0 for u in units)]
-    found = []
+    found = _lane_splits(timing, rules, largest)
     for tensor in tensors:
         found.append(Inside(tensor))
         lanes = [lanes for lanes in _lane_counts(timing.classes, tensor, largest) if lanes > 1]
@@ -59,6 +60,16 @@ def insides(timing: Timing, rules: Rules) -> list[Inside]:
         found.extend(Inside(tensor, count, expert=True) for count in divided)
         found.extend(Inside(tensor, count, sharded=True, expert=True) for count in divided)
     return found
+
+
+def _lane_splits(timing: Timing, rules: Rules, largest: int) -> list[Inside]:
+    """Lanes that divide the layers which hold much of the model, or are annotated so, and repeat (or shard) the others."""
+    graph = timing.evaluator.graph
+    heavy = (i for i, layer in enumerate(graph.layers) if layer.split_parameters >= _HEAVY * graph.parameters)
+    layers = rules.split or tuple(heavy)
+    most = min((graph.layers[i].tensor_units for i in layers), default=1)
+    counts = [n for n in sorted({*_lane_counts(timing.classes, 1, largest), *rules.counts}) if 1 < n <= most]
+    return [Inside(1, count, sharded=sharded, split=layers) for count in counts for sharded in (False, True)]
 
 
 def _lane_counts(classes: Sequence[DeviceClass], tensor: int, largest: int) -> list[int]:
@@ -81,8 +92,8 @@ def stage_counts(slots: int, layers: int, rules: Rules) -> list[int]:
 
 def micro_batch_sizes(batch_size: int, rules: Rules) -> list[int]:
     """Divisors of the batch, thinned to about one per doubling; `refine` tries those between."""
-    if rules.micro_batches:
-        return [batch_size // rules.micro_batches] if batch_size % rules.micro_batches == 0 else []
+    if (asked := rules.micro_batch_sizes(batch_size)) is not None:
+        return asked
     divisors = [b for b in range(1, min(batch_size, 4096) + 1) if batch_size % b == 0]
     kept: list[int] = []
     for b in divisors:
@@ -133,8 +144,9 @@ def _could_fit(timing: Timing, classes: Sequence[DeviceClass], inside: Inside, s
     evaluator = timing.evaluator
     held = evaluator.amounts
     experts = held.expert_parameters[-1] / (inside.lanes if inside.expert else 1)
-    dense = (held.parameters[-1] - held.expert_parameters[-1]) / (inside.lanes if inside.sharded else 1)
-    state = (dense + experts) / inside.tensor / stages * (8 + evaluator.optimizer.state_bytes)
+    split = sum(evaluator.graph.layers[layer].split_parameters for layer in inside.split)
+    dense = (held.parameters[-1] - held.expert_parameters[-1] - split) / (inside.lanes if inside.sharded else 1)
+    state = (dense + experts + split / inside.lanes) / inside.tensor / stages * (8 + evaluator.optimizer.state_bytes)
     return state <= max(each.device.memory_bytes for each in classes)
 
 
@@ -156,7 +168,7 @@ def search(
         progress("drafting", number, len(layouts))
         drafted.extend(_drafts(timing, rules, batch_size, inside, stages, tally))
     drafted.sort(key=lambda each: each.estimate)
-    return _price(drafted, timing, batch_size, codec_sets, keep, tally.priced + budget, tally, progress, islands)
+    return _price(drafted, timing, rules, batch_size, codec_sets, keep, tally.priced + budget, tally, progress, islands)
 
 
 def _layouts(timing: Timing, rules: Rules, tally: Tally, islands: bool) -> Iterator[tuple[Inside, tuple[tuple[Slot, ...], ...]]]:
@@ -173,14 +185,14 @@ def _layouts(timing: Timing, rules: Rules, tally: Tally, islands: bool) -> Itera
             tally.ruled_out["out of memory"] += len(possible) - len(counts)
             if inside.lanes > 1:
                 counts = [n for n in counts if n in (1, 2, 4, 8) or rules.bounds]  # sharding replaces stages more than it joins them
-            for layout in _arrangements(timing, rules, slots, inside, counts, islands):
+            for layout in _arrangements(timing, slots, inside, counts, islands):
                 if (inside, layout) not in seen:
                     seen.add((inside, layout))
                     yield inside, layout
 
 
 def _arrangements(
-    timing: Timing, rules: Rules, slots: Sequence[Slot], inside: Inside, counts: Sequence[int], islands: bool
+    timing: Timing, slots: Sequence[Slot], inside: Inside, counts: Sequence[int], islands: bool
 ) -> Iterator[tuple[tuple[Slot, ...], ...]]:
     first = {slot.kind: slot for slot in reversed(slots)}
     layers = len(timing.evaluator.graph.layers)
@@ -195,18 +207,8 @@ def _arrangements(
             for mixed in (False, True) if several and stages > 1 else (False,):
                 for reverse in (False, True) if several and stages > 1 and not mixed else (False,):
                     found = arrange(slots, timing.classes, columns, stages, lambda kind: 1 / times[kind], mixed, reverse)
-                    if found is not None and (layout := _trimmed(found, rules, inside)):
-                        yield layout
-
-
-def _trimmed(stages: list[list[Slot]], rules: Rules, inside: Inside) -> tuple[tuple[Slot, ...], ...] | None:
-    """As many replicas a stage as the annotations ask for."""
-    if not rules.replicas:
-        return tuple(tuple(stage) for stage in stages)
-    wanted, rest = divmod(rules.replicas, inside.lanes)
-    if rest or any(len(stage) < wanted for stage in stages):
-        return None
-    return tuple(tuple(stage[:wanted]) for stage in stages)
+                    if found is not None:
+                        yield tuple(tuple(stage) for stage in found)
 
 
 def _drafts(
@@ -231,6 +233,7 @@ def _drafts(
 def _price(
     drafted: Sequence[Drafted],
     timing: Timing,
+    rules: Rules,
     batch_size: int,
     codec_sets: Sequence[dict[str, CodecName]],
     keep: int,
@@ -252,6 +255,9 @@ def _price(
             plan = with_names(each, timing, batch_size, codecs)
             if plan is None:
                 tally.ruled_out["shares do not divide"] += 1
+                break
+            if not rules.allows(plan):
+                tally.ruled_out["not as annotated"] += 1
                 break
             if islands:
                 plan = replace(plan, mode="islands", outer_steps=RARELY)

@@ -1,7 +1,7 @@
 """How long any run of layers takes a slot of any class: prefix sums, so that a stage's time is a few subtractions."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from atoll.cost import Evaluator
@@ -20,6 +20,7 @@ class Inside(NamedTuple):
     lanes: int = 1
     sharded: bool = False
     expert: bool = False
+    split: tuple[int, ...] = ()  # layers that lanes divide
 
     @property
     def size(self) -> int:
@@ -36,6 +37,7 @@ class Inside(NamedTuple):
             sharded=self.sharded,
             expert=self.expert,
             recompute=recompute,
+            split=tuple(layer for layer in self.split if start <= layer < stop),
         )
 
 
@@ -125,7 +127,11 @@ class Timing:
         evaluator, amounts = self.evaluator, self.evaluator.amounts
         device = self.classes[slot.kind].device
         samples = micro_samples / inside.lanes
-        table = self._compute.table(device, samples, 1 / inside.tensor, inside.tensor, inside.lanes if inside.expert else 1)
+        expert_lanes = inside.lanes if inside.expert else 1
+        if inside.split:
+            table = self._compute.table_with_split(device, samples, micro_samples, inside.split, inside.lanes, expert_lanes)
+        else:
+            table = self._compute.table(device, samples, 1 / inside.tensor, inside.tensor, expert_lanes)
         again = 2.0 if recompute else 1.0
         comm = self._collectives(slot, inside, samples)
         forward = [f + c for f, c in zip(table.forward, comm, strict=True)]
@@ -135,11 +141,16 @@ class Timing:
             held = [p - s * (1 - 1 / inside.tensor) for p, s in zip(amounts.parameters, amounts.split_parameters, strict=True)]
             if inside.expert:
                 held = [h - e for h, e in zip(held, amounts.expert_parameters, strict=True)]
+            if inside.split:
+                divided = self._of_split(inside, [float(layer.split_parameters) for layer in evaluator.graph.layers])
+                held = [h - d for h, d in zip(held, divided, strict=True)]
             element = 4.0 if evaluator.graph.precision == "fp32" else 2.0
             base, slope = _affine(lambda x: all_gather_seconds(self._lanes(slot, inside), x, evaluator.calibration), 1e9)
             layers = len(forward) - 1
             gather = [h * element * slope + base * i / layers for i, h in enumerate(held)]
-        total = [max(f, g) + max(b, 2 * g) for f, b, g in zip(forward, backward, gather, strict=True)]
+        hidden = evaluator.calibration.sync_overlap
+        rows = zip(forward, backward, gather, strict=True)
+        total = [f + max(0.0, g - hidden * f) + b + max(0.0, 2 * g - hidden * b) for f, b, g in rows]
         return SlotSeconds(tuple(forward), tuple(backward), tuple(gather), tuple(total))
 
     def _collectives(self, slot: Slot, inside: Inside, samples: float) -> list[float]:
@@ -157,7 +168,21 @@ class Timing:
             base, slope = _affine(lambda x: all_to_all_seconds(span, x, calibration), _typical(amounts.expert_bytes, samples))
             exchanges = zip(amounts.expert_layers, amounts.expert_bytes, strict=True)
             total = [t + 2 * (n * base + x * samples / inside.tensor * slope) for t, (n, x) in zip(total, exchanges, strict=True)]
+        if inside.split:
+            span, together = self._lanes(slot, inside), samples * inside.lanes
+            rows_of_layers = [
+                layer.tensor_reductions * all_reduce_seconds(span, layer.tensor_bytes * together / layer.tensor_reductions, calibration, {})
+                if layer.tensor_reductions
+                else 0.0
+                for layer in evaluator.graph.layers
+            ]
+            total = [t + x for t, x in zip(total, self._of_split(inside, rows_of_layers), strict=True)]
         return total
+
+    @staticmethod
+    def _of_split(inside: Inside, by_layer: Sequence[float]) -> list[float]:
+        """A prefix sum over the layers that lanes divide."""
+        return list(accumulate((value if i in inside.split else 0.0 for i, value in enumerate(by_layer)), initial=0.0))
 
     def _span(self, names: tuple[str, ...]) -> Span:
         evaluator = self.evaluator

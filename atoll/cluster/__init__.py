@@ -1,12 +1,27 @@
 """Cluster: what there is to run on."""
 
 from atoll.cluster.build import make_cluster, make_site
-from atoll.cluster.cluster import Cluster, ConvRate, Device, DeviceKind, Host, Link, MatmulRate, Measurements, MemoryRate, Site
+from atoll.cluster.cluster import (
+    AttentionRate,
+    Cluster,
+    ConvRate,
+    Device,
+    DeviceKind,
+    Host,
+    Link,
+    MatmulRate,
+    Measurements,
+    MemoryRate,
+    OperatorRate,
+    Site,
+    UpdateTime,
+)
 from atoll.cluster.dump import dump_cluster
 from atoll.cluster.file import load_cluster, parse_cluster
 from atoll.cluster.kinds import catalogue, device_kind
 
 __all__ = [
+    "AttentionRate",
     "Cluster",
     "ConvRate",
     "Device",
@@ -16,7 +31,9 @@ __all__ = [
     "MatmulRate",
     "Measurements",
     "MemoryRate",
+    "OperatorRate",
     "Site",
+    "UpdateTime",
     "catalogue",
     "device_kind",
     "dump_cluster",

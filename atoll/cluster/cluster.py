@@ -10,7 +10,21 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["Cluster", "ConvRate", "Device", "DeviceKind", "Host", "Link", "MatmulRate", "Measurements", "MemoryRate", "Site"]
+__all__ = [
+    "AttentionRate",
+    "Cluster",
+    "ConvRate",
+    "Device",
+    "DeviceKind",
+    "Host",
+    "Link",
+    "MatmulRate",
+    "Measurements",
+    "MemoryRate",
+    "OperatorRate",
+    "Site",
+    "UpdateTime",
+]
 
 
 class MatmulRate(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +46,9 @@ class ConvRate(msgspec.Struct, frozen=True, kw_only=True):
     outputs: int
     size: int  # pixels a side
     kernel: int
-    flops_per_s: float  # counting 2·batch·size²·inputs·outputs·kernel²
+    flops_per_s: float  # counting 2·batch·size²·inputs·outputs·kernel²/groups
+    backward_flops_per_s: float = 0.0  # counting twice that; 0: not measured
+    groups: int = 1
 
 
 class MemoryRate(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +58,37 @@ class MemoryRate(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_s: float
 
 
+class OperatorRate(msgspec.Struct, frozen=True, kw_only=True):
+    """What an operator that is bound by memory, or by a function it computes on every element, was measured to run at.
+
+    Bytes are counted as capture counts them (`atoll.graph`), so that an operator of that size takes `bytes / bytes_per_s`.
+    """
+
+    operator: str  # as `Work.operator` has it: "gelu"
+    bytes: float  # of forward
+    bytes_per_s: float
+    backward_bytes_per_s: float
+
+
+class AttentionRate(msgspec.Struct, frozen=True, kw_only=True):
+    """What attention of every place of a sequence to every other was measured to run at, all scores counted."""
+
+    variant: str  # "", "causal", "dropout"
+    heads: int  # times samples
+    sequence: int
+    depth: int  # of a head
+    flops_per_s: float  # counting 4·heads·sequence²·depth
+    backward_flops_per_s: float  # counting 10·heads·sequence²·depth
+
+
+class UpdateTime(msgspec.Struct, frozen=True, kw_only=True):
+    """How long an optimizer was measured to take over one tensor."""
+
+    optimizer: str  # "adamw", "momentum", "sgd"
+    elements: int
+    seconds: float
+
+
 class Measurements(msgspec.Struct, frozen=True, kw_only=True):
     """What `atoll probe` measured of a device; it goes before the roofline of peak figures."""
 
@@ -49,6 +96,9 @@ class Measurements(msgspec.Struct, frozen=True, kw_only=True):
     matmul: tuple[MatmulRate, ...] = ()
     conv: tuple[ConvRate, ...] = ()
     memory: tuple[MemoryRate, ...] = ()
+    operators: tuple[OperatorRate, ...] = ()
+    attention: tuple[AttentionRate, ...] = ()
+    updates: tuple[UpdateTime, ...] = ()
     threads: int = 0  # CPU threads in use; 0 for an accelerator
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from atoll import units
 from atoll.cluster.build import DEFAULT_RESERVE
-from atoll.cluster.cluster import Cluster, Device, DeviceKind, Host, Link, Measurements, Site
+from atoll.cluster.cluster import Cluster, ConvRate, Device, DeviceKind, Host, Link, Measurements, Site
 from atoll.cluster.kinds import catalogue
 
 __all__ = ["dump_cluster"]
@@ -147,19 +147,38 @@ def _bytes_rate(bytes_per_s: float) -> str:
 
 
 def _measured(measured: Measurements) -> list[str]:
-    matmul = [
-        f'{{ precision = "{m.precision}", rows = {m.rows}, columns = {m.columns}, depth = {m.depth}, '
-        f'rate = "{units.exact_flops(m.flops_per_s)}" }},'
-        for m in measured.matmul
-    ]
-    conv = [
-        f'{{ precision = "{c.precision}", batch = {c.batch}, inputs = {c.inputs}, outputs = {c.outputs}, size = {c.size}, '
-        f'kernel = {c.kernel}, rate = "{units.exact_flops(c.flops_per_s)}" }},'
-        for c in measured.conv
-    ]
-    memory = [f'{{ size = "{units.exact_bytes(m.bytes)}", rate = "{_bytes_rate(m.bytes_per_s)}" }},' for m in measured.memory]
+    tables = {
+        "matmul": [
+            f'precision = "{m.precision}", rows = {m.rows}, columns = {m.columns}, depth = {m.depth}, '
+            f'rate = "{units.exact_flops(m.flops_per_s)}"'
+            for m in measured.matmul
+        ],
+        "conv": [_conv(rate) for rate in measured.conv],
+        "memory": [f'size = "{units.exact_bytes(m.bytes)}", rate = "{_bytes_rate(m.bytes_per_s)}"' for m in measured.memory],
+        "operators": [
+            f'name = {_text(o.operator)}, size = "{units.exact_bytes(o.bytes)}", rate = "{_bytes_rate(o.bytes_per_s)}", '
+            f'backward = "{_bytes_rate(o.backward_bytes_per_s)}"'
+            for o in measured.operators
+        ],
+        "attention": [
+            f'variant = "{a.variant}", heads = {a.heads}, sequence = {a.sequence}, depth = {a.depth}, '
+            f'rate = "{units.exact_flops(a.flops_per_s)}", backward = "{units.exact_flops(a.backward_flops_per_s)}"'
+            for a in measured.attention
+        ],
+        "updates": [
+            f'optimizer = {_text(u.optimizer)}, elements = {u.elements}, time = "{units.exact_seconds(u.seconds)}"'
+            for u in measured.updates
+        ],
+    }
     lines = ["[device_kind.measured]", f"threads = {measured.threads}", f'operator = "{units.exact_seconds(measured.operator_seconds)}"']
-    for key, rows in (("matmul", matmul), ("conv", conv), ("memory", memory)):
+    for key, rows in tables.items():
         if rows:
-            lines += [f"{key} = [", *(f"  {row}" for row in rows), "]"]
+            lines += [f"{key} = [", *(f"  {{ {row} }}," for row in rows), "]"]
     return lines
+
+
+def _conv(rate: ConvRate) -> str:
+    sides = f"batch = {rate.batch}, inputs = {rate.inputs}, outputs = {rate.outputs}, size = {rate.size}, kernel = {rate.kernel}"
+    groups = f", groups = {rate.groups}" if rate.groups > 1 else ""
+    backward = f', backward = "{units.exact_flops(rate.backward_flops_per_s)}"' if rate.backward_flops_per_s else ""
+    return f'precision = "{rate.precision}", {sides}{groups}, rate = "{units.exact_flops(rate.flops_per_s)}"{backward}'

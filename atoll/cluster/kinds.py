@@ -6,7 +6,16 @@ from functools import cache
 from importlib.resources import files
 from types import MappingProxyType
 
-from atoll.cluster.cluster import ConvRate, DeviceKind, MatmulRate, Measurements, MemoryRate
+from atoll.cluster.cluster import (
+    AttentionRate,
+    ConvRate,
+    DeviceKind,
+    MatmulRate,
+    Measurements,
+    MemoryRate,
+    OperatorRate,
+    UpdateTime,
+)
 from atoll.cluster.reader import BANDWIDTH, BYTES, FLOPS, LATENCY, MEMORY, Table, nearest
 from atoll.errors import ClusterError
 
@@ -14,6 +23,7 @@ __all__ = ["PRECISIONS", "catalogue", "device_kind", "find_kind", "read_kind"]
 
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
 KIND_KEYS = ("name", "memory", "memory_bandwidth", "flops", "link", "source", "cpu", "measured")
+ATTENTION_VARIANTS = ("", "causal", "dropout")
 _LARGEST_SIDE = 10**9  # of a measured operator
 
 
@@ -70,12 +80,20 @@ def _flops(table: Table) -> dict[str, float]:
 
 
 def _measured(kind: Table) -> Measurements:
-    table = kind.table("measured", ("threads", "operator", "matmul", "conv", "memory"), "{ … }")
+    keys = ("threads", "operator", "matmul", "conv", "memory", "operators", "attention", "updates")
+    table = kind.table("measured", keys, "{ … }")
+
+    def rows(key: str) -> list[tuple[object, str]]:
+        return [(values, f"{table.where} › {key}[{i}]") for i, values in enumerate(table.entries(key))]
+
     return Measurements(
         operator_seconds=table.quantity("operator", LATENCY),
-        matmul=tuple(_matmul(values, f"{table.where} › matmul[{i}]") for i, values in enumerate(table.entries("matmul"))),
-        conv=tuple(_conv(values, f"{table.where} › conv[{i}]") for i, values in enumerate(table.entries("conv"))),
-        memory=tuple(_memory(values, f"{table.where} › memory[{i}]") for i, values in enumerate(table.entries("memory"))),
+        matmul=tuple(_matmul(values, where) for values, where in rows("matmul")),
+        conv=tuple(_conv(values, where) for values, where in rows("conv")),
+        memory=tuple(_memory(values, where) for values, where in rows("memory")),
+        operators=tuple(_operator(values, where) for values, where in rows("operators")),
+        attention=tuple(_attention(values, where) for values, where in rows("attention")),
+        updates=tuple(_update(values, where) for values, where in rows("updates")),
         threads=table.integer("threads", 0, 10_000, 0),
     )
 
@@ -95,7 +113,7 @@ def _matmul(values: object, where: str) -> MatmulRate:
 
 def _conv(values: object, where: str) -> ConvRate:
     sides = ("batch", "inputs", "outputs", "size", "kernel")
-    table = Table(values, where, ("precision", *sides, "rate"))
+    table = Table(values, where, ("precision", *sides, "groups", "rate", "backward"))
     batch, inputs, outputs, size, kernel = (table.integer(key, 1, _LARGEST_SIDE) for key in sides)
     return ConvRate(
         precision=_precision(table),
@@ -104,10 +122,45 @@ def _conv(values: object, where: str) -> ConvRate:
         outputs=outputs,
         size=size,
         kernel=kernel,
+        groups=table.integer("groups", 1, _LARGEST_SIDE, 1),
         flops_per_s=table.quantity("rate", FLOPS),
+        backward_flops_per_s=table.quantity("backward", FLOPS, 0.0),
     )
 
 
 def _memory(values: object, where: str) -> MemoryRate:
     table = Table(values, where, ("size", "rate"))
     return MemoryRate(bytes=table.quantity("size", BYTES), bytes_per_s=table.quantity("rate", BANDWIDTH))
+
+
+def _operator(values: object, where: str) -> OperatorRate:
+    table = Table(values, where, ("name", "size", "rate", "backward"))
+    return OperatorRate(
+        operator=table.text("name", "gelu"),
+        bytes=table.quantity("size", BYTES),
+        bytes_per_s=table.quantity("rate", BANDWIDTH),
+        backward_bytes_per_s=table.quantity("backward", BANDWIDTH),
+    )
+
+
+def _attention(values: object, where: str) -> AttentionRate:
+    sides = ("heads", "sequence", "depth")
+    table = Table(values, where, ("variant", *sides, "rate", "backward"))
+    variant = table.text("variant", "causal", "")
+    if variant not in ATTENTION_VARIANTS:
+        raise table.wrong("variant", f"must be one of {', '.join(map(repr, ATTENTION_VARIANTS))}, got {variant!r}")
+    heads, sequence, depth = (table.integer(key, 1, _LARGEST_SIDE) for key in sides)
+    return AttentionRate(
+        variant=variant,
+        heads=heads,
+        sequence=sequence,
+        depth=depth,
+        flops_per_s=table.quantity("rate", FLOPS),
+        backward_flops_per_s=table.quantity("backward", FLOPS),
+    )
+
+
+def _update(values: object, where: str) -> UpdateTime:
+    table = Table(values, where, ("optimizer", "elements", "time"))
+    elements = table.integer("elements", 1, _LARGEST_SIDE)
+    return UpdateTime(optimizer=table.text("optimizer", "adamw"), elements=elements, seconds=table.quantity("time", LATENCY))

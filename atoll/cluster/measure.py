@@ -1,29 +1,25 @@
-"""Measuring a device: matrix products, convolutions, elementwise work and the cost of an operator.
-
-Machines are shared and noisy, so every case is timed in many short turns that alternate with all other cases: a disturbance of some seconds
-then touches a few turns of every case instead of ruining one. Disturbances only ever add time, so the fastest tenth of the turns counts;
-how much slower the usual turn was tells how busy the machine is.
-"""
+"""Measuring a device: matrix products, convolutions, elementwise work, attention, optimizers and the cost of an operator."""
 
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 
 import torch
 
-from atoll.cluster.cluster import ConvRate, MatmulRate, Measurements, MemoryRate
+from atoll.cluster import training
+from atoll.cluster.cluster import AttentionRate, ConvRate, MatmulRate, Measurements, MemoryRate, OperatorRate, UpdateTime
+from atoll.cluster.kinds import ATTENTION_VARIANTS
+from atoll.cluster.timing import Case, Timing, interleaved
 
-__all__ = ["Case", "Measured", "Timing", "interleaved", "measure", "one_way_copy"]
+__all__ = ["Measured", "measure", "one_way_copy"]
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OPERANDS_BYTES = 8e6  # operands take turns over this much, so that small products do not find theirs in the nearest cache every time
 _FULL_S, _QUICK_S = 40.0, 7.0
-_MOST_TURNS = 60
-_TURN_S = 0.004  # about a scheduler's time slice: longer turns are rarely left alone
-_MINOR_EVERY = 4
 _LONGEST_MINOR_S = 0.03  # products that would take longer in a precision without fast units are left out: the rate no longer changes
 _PILOT = (256, 256, 256)
 
@@ -55,27 +51,21 @@ _MORE_PRODUCTS = (
     (512, 8192, 256),
 )
 _ACCELERATOR_PRODUCTS = ((4096, 4096, 4096), (8192, 8192, 8192), (64, 8192, 8192))
-# (batch, inputs, outputs, size, kernel)
-_CONVOLUTIONS = ((8, 64, 64, 32, 3), (8, 64, 256, 32, 1), (8, 128, 128, 16, 3), (8, 256, 256, 8, 3), (8, 3, 64, 64, 7))
+# (batch, inputs, outputs, size, kernel, groups)
+_CONVOLUTIONS = (
+    (8, 64, 64, 32, 3, 1),
+    (8, 64, 256, 16, 1, 1),
+    (8, 3, 64, 64, 7, 1),
+    (8, 256, 64, 16, 1, 1),
+    (8, 128, 128, 16, 3, 1),
+    (8, 256, 256, 8, 3, 1),
+    (8, 512, 128, 8, 1, 1),
+    (8, 32, 32, 32, 3, 1),
+    (8, 64, 64, 32, 3, 64),
+)
 _MEMORY_BYTES = (48e3, 192e3, 768e3, 3e6, 12e6, 48e6, 192e6)
 _ACCELERATOR_MEMORY_BYTES = (*_MEMORY_BYTES, 768e6)
 _CHAIN = 32  # operators in the chain that tells what the smallest one costs
-
-
-@dataclass(frozen=True)
-class Case:
-    """Something to time; what matters less has a turn in every fourth round only."""
-
-    run: Callable[[], object]
-    minor: bool = False
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of one run: undisturbed (the fastest tenth of turns), and of the median turn by the clock on the wall."""
-
-    seconds: float
-    usual_seconds: float
 
 
 @dataclass(frozen=True)
@@ -85,54 +75,6 @@ class Measured:
     measurements: Measurements
     memory_bytes_per_s: float
     busy: float
-
-
-def interleaved(
-    cases: Sequence[Case],
-    *,
-    budget_s: float,
-    synchronize: Callable[[], None],
-    tick: Callable[[float], None] = lambda share: None,
-    clock: Callable[[], float] = time.perf_counter,
-    stopwatch: Callable[[], float] | None = None,
-) -> list[Timing]:
-    """How long one run of each case takes.
-
-    Each case is timed once; then turns go round until the budget is spent or each case has had plenty. `tick` hears how far we are. Cases
-    are timed with the stopwatch, if there is one that others cannot disturb, else with the clock.
-    """
-    stopwatch = stopwatch or clock
-    start = clock()
-    turns = [[_turn(case.run, 1, synchronize, stopwatch, clock)] for case in cases]
-    order = ((turn, i) for turn in range(_MOST_TURNS) for i, case in enumerate(cases) if not (case.minor and turn % _MINOR_EVERY))
-    for turn, i in order:
-        elapsed = clock() - start
-        if elapsed >= budget_s:
-            break
-        tick(max(elapsed / budget_s, turn / _MOST_TURNS))
-        repeats = max(1, round(_TURN_S / max(min(turns[i])[0], 1e-9)))
-        turns[i].append(_turn(cases[i].run, repeats, synchronize, stopwatch, clock))
-    tick(1.0)
-    return [_timing(taken) for taken in turns]
-
-
-def _timing(turns: Sequence[tuple[float, float]]) -> Timing:
-    ours = sorted(seconds for seconds, _ in turns)
-    everything = sorted(seconds for _, seconds in turns)
-    return Timing(seconds=max(ours[len(ours) // 10], 1e-9), usual_seconds=max(everything[len(everything) // 2], 1e-9))
-
-
-def _turn(
-    run: Callable[[], object], repeats: int, synchronize: Callable[[], None], stopwatch: Callable[[], float], clock: Callable[[], float]
-) -> tuple[float, float]:
-    """Seconds a run, by the stopwatch and by the clock. A first run wakes the threads that will share the work, and is not counted."""
-    run()
-    synchronize()
-    ours, everything = stopwatch(), clock()
-    for _ in range(repeats):
-        run()
-    synchronize()
-    return (stopwatch() - ours) / repeats, (clock() - everything) / repeats
 
 
 def measure(
@@ -148,30 +90,70 @@ def measure(
     synchronize = (lambda: None) if on_cpu else torch.accelerator.synchronize
     # One thread's own processor time leaves out the time others took; several threads wait for each other, so only the clock tells.
     stopwatch = time.process_time if on_cpu and torch.get_num_threads() == 1 else time.perf_counter
-    products = _products(device, quick, lambda case: interleaved([case], budget_s=0.0, synchronize=synchronize, stopwatch=stopwatch)[0])
-    convolutions = _CONVOLUTIONS[:2] if quick else _CONVOLUTIONS
-    sizes = [
-        size for size in (_MEMORY_BYTES if on_cpu else _ACCELERATOR_MEMORY_BYTES) if size <= max(available_bytes / 8, _MEMORY_BYTES[0])
-    ]
-    cases = [
-        _chain(device),
-        _copy(device, sizes[-1]),
-        *(_product(device, *product) for product in products),
-        *(_convolution(device, *shape) for shape in convolutions),
-        *(_elementwise(device, size) for size in sizes),
-    ]
-    budget_s = budget_s if budget_s is not None else _QUICK_S if quick else _FULL_S
-    timings = interleaved(cases, budget_s=budget_s, synchronize=synchronize, tick=tick, stopwatch=stopwatch)
-    chain, copy, *others = timings
-    measurements = Measurements(
-        operator_seconds=chain.seconds / (2 * _CHAIN),
-        matmul=tuple(_product_rates(products, others)),
-        conv=tuple(_convolution_rates(convolutions, others[len(products) :])),
-        memory=tuple(MemoryRate(bytes=size, bytes_per_s=size / t.seconds) for size, t in zip(sizes, others[-len(sizes) :], strict=True)),
-        threads=torch.get_num_threads() if on_cpu else 0,
+    agenda = _Agenda(
+        device, available_bytes, quick, lambda case: interleaved([case], budget_s=0.0, synchronize=synchronize, stopwatch=stopwatch)[0]
     )
+    budget_s = budget_s if budget_s is not None else _QUICK_S if quick else _FULL_S
+    timings = interleaved(agenda.cases, budget_s=budget_s, synchronize=synchronize, tick=tick, stopwatch=stopwatch)
     busy = statistics.median(timing.usual_seconds / timing.seconds for timing in timings)
-    return Measured(measurements=measurements, memory_bytes_per_s=sizes[-1] / copy.seconds, busy=busy)
+    return agenda.measured([timing.seconds for timing in timings], busy)
+
+
+Shape = tuple[int, int, int, int, int, int]
+
+
+def _memory_bytes(on_cpu: bool) -> tuple[float, ...]:
+    return _MEMORY_BYTES if on_cpu else _ACCELERATOR_MEMORY_BYTES
+
+
+class _Agenda:
+    """Everything to be timed, and where each stands among the cases."""
+
+    def __init__(self, device: torch.device, available_bytes: float, quick: bool, pilot: Callable[[Case], Timing]) -> None:
+        on_cpu = device.type == "cpu"
+        sizes = [size for size in _memory_bytes(on_cpu) if size <= max(available_bytes / 8, _MEMORY_BYTES[0])]
+        self.threads = torch.get_num_threads() if on_cpu else 0
+        self.cases: list[Case] = []
+        self.copied_bytes = sizes[-1]
+        self.chain = self._add(_chain(device))
+        self.copy = self._add(_copy(device, sizes[-1]))
+        self.products = [(shape, self._add(_product(device, *shape))) for shape in _products(device, quick, pilot)]
+        self.elementwise = [(size, self._add(_elementwise(device, size))) for size in sizes]
+        self._with_backward(device, quick)
+
+    def _with_backward(self, device: torch.device, quick: bool) -> None:
+        """What is timed forward and backward, and the optimizers."""
+        self.convolutions = [(shape, self._pair(_convolution(device, *shape))) for shape in (_CONVOLUTIONS[:3] if quick else _CONVOLUTIONS)]
+        elements = training.OPERATOR_ELEMENTS[-1:] if quick else training.OPERATOR_ELEMENTS
+        cases = [case for size in elements for case in training.operators(device, size)]
+        self.operators = [(case, self._pair((case.forward, case.backward))) for case in cases]
+        shapes = training.ATTENTION_SHAPES[:1] if quick else training.ATTENTION_SHAPES
+        self.attention = [
+            (variant, shape, self._pair(training.attention(device, variant, *shape))) for variant in ATTENTION_VARIANTS for shape in shapes
+        ]
+        updates = [(name, size, training.update(device, name, size)) for name in training.OPTIMIZERS for size in training.UPDATE_ELEMENTS]
+        self.updates = [(name, size, tensors, self._add(case)) for name, size, (case, tensors) in updates]
+
+    def _add(self, case: Case) -> int:
+        self.cases.append(case)
+        return len(self.cases) - 1
+
+    def _pair(self, cases: tuple[Case, Case]) -> tuple[int, int]:
+        return self._add(cases[0]), self._add(cases[1])
+
+    def measured(self, seconds: Sequence[float], busy: float) -> Measured:
+        """What the times of the cases mean."""
+        measurements = Measurements(
+            operator_seconds=seconds[self.chain] / (2 * _CHAIN),
+            matmul=tuple(_product_rate(shape, seconds[i]) for shape, i in self.products),
+            conv=tuple(_convolution_rate(shape, seconds[i], seconds[j]) for shape, (i, j) in self.convolutions),
+            memory=tuple(MemoryRate(bytes=size, bytes_per_s=size / seconds[i]) for size, i in self.elementwise),
+            operators=tuple(_operator_rate(case, seconds[i], seconds[j]) for case, (i, j) in self.operators),
+            attention=tuple(_attention_rate(variant, shape, seconds[i], seconds[j]) for variant, shape, (i, j) in self.attention),
+            updates=tuple(UpdateTime(optimizer=n, elements=size, seconds=seconds[i] / tensors) for n, size, tensors, i in self.updates),
+            threads=self.threads,
+        )
+        return Measured(measurements=measurements, memory_bytes_per_s=self.copied_bytes / seconds[self.copy], busy=busy)
 
 
 def _products(device: torch.device, quick: bool, pilot: Callable[[Case], Timing]) -> list[tuple[str, int, int, int]]:
@@ -184,24 +166,45 @@ def _products(device: torch.device, quick: bool, pilot: Callable[[Case], Timing]
     return chosen
 
 
-def _product_rates(products: Sequence[tuple[str, int, int, int]], timings: Sequence[Timing]) -> Iterator[MatmulRate]:
-    for (precision, rows, columns, depth), timing in zip(products, timings, strict=False):
-        rate = 2.0 * rows * columns * depth / timing.seconds
-        yield MatmulRate(precision=precision, rows=rows, columns=columns, depth=depth, flops_per_s=rate)
+def _product_rate(product: tuple[str, int, int, int], seconds: float) -> MatmulRate:
+    precision, rows, columns, depth = product
+    rate = 2.0 * rows * columns * depth / seconds
+    return MatmulRate(precision=precision, rows=rows, columns=columns, depth=depth, flops_per_s=rate)
 
 
-def _convolution_rates(shapes: Sequence[tuple[int, int, int, int, int]], timings: Sequence[Timing]) -> Iterator[ConvRate]:
-    for (batch, inputs, outputs, size, kernel), timing in zip(shapes, timings, strict=False):
-        flops = 2.0 * batch * size**2 * inputs * outputs * kernel**2
-        yield ConvRate(
-            precision="fp32",
-            batch=batch,
-            inputs=inputs,
-            outputs=outputs,
-            size=size,
-            kernel=kernel,
-            flops_per_s=flops / timing.seconds,
-        )
+def _convolution_rate(shape: Shape, forward: float, backward: float) -> ConvRate:
+    batch, inputs, outputs, size, kernel, groups = shape
+    flops = 2.0 * batch * size**2 * inputs * outputs * kernel**2 / groups
+    return ConvRate(
+        precision="fp32",
+        batch=batch,
+        inputs=inputs,
+        outputs=outputs,
+        size=size,
+        kernel=kernel,
+        groups=groups,
+        flops_per_s=flops / forward,
+        backward_flops_per_s=2 * flops / backward,
+    )
+
+
+def _operator_rate(case: training.OperatorCase, forward: float, backward: float) -> OperatorRate:
+    rate = case.bytes / forward
+    back = case.backward_bytes / backward if case.backward_bytes else rate  # a view of the gradient: nothing is moved
+    return OperatorRate(operator=case.name, bytes=case.bytes, bytes_per_s=rate, backward_bytes_per_s=back)
+
+
+def _attention_rate(variant: str, shape: tuple[int, int, int], forward: float, backward: float) -> AttentionRate:
+    heads, sequence, depth = shape
+    product = 2.0 * heads * sequence**2 * depth
+    return AttentionRate(
+        variant=variant,
+        heads=heads,
+        sequence=sequence,
+        depth=depth,
+        flops_per_s=2 * product / forward,
+        backward_flops_per_s=5 * product / backward,
+    )
 
 
 def _product(device: torch.device, precision: str, rows: int, columns: int, depth: int) -> Case:
@@ -213,10 +216,11 @@ def _product(device: torch.device, precision: str, rows: int, columns: int, dept
     return Case(lambda: torch.nn.functional.linear(next(inputs), next(weights)), minor=precision != "fp32")
 
 
-def _convolution(device: torch.device, batch: int, inputs: int, outputs: int, size: int, kernel: int) -> Case:
-    images = torch.randn(batch, inputs, size, size, device=device)
-    weight = torch.randn(outputs, inputs, kernel, kernel, device=device)
-    return Case(lambda: torch.nn.functional.conv2d(images, weight, padding=kernel // 2))
+def _convolution(device: torch.device, batch: int, inputs: int, outputs: int, size: int, kernel: int, groups: int) -> tuple[Case, Case]:
+    images = torch.randn(batch, inputs, size, size, device=device, requires_grad=True)
+    weight = torch.randn(outputs, inputs // groups, kernel, kernel, device=device, requires_grad=True)
+    run = partial(torch.nn.functional.conv2d, images, weight, padding=kernel // 2, groups=groups)
+    return Case(run), training.backward(run, [images, weight])
 
 
 def _elementwise(device: torch.device, size: float) -> Case:

@@ -15,9 +15,10 @@ import torch
 from atoll.cluster.build import DEFAULT_RESERVE, assemble
 from atoll.cluster.cluster import Cluster, Device, DeviceKind, Host, Link, Site
 from atoll.cluster.file import parse_cluster
-from atoll.cluster.measure import Measured, interleaved, measure, one_way_copy
-from atoll.cluster.memory import host_memory
+from atoll.cluster.measure import Measured, measure, one_way_copy
+from atoll.cluster.memory import host_memory, keep_freed_memory
 from atoll.cluster.peer import PeerLink
+from atoll.cluster.timing import interleaved
 
 __all__ = ["Probed", "join_peers", "probe_host"]
 
@@ -58,6 +59,7 @@ def _host_name() -> str:
 
 def _cpu(host: str, effort: Effort) -> tuple[list[Device], float]:
     memory = host_memory()
+    keep_freed_memory()  # as a run does
     measured = effort(torch.device("cpu"), memory.available_bytes)
     kind = _kind(f"{_cpu_name()}, {torch.get_num_threads()} of {_cores()} cores", memory.total_bytes, measured)
     usable = memory.available_bytes * (1.0 - DEFAULT_RESERVE)

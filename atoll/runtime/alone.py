@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from atoll.cluster.memory import keep_freed_memory
 from atoll.data import Dataset, to_device
 from atoll.errors import JobError
 from atoll.events import AnyEvent, Evaluated, NonFinite, Observer, RunFinished, RunStarted, StepFinished, StopTraining
@@ -33,6 +34,8 @@ def train_alone(job: Job, *, device: torch.device, observers: Sequence[Observer]
 
     Whatever ends the run — the last step, Ctrl-C, `StopTraining`, a loss that is not finite — the weights are those after a whole step.
     """
+    if device.type == "cpu":
+        keep_freed_memory()
     with own_randomness(mix(job.seed, 4)), _polite_interrupt() as interrupt:
         trainer = _Trainer(job, device, observers)
         try:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from atoll.cluster import dump_cluster, parse_cluster
-from atoll.cluster.measure import Case, interleaved
 from atoll.cluster.probe import probe_host
+from atoll.cluster.timing import Case, interleaved
 
 
 class World:
@@ -85,6 +85,10 @@ def test_this_machine_can_be_measured_written_and_read_back():
     assert 0 < measured.operator_seconds < 0.1
     assert {rate.precision for rate in measured.matmul} >= {"fp32"}
     assert device.kind.flops["fp32"] == max(rate.flops_per_s for rate in measured.matmul if rate.precision == "fp32")
-    assert all(rate.flops_per_s > 0 for rate in measured.conv)
+    assert all(rate.flops_per_s > 0 and rate.backward_flops_per_s > 0 for rate in measured.conv)
+    assert {"gelu", "layer_norm", "dropout", "cross_entropy_loss"} <= {rate.operator for rate in measured.operators}
+    assert all(rate.bytes_per_s > 0 and rate.backward_bytes_per_s > 0 for rate in measured.operators)
+    assert {rate.variant for rate in measured.attention} == {"", "causal", "dropout"}
+    assert {time.optimizer for time in measured.updates} == {"adamw", "momentum", "sgd"}
     assert [rate.bytes for rate in measured.memory] == sorted(rate.bytes for rate in measured.memory)
     assert 0 < device.memory_bytes < device.kind.memory_bytes

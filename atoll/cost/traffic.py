@@ -5,6 +5,7 @@ from collections import Counter
 from atoll.codec import codec_spec
 from atoll.cost.communication import collective_bytes, span_of
 from atoll.cost.in_flight import micro_batch_counts
+from atoll.cost.inside_traffic import add_inside
 from atoll.cost.pipeline import route
 from atoll.cost.setting import Setting
 from atoll.cost.synchronisation import Synchronisation
@@ -20,9 +21,10 @@ def link_bytes(setting: Setting, synchronisation: Synchronisation, transfers: Tr
     for stage in plan.stages:
         _add_sync(setting, synchronisation, plan, stage, carried)
         _add_split(setting, plan, stage, carried)
+        add_inside(setting, plan, stage, carried)
     if len(plan.stages) > 1:
         _add_boundaries(setting, transfers, plan, carried)
-    return {name: float(nbytes) for name, nbytes in carried.items()}
+    return {name: float(nbytes) for name, nbytes in carried.items() if nbytes}
 
 
 def _add_sync(setting: Setting, synchronisation: Synchronisation, plan: Plan, stage: Stage, carried: "Counter[str]") -> None:

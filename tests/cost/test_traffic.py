@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 
 from atoll.cluster import Cluster
 from atoll.codec import codec_spec
@@ -46,7 +46,8 @@ def test_gradients_of_two_replicas_cross_once_each_way() -> None:
 
 
 def test_every_group_is_counted_where_it_lives() -> None:
-    """Two tensor positions: one group inside a site, one across; only the second is on the link between sites."""
+    """Two tensor positions: one group inside a site, one across; only the second is on the link between sites, and so are the second
+    replica's own all-reduces: forward and backward, each value once each way."""
     cluster = make_cluster(hosts=2, devices=2, sites=2)
     names = names_of(cluster)
     graph = dense_graph(6)
@@ -55,8 +56,20 @@ def test_every_group_is_counted_where_it_lives() -> None:
     evaluator = Evaluator(graph, cluster)
     volume = evaluator.sync_volumes(plan.stages[0])[0][1]
     found = evaluator.cost(plan).link_bytes
-    assert found["s0–s1"] == pytest.approx(2 * volume)
+    activations = sum(layer.tensor_bytes for layer in graph.layers) * 4
+    assert found["s0–s1"] == pytest.approx(2 * volume + 2 * 2 * activations)
     assert found["s0"] == pytest.approx(2 * volume)
+
+
+def test_shards_are_gathered_twice_and_scattered_once_for_every_micro_batch() -> None:
+    cluster = make_cluster(hosts=2, devices=1, sites=1)
+    graph = dense_graph(6)
+    replica = Replica(devices=tuple(names_of(cluster)), samples=(4, 4))
+    plan = Plan(
+        graph="g", cluster="c", batch_size=8, micro_batch_size=4, stages=(Stage(start=0, stop=6, sharded=True, replicas=(replica,)),)
+    )
+    element = 4.0 if graph.precision == "fp32" else 2.0
+    assert cost(graph, cluster, plan).link_bytes == {"s0": pytest.approx(3 * 2 * graph.parameters * element)}
 
 
 @given(cases())
@@ -64,6 +77,8 @@ def test_islands_put_less_between_sites_and_as_much_inside(case: tuple[Plan, Gra
     plan, graph, cluster = case
     plan = msgspec.structs.replace(plan, stages=plan.stages[:1], codecs={})
     plan = msgspec.structs.replace(plan, stages=(msgspec.structs.replace(plan.stages[0], start=0, stop=len(graph.layers)),))
+    for replica in plan.stages[0].replicas:  # an island's replica stays in its site
+        assume(len({cluster.device(name).site for name in replica.devices}) == 1)
     evaluator = Evaluator(graph, cluster)
     lockstep = evaluator.cost(msgspec.structs.replace(plan, mode="lockstep")).link_bytes
     islands = evaluator.cost(msgspec.structs.replace(plan, mode="islands", outer_steps=10)).link_bytes

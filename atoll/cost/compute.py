@@ -11,6 +11,7 @@ from typing import NamedTuple
 from atoll.cluster import Device
 from atoll.cost.amounts import lane_part
 from atoll.cost.calibration import Calibration, LayerTime
+from atoll.cost.measured import MeasuredTimes
 from atoll.graph import Graph, Layer, Work
 
 __all__ = ["Compute", "LayerSeconds", "StageTable"]
@@ -43,6 +44,7 @@ class Compute:
         self._tables: dict[tuple[str, float, float, float, int, int], StageTable] = {}
         self._split_tables: dict[tuple[object, ...], StageTable] = {}
         self._measured = _index(calibration.layer_times)
+        self._probed: dict[str, MeasuredTimes] = {}
         self._measured_splits = {(time.kind, time.tensor) for time in calibration.layer_times}
 
     def measured_split(self, device: Device, tensor: int) -> bool:
@@ -95,15 +97,32 @@ class Compute:
         measured = _look_up(self._measured, layer, device, divided, tensor)
         if measured is not None:
             return measured
+        if device.kind.measured is not None:
+            return self._layer_of_probed(layer, device, samples, divided, fraction, expert_lanes)
         forward = backward = 0.0
         for work in layer.work:
             seconds = self._work(work, device, divided if work.split else samples, fraction, expert_lanes)
             forward += seconds
             backward += seconds * work.backward
-        held = layer.parameters - layer.split_parameters * (1 - fraction)
-        held -= layer.expert_parameters * (1 - 1 / expert_lanes) * (fraction if layer.split_parameters else 1.0)
+        held = _held(layer, fraction, expert_lanes)
         bandwidth = device.kind.memory_bytes_per_s * self._calibration.memory_efficiency * device.speed
         return LayerSeconds(forward, backward, held * self._update_bytes / bandwidth)
+
+    def _layer_of_probed(
+        self, layer: Layer, device: Device, samples: float, divided: float, fraction: float, expert_lanes: int
+    ) -> LayerSeconds:
+        """By what the probe measured of the device; `divided` are the samples of split work."""
+        measured = device.kind.measured
+        assert measured is not None, "asked only of devices that were probed"
+        times = self._probed.get(device.kind.name)
+        if times is None:
+            times = self._probed[device.kind.name] = MeasuredTimes(device.kind, measured, self._graph.precision)
+        passes = [times.work(work, divided if work.split else samples, fraction, expert_lanes) for work in layer.work]
+        held = _held(layer, fraction, expert_lanes)
+        tensors = [elements * held / layer.parameters for elements in layer.tensors] or [held]
+        update = times.update(tensors, self._update_bytes) if held else 0.0
+        forward, backward = sum(one.forward for one in passes), sum(one.backward for one in passes)
+        return LayerSeconds(forward / device.speed, backward / device.speed, update / device.speed)
 
     def _work(self, work: Work, device: Device, samples: float, fraction: float, expert_lanes: int) -> float:
         """Forward seconds of one work item."""
@@ -130,6 +149,12 @@ class Compute:
 
 def _summed(rows: list[LayerSeconds]) -> StageTable:
     return StageTable(*(tuple(accumulate(column, initial=0.0)) for column in zip(*rows, strict=True)))
+
+
+def _held(layer: Layer, fraction: float, expert_lanes: int) -> float:
+    """Trainable parameters of a layer that a device holds."""
+    held = layer.parameters - layer.split_parameters * (1 - fraction)
+    return held - layer.expert_parameters * (1 - 1 / expert_lanes) * (fraction if layer.split_parameters else 1.0)
 
 
 _Measured = dict[tuple[str, str, int], list[LayerTime]]

@@ -9,6 +9,7 @@ plan in which one replica's own work already takes longer is only counted.
 import argparse
 import itertools
 import multiprocessing
+import sys
 import time
 from collections.abc import Iterator
 
@@ -153,7 +154,20 @@ def least_seconds(evaluator: Evaluator, plan: Plan) -> float:
             size = replica.total_samples / rounds if single else float(plan.micro_batch_size)
             seconds = evaluator.replica_seconds(stage, replica, size)
             worst = max(worst, rounds * (seconds.forward + seconds.backward))
-    return max(worst, *(least_crossing(evaluator, plan, s) for s in range(len(plan.stages))))
+    crossing = max(least_crossing(evaluator, plan, s) for s in range(len(plan.stages)))
+    return max(worst, crossing, *(least_sync(evaluator, plan, stage) for stage in plan.stages))
+
+
+def least_sync(evaluator: Evaluator, plan: Plan, stage: Stage) -> float:
+    """What the gradients of a stage with replicas in several sites take over the widest link, at one byte an element, behind a backward."""
+    sites = {evaluator.devices[replica.devices[0]].site for replica in stage.replicas}
+    if len(sites) == 1 or stage.sharded:
+        return 0.0
+    parameters = sum(
+        layer.parameters - layer.split_parameters * (1 - 1 / stage.tensor) for layer in evaluator.graph.layers[stage.start : stage.stop]
+    )
+    rate = max(link.bytes_per_s for link in evaluator.cluster.links)
+    return parameters / rate - max(evaluator.replica_seconds(stage, r, float(plan.micro_batch_size)).backward for r in stage.replicas)
 
 
 def least_crossing(evaluator: Evaluator, plan: Plan, s: int) -> float:
@@ -220,8 +234,9 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
         for number, row in enumerate(pool.imap_unordered(compare, range(options.start, options.start + options.instances)), 1):
             rows.append(row)
-            if not options.json:
-                print(f"\r{number}/{options.instances} problems, {sum(int(str(r['plans'])) for r in rows):,} plans", end="", flush=True)
+            done = f"{number}/{options.instances} problems, {sum(int(str(r['plans'])) for r in rows):,} plans"
+            print(f"\r{done}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
     rows.sort(key=lambda row: int(str(row["seed"])))
     gaps = [float(str(row["gap"])) for row in rows]
     result = {

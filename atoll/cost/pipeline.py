@@ -8,12 +8,17 @@ with virtual stages keeps to Megatron-LM's order. Should all wait in a circle, w
 the order it finds.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
+from itertools import accumulate, pairwise
+from typing import NamedTuple, TypeVar
 
 __all__ = ["NO_HOP", "Hop", "Timeline", "Worker", "column_seconds", "route", "simulate"]
+
+
+_T = TypeVar("_T")
 
 
 class Hop(NamedTuple):
@@ -231,12 +236,19 @@ def simulate(
     return _Simulation(workers, routes, onward, back, bounds).run()
 
 
-_Input = tuple[int, int, int, float, float]  # preference, micro-batch, stage, arrival, seconds of transfer on the chain of waits behind it
+_Input = tuple[int, float, float]  # task, arrival, seconds of transfer on the chain of waits behind it
+_Inboxes = tuple[list[list[_Input]], list[list[_Input]]]  # heaps of forwards and of backwards, by device
 _STRICT, _BACKWARD_OUT_OF_TURN, _BEYOND_LIMIT = range(3)  # what a free device may do: each only where nobody could do the one before
 
 
 class _Simulation:
-    """The state of a step being played: what each device holds, does and has been sent."""
+    """A step to be played.
+
+    Tasks are numbered as a device prefers them: forwards by (block of micro-batches, stage, micro-batch), then backwards by (block, stage
+    from the last, micro-batch). A block has as many micro-batches as the pipeline has devices: a device with several stages turns to the
+    next one after a block, as in Megatron-LM; for one with a single stage this is the order of micro-batches. What follows a task on the
+    next stage is numbered a block further on.
+    """
 
     def __init__(
         self,
@@ -246,122 +258,147 @@ class _Simulation:
         back: Sequence[Sequence[Hop]],
         limits: Sequence[int],
     ) -> None:
-        self.routes, self.limits, self.stages = routes, limits, len(workers)
-        chosen = [[row[choice] for choice in choices] for row, choices in zip(workers, routes, strict=True)]
-        # the first index of what follows is the kind of a task: 0 forward, 1 backward
-        self.seconds = tuple([[worker[kind] for worker in row] for row in chosen] for kind in (0, 1))
-        self.hops = (onward, ((), *back))  # what a task makes leaves along these
-        self.device_of = [[worker[2] for worker in row] for row in chosen]
-        # a device with several stages turns to the next one after as many micro-batches as the pipeline is deep, as in Megatron-LM
-        self.depth = len({row[0] for row in self.device_of})
+        self.limits, self.stages = limits, len(workers)
+        flat = [worker for row in workers for worker in row]
+        self.firsts = list(accumulate([len(row) for row in workers], initial=0))  # workers are numbered stage by stage
+        self.home = [worker.device for worker in flat]
+        chosen = [[first + choice for choice in row] for first, row in zip(self.firsts, routes, strict=False)]
+        self.block = len({self.home[row[0]] for row in chosen})
+        self.worker = _numbered(chosen, self.block) + _numbered(chosen[::-1], self.block)
+        self.backwards = len(self.worker) // 2  # where their numbers begin
+        forth, back_again = [worker.forward for worker in flat], [worker.backward for worker in flat]
+        self.seconds = [forth[w] for w in self.worker[: self.backwards]] + [back_again[w] for w in self.worker[self.backwards :]]
+        stays: list[Hop | None] = [None] * len(chosen[0])  # after the last forward and the last backward
+        self.hops = _numbered([*onward, stays], self.block) + _numbered([*back[::-1], stays], self.block)
         self.forwards_left = [0] * len(limits)
-        for row in self.device_of:
-            for device in row:
-                self.forwards_left[device] += 1
-        self.inbox: tuple[list[list[_Input]], ...] = ([[] for _ in limits], [[] for _ in limits])  # heaps, by kind and device
-        for m, device in enumerate(self.device_of[0]):
-            self.inbox[0][device].append((m // self.depth * self.stages, m, 0, 0.0, 0.0))
-        # what devices with several stages do in turn, last first; others take what comes
-        self.turns = self._turns() if self.depth < self.stages else None
-        self.finish, self.transfer = ([[0.0] * len(row) for row in workers] for _ in (0, 1))
-        self.holding, self.most_held = ([[0] * len(row) for row in workers] for _ in (0, 1))
+        for row in chosen:
+            for w, count in Counter(row).items():
+                self.forwards_left[self.home[w]] += count
+        self.tasks = [_numbers(len(chosen[0]), self.stages, self.block, s) for s in range(self.stages)]  # forwards, by stage
 
-    def _turns(self) -> tuple[list[list[tuple[int, int]]], ...]:
-        turns: tuple[list[list[tuple[int, int]]], ...] = ([[] for _ in self.limits], [[] for _ in self.limits])
-        for stage, row in enumerate(self.device_of):
-            for m, device in enumerate(row):
-                for kind, order in enumerate((stage, -stage)):
-                    turns[kind][device].append((m // self.depth * self.stages + order, m))
-        for rows in turns:
-            for turn in rows:
-                turn.sort(reverse=True)
+    def _first_inputs(self) -> _Inboxes:
+        """Every micro-batch is at the first stage."""
+        forwards: list[list[_Input]] = [[] for _ in self.limits]
+        for task in self.tasks[0]:
+            forwards[self.home[self.worker[task]]].append((task, 0.0, 0.0))
+        return forwards, [[] for _ in self.limits]
+
+    def _turns(self) -> tuple[list[list[int]], list[list[int]]] | None:
+        """What devices with several stages do in turn, forwards and backwards, last first; others take what comes."""
+        if self.block == self.stages:
+            return None
+        turns: tuple[list[list[int]], list[list[int]]] = ([[] for _ in self.limits], [[] for _ in self.limits])
+        for task in sorted([task for row in self.tasks for task in row], reverse=True):
+            turns[0][self.home[self.worker[task]]].append(task)
+            turns[1][self.home[self.worker[task + self.backwards]]].append(task + self.backwards)
         return turns
 
     def run(self) -> Timeline:
         """Takes the ends of tasks in order of time: what a task made is sent, and whoever is free then and has an input begins a task."""
-        (forwards, backwards), forwards_left, limits, seconds, turns = self.inbox, self.forwards_left, self.limits, self.seconds, self.turns
+        forwards_left, limits, seconds, hops, worker, home = (
+            self.forwards_left,
+            self.limits,
+            self.seconds,
+            self.hops,
+            self.worker,
+            self.home,
+        )
+        (forwards, backwards), turns, backwards_begin, block = self._first_inputs(), self._turns(), self.backwards, self.block
         free, held = [True] * len(limits), [0] * len(limits)
         free_since, transfer = [0.0] * len(limits), [0.0] * len(limits)
-        ends: list[tuple[float, int, int, int, int]] = []  # time, device, kind, stage, micro-batch
+        finish, behind_finish, holding, most_held = ([zero] * len(home) for zero in (0.0, 0.0, 0, 0))
+        ends: list[tuple[float, int, int]] = []  # time, device, task
         link_free: dict[int, float] = {}
         looking: Iterable[int] = range(len(limits))
         now, patience = 0.0, _STRICT
         while True:
             for device in looking:
-                if forwards_left[device] and (held[device] < limits[device] or patience == _BEYOND_LIMIT):
-                    kind, inbox = 0, forwards[device]
-                    if not inbox and patience:
-                        kind, inbox = 1, backwards[device]
-                else:
-                    kind, inbox = 1, backwards[device]
-                if not inbox or (turns and not patience and inbox[0][:2] != turns[kind][device][-1]):
-                    continue
+                is_forward = forwards_left[device] > 0 and (held[device] < limits[device] or patience == _BEYOND_LIMIT)
+                inbox = forwards[device] if is_forward else backwards[device]
+                if not inbox:
+                    if not (patience and is_forward and backwards[device]):
+                        continue
+                    is_forward, inbox = False, backwards[device]
                 start = now if patience else free_since[device]
-                order, m, stage, arrival, behind = heappop(inbox) if turns or inbox[0][3] <= start else _take(inbox, start)
                 if turns:
-                    turn = turns[kind][device]
-                    turn.pop(-1 if turn[-1] == (order, m) else turn.index((order, m)))
+                    turn = turns[not is_forward][device]
+                    if inbox[0][0] != turn[-1] and not patience:
+                        continue
+                    task, arrival, behind = heappop(inbox)
+                    turn.remove(task) if task != turn[-1] else turn.pop()
+                elif inbox[0][1] <= start or len(inbox) == 1:
+                    task, arrival, behind = heappop(inbox)
+                else:
+                    task, arrival, behind = _take(inbox, start)
                 if arrival > start:
                     start, transfer[device] = arrival, behind
-                if kind:
-                    held[device] -= 1
-                else:
+                if is_forward:
                     held[device] += 1
                     forwards_left[device] -= 1
+                else:
+                    held[device] -= 1
                 free[device] = False
-                heappush(ends, (start + seconds[kind][stage][m], device, kind, stage, m))
-            if ends:
-                now, device, kind, stage, m = heappop(ends)
-                patience = _STRICT
-                free[device] = True
-                free_since[device] = now
-                receiver = self._end(kind, stage, m, now, transfer[device], link_free)
-                looking = (device, receiver) if free[receiver] and receiver != device else (device,)
-            elif patience < _BEYOND_LIMIT:
+                heappush(ends, (start + seconds[task], device, task))
+            if not ends:
+                if patience == _BEYOND_LIMIT:
+                    break
                 looking, patience = range(len(limits)), patience + 1
+                continue
+            now, device, task = heappop(ends)
+            patience = _STRICT
+            free[device] = True
+            free_since[device] = now
+            behind = transfer[device]
+            who = worker[task]
+            if task < backwards_begin:
+                inboxes = forwards
+                holding[who] += 1
+                if holding[who] > most_held[who]:
+                    most_held[who] = holding[who]
             else:
-                return Timeline(now, self.finish, self.most_held, self.transfer)
+                inboxes = backwards
+                holding[who] -= 1
+                finish[who] = now
+                behind_finish[who] = behind
+            hop = hops[task]
+            looking = (device,)
+            if hop is not None:
+                occupancy, latency, link = hop
+                sent = now
+                if link >= 0:
+                    queued = link_free.get(link, 0.0)
+                    if queued > now:
+                        sent = queued
+                    link_free[link] = sent + occupancy
+                arrival = sent + occupancy + latency
+                receiver = home[worker[task + block]]
+                heappush(inboxes[receiver], (task + block, arrival, behind + arrival - now))
+                if free[receiver] and receiver != device:
+                    looking = (device, receiver)
+            elif inboxes is forwards:  # the loss: its gradient is here at once
+                heappush(backwards[device], (task + block - self.stages * block + backwards_begin, now, behind))
+        return Timeline(now, self._by_stage(finish), self._by_stage(most_held), self._by_stage(behind_finish))
 
-    def _end(self, kind: int, stage: int, m: int, now: float, transfer: float, link_free: dict[int, float]) -> int:
-        """Books the end of a task: who holds what, and when what it made arrives where. Returns the device that gets it."""
-        choice, holding = self.routes[stage][m], self.holding[stage]
-        if kind:
-            holding[choice] -= 1
-            self.finish[stage][choice] = now
-            self.transfer[stage][choice] = transfer
-            if not stage:
-                return self.device_of[stage][m]
-            to = stage - 1
-            preference = m // self.depth * self.stages - to
-        else:
-            holding[choice] += 1
-            if holding[choice] > self.most_held[stage][choice]:
-                self.most_held[stage][choice] = holding[choice]
-            to = stage + 1
-            preference = m // self.depth * self.stages + to
-            if to == self.stages:  # the loss: its gradient is here at once
-                device = self.device_of[stage][m]
-                heappush(self.inbox[1][device], (preference - 2 * to + 1, m, stage, now, transfer))
-                return device
-        occupancy, latency, link = self.hops[kind][stage][m]
-        sent = now
-        if link >= 0:
-            queued = link_free.get(link, 0.0)
-            if queued > now:
-                sent = queued
-            link_free[link] = sent + occupancy
-        arrival = sent + occupancy + latency
-        device = self.device_of[to][m]
-        heappush(self.inbox[kind][device], (preference, m, to, arrival, transfer + arrival - now))
-        return device
+    def _by_stage(self, row: list[_T]) -> list[list[_T]]:
+        return [row[first:end] for first, end in pairwise(self.firsts)]
+
+
+def _numbers(micro_batches: int, stages: int, block: int, stage: int) -> list[int]:
+    """The tasks of a stage, micro-batch by micro-batch."""
+    return [(m // block * stages + stage) * block + m % block for m in range(micro_batches)]
+
+
+def _numbered(rows: Sequence[Sequence[_T]], block: int) -> list[_T]:
+    """What belongs to each task, from rows by stage and micro-batch; numbers that the last block leaves over have what comes first."""
+    spare = -len(rows[0]) % block
+    padded = [[*row, *[row[0]] * spare] for row in rows]
+    return [item for begin in range(0, len(padded[0]), block) for row in padded for item in row[begin : begin + block]]
 
 
 def _take(inbox: list[_Input], now: float) -> _Input:
     """Removes the preferred of the inputs that have arrived, or the one that will arrive first."""
-    if len(inbox) == 1:
-        return inbox.pop()
-    here = [item for item in inbox if item[3] <= now]
-    taken = min(here) if here else min(inbox, key=lambda item: item[3])
+    here = [item for item in inbox if item[1] <= now]
+    taken = min(here) if here else min(inbox, key=lambda item: item[1])
     inbox.remove(taken)
     heapify(inbox)
     return taken

@@ -217,8 +217,8 @@ def _fits(parts: int, split: Constraint) -> bool:
 
 
 def _parts(layer: Layer) -> list[int]:
-    """Into how many equal parts a layer comes apart: by tensor, by expert; empty when it does not."""
-    return [parts for parts in (layer.tensor_units, layer.experts) if parts > 1]
+    """Into how many equal parts a layer comes apart: its experts, or where it has none its tensors; empty when it does not."""
+    return [parts for parts in (layer.experts or layer.tensor_units,) if parts > 1]
 
 
 def _indivisible(layer: Layer, split: Constraint) -> str:

@@ -1,8 +1,8 @@
 """What a graph's annotations demand of a plan.
 
 - A `stage` is whole and apart from other annotated stages; layers that no stage covers may join it.
-- `split` layers are divided in as many parts as it says: by tensor parallelism, by the lanes (`Stage.split`, which leaves the rest of the
-  stage data parallel) or, where they have experts, by expert parallelism. Layers that cannot be divided are repeated.
+- `split` layers are divided in as many parts as it says: by tensor parallelism or by the lanes (`Stage.split`, which leaves the rest of
+  the stage data parallel). Where a layer has experts it is these that must be divided. Layers that cannot be divided are repeated.
 - `replica(n)` makes n copies, each taking its share of the batch; nested ones multiply. With nothing nested inside, a copy is one device.
 - `pipeline` fixes the micro-batches: of the global batch, or of each copy when replicas enclose it.
 """
@@ -128,11 +128,12 @@ def _split(graph: Graph, constraint: Constraint, stage: Stage, index: int) -> It
 
 
 def _parts_made(graph: Graph, stage: Stage, number: int) -> set[int]:
-    """In how many parts a stage divides a layer: its tensors, its experts, and both together."""
+    """In how many parts a stage divides a layer; experts count, where there are any, with or without what divides the tensors beside."""
     layer = graph.layers[number]
     tensor = stage.lanes if number in stage.split else stage.tensor if layer.tensor_units > 1 else 1
-    lanes = stage.lanes if stage.expert and layer.experts else 1
-    return {tensor, lanes, tensor * lanes}
+    if not layer.experts:
+        return {tensor}
+    return {stage.lanes, tensor * stage.lanes} if stage.expert else {1}
 
 
 def _even(graph: Graph, constraint: Constraint, number: int, stage: Stage, index: int) -> Iterator[Problem]:

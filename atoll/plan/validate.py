@@ -22,7 +22,7 @@ from atoll.plan.plan import Plan, Stage
 from atoll.plan.table import Mark, Problem, stage_table
 from atoll.plan.text import numbers_text
 
-__all__ = ["link_names", "validate"]
+__all__ = ["link_names", "parallelism_problems", "validate"]
 
 
 def validate(plan: Plan, graph: Graph | None = None, cluster: Cluster | None = None) -> None:
@@ -217,10 +217,11 @@ def _against_graph(plan: Plan, graph: Graph) -> Iterator[Problem]:
             nearest = min(cuts, key=lambda cut: (abs(cut - stage.start), cut), default=None)
             hint = f"; the nearest legal cut is before layer {nearest}" if nearest is not None else "; it has no legal cut"
             yield Problem(f"stage {index}: {graph.name} cannot be cut between {names}{hint}", Mark("layers", index))
-        yield from _parallelism_fits(graph, index, stage)
+        yield from parallelism_problems(graph, stage, index)
 
 
-def _parallelism_fits(graph: Graph, index: int, stage: Stage) -> Iterator[Problem]:
+def parallelism_problems(graph: Graph, stage: Stage, index: int = 0) -> Iterator[Problem]:
+    """What a stage divides that its layers do not let it divide; `index` is its number in its plan."""
     layers = graph.layers[stage.start : stage.stop]
     mark = Mark("inside", index)
     if stage.tensor > 1:

@@ -15,13 +15,14 @@ from atoll.cost import Calibration, Cost, Evaluator
 from atoll.errors import NoPlanError
 from atoll.graph import Graph
 from atoll.plan import CodecName, Mode, Plan
+from atoll.planner.annotated import annotated_plans
 from atoll.planner.classes import device_classes
 from atoll.planner.exact import Exact, is_small
 from atoll.planner.mode import choose_mode, island_plan
 from atoll.planner.reasons import bottleneck, plan_reasons, relief
 from atoll.planner.refine import climb
 from atoll.planner.rules import rules_of
-from atoll.planner.search import Found, Tally, search
+from atoll.planner.search import Found, Tally, micro_batch_sizes, search
 from atoll.planner.timing import Timing
 from atoll.units import format_bytes
 
@@ -129,7 +130,25 @@ class _Planner:
         if smallest:
             sets.append(dict(zip(self.codecs, smallest, strict=True)))
         found = search(self.timing, self.rules, self.batch_size, sets, max(top, 5), self.max_priced // 2, self.tally, self.progress)
+        if self.rules.graph.constraints:
+            found = sorted([*found, *self._annotated(max(top, 5))], key=lambda one: one.seconds)
         return self._refined(found, top)
+
+    def _annotated(self, keep: int) -> list[Found]:
+        """The best of the plans in which every stage follows its own annotations."""
+        found: list[Found] = []
+        budget = self.tally.priced + self.max_priced
+        sizes = micro_batch_sizes(self.batch_size, self.rules)
+        for plan in annotated_plans(self.evaluator, self.rules, self.batch_size, sizes):
+            if self.tally.priced >= budget:
+                break
+            self.progress("following annotations", self.tally.priced, budget)
+            self.tally.priced += 1
+            if self.evaluator.fits(plan):
+                found.append(Found(self.evaluator.seconds(plan), plan))
+            else:
+                self.tally.ruled_out["out of memory"] += 1
+        return sorted(found, key=lambda one: one.seconds)[:keep]
 
     def _refined(self, found: list[Found], top: int) -> list[Found]:
         leaders = found[: max(3, top)]
@@ -193,7 +212,7 @@ class _Planner:
         return island_plan(found[0].plan, self.evaluator) if found else None
 
     def _ruled_out(self, found: list[Found], exact: bool) -> tuple[str, ...]:
-        lines = [f"{count} × {reason}" for reason, count in self.tally.ruled_out.most_common()]
+        lines = [f"{count} × {reason}" for reason, count in self.tally.ruled_out.most_common() if count]
         if exact:
             lines.append("every other plan of the exact search's space: none is faster")
         elif len(found) > 1:

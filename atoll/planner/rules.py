@@ -20,7 +20,7 @@ class Rules(NamedTuple):
     bounds: tuple[int, ...] | None = None  # the boundaries to begin with, where stages were annotated
     micro_batches: tuple[int, ...] = ()  # numbers of micro-batches that were asked for; () leaves them free
     counts: tuple[int, ...] = ()  # numbers of devices that replicas and splits name, ascending
-    split: tuple[int, ...] = ()  # layers that must be divided and can be
+    split: tuple[int, ...] = ()  # layers whose tensors must be divided and can be
     said: tuple[str, ...] = ()  # what was asked, for the reasons
 
     def allows(self, plan: Plan) -> bool:
@@ -49,7 +49,8 @@ def rules_of(graph: Graph, device_count: int) -> Rules:
     """Reads the annotations of a graph; AnnotationError where they contradict each other or need more devices."""
     check_constraints(graph, device_count)
     stages = [constraint for constraint in graph.constraints if constraint.kind == "stage"]
-    splits = {layer for c in graph.constraints if c.kind == "split" for layer in c.layers if graph.layers[layer].tensor_units > 1}
+    annotated = {layer for c in graph.constraints if c.kind == "split" for layer in c.layers}
+    splits = [layer for layer in annotated if graph.layers[layer].tensor_units > 1 and not graph.layers[layer].experts]
     return Rules(
         graph=graph,
         cuts=tuple(cut for cut in graph.cuts if not any(cut - 1 in stage.layers and cut in stage.layers for stage in stages)),

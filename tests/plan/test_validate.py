@@ -152,7 +152,9 @@ def test_the_nearest_legal_cut_is_offered() -> None:
 
 
 def annotated(*constraints: dict[str, Any], **fields: Any) -> Graph:
-    return replace(make_graph(6, **fields), constraints=tuple(Constraint(**{"where": "t.py:3", **c}) for c in constraints))
+    return replace(
+        make_graph(6, **{"experts": 0, **fields}), constraints=tuple(Constraint(**{"where": "t.py:3", **c}) for c in constraints)
+    )
 
 
 CONSTRAINTS: list[tuple[Graph, str, str]] = [
@@ -241,9 +243,17 @@ def test_lanes_may_split_layers_beside_replicas() -> None:
 )
 def test_split_layers_have_rules(text: str, units: int, sentence: str) -> None:
     with pytest.raises(PlanError) as caught:
-        validate(parse_plan(text), annotated(tensor_units=units), CLUSTER)
+        validate(parse_plan(text), annotated(tensor_units=units, experts=8), CLUSTER)
     assert sentence in str(caught.value)
     assert "▶" in str(caught.value)
+
+
+def test_a_split_of_a_layer_with_experts_divides_the_experts() -> None:
+    graph = annotated({"kind": "split", "layers": (0,), "devices": 2}, {"kind": "split", "layers": (3,), "devices": 2}, experts=8)
+    with pytest.raises(PlanError, match="asks for 2 parts, stage 0 makes 1"):
+        validate(parse_plan(GOOD), graph, CLUSTER)  # tensor parallelism leaves the experts whole
+    text = GOOD.replace("tensor=2: 2x(s0-0/[0-3])=4", "expert: 2x(s0-0/[0-3])=2,2").replace("sharded", "sharded expert")
+    validate(parse_plan(text), graph, CLUSTER)
 
 
 def test_unequal_shares_can_be_forbidden() -> None:

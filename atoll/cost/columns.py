@@ -4,6 +4,7 @@ Columns run side by side, so a transfer finds its link taken by those of the oth
 for all of them. Every kind of column is played once.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -79,13 +80,13 @@ class _Columns:
         self.boundaries = [transfers.boundary(here, there) for here, there in pairwise(places)]
         self._users: dict[tuple[str, ...], dict[int, float]] = {}  # of a link: seconds a round, by micro-batches of those that use it
         self._occupied: dict[tuple[tuple[str, ...], int], float] = {}
+        unequal = _differ(counts)
         for boundary, both in zip(self.boundaries, self._bytes, strict=True):
             for direction, path, users in boundary.queued:
                 seconds = transfers.hop(plan, path, both[direction]).occupancy
                 load = self._users.setdefault(path.resource, {})
-                for column in users:
-                    count = counts[column]
-                    load[count] = load.get(count, 0.0) + seconds
+                for count, times in Counter([counts[column] for column in users]).items() if unequal else ((counts[0], len(users)),):
+                    load[count] = load.get(count, 0.0) + seconds * times
 
     def hops(self, column: int) -> tuple[list[Hop], list[Hop]]:
         """The hops of a column, forth and back."""
@@ -105,7 +106,8 @@ class _Columns:
         """A link is held for everyone who uses it as often, and for those who use it less as often as they do."""
         found = self._occupied.get((resource, count))
         if found is None:
-            found = sum([seconds * min(1.0, theirs / count) for theirs, seconds in self._users[resource].items()])
+            users = self._users[resource].items()
+            found = sum([seconds if theirs >= count else seconds * theirs / count for theirs, seconds in users])
             self._occupied[resource, count] = found
         return found
 

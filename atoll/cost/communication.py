@@ -5,7 +5,6 @@ leaves each place once), a binary tree, and a hierarchy (inside hosts first, the
 the same time share the interfaces and links they cross: a `Span` says how many do.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise, permutations
@@ -16,7 +15,17 @@ from atoll.cluster.cluster import host_index, site_index, wan_index
 from atoll.codec import codec_spec
 from atoll.cost.calibration import Calibration
 
-__all__ = ["Span", "all_gather_seconds", "all_reduce_seconds", "all_to_all_seconds", "collective_bytes", "span_of"]
+__all__ = [
+    "Sharing",
+    "Span",
+    "all_gather_seconds",
+    "all_reduce_seconds",
+    "all_to_all_seconds",
+    "collective_bytes",
+    "sharing_of",
+    "span_of",
+    "span_with",
+]
 
 
 class Tier(NamedTuple):
@@ -40,38 +49,59 @@ class Span(NamedTuple):
     site_names: tuple[str, ...]
 
 
+class Sharing(NamedTuple):
+    """The most groups that leave one host, and one site, at the same time."""
+
+    hosts: float
+    sites: float
+
+
 def span_of(cluster: Cluster, groups: Sequence[Sequence[Device]], calibration: Calibration) -> Span:
     """The span of the first group, when all `groups` (alike in layout) communicate at once."""
-    group = groups[0]
-    per_host = Counter(device.host for device in group)
-    sites = tuple(sorted({device.site for device in group}))
+    return span_with(cluster, groups[0], calibration, sharing_of(groups))
+
+
+def span_with(cluster: Cluster, group: Sequence[Device], calibration: Calibration, sharing: Sharing) -> Span:
+    """The span of a group, when so many share its links."""
+    per_host: dict[str, int] = {}
+    for device in group:
+        per_host[device.host] = per_host.get(device.host, 0) + 1
     hosts = host_index(cluster)
-    host_links = [hosts[name].link for name in per_host]
-    host_rate = min(link.bytes_per_s for link in host_links) * calibration.host_link_efficiency
-    host = Tier(max(per_host.values()), host_rate, max(link.latency_s for link in host_links), 1.0)
-    per_site = Counter(hosts[name].site for name in per_host)
+    members = [hosts[name] for name in per_host]
+    host_rate = min([host.link.bytes_per_s for host in members]) * calibration.host_link_efficiency
+    host = Tier(max(per_host.values()), host_rate, max([host.link.latency_s for host in members]), 1.0)
+    per_site: dict[str, int] = {}
+    for member in members:
+        per_site[member.site] = per_site.get(member.site, 0) + 1
+    sites = tuple(sorted(per_site))
     networks = [site_index(cluster)[name].link for name in sites]
-    site_rate = min(link.bytes_per_s for link in networks) * calibration.network_efficiency
-    site_latency = max(link.latency_s for link in networks)
-    site = Tier(max(per_site.values()), site_rate, site_latency, _sharing(groups, "host"))
-    ring = wan_ring(cluster, sites)
-    if not ring:
+    site_rate = min([link.bytes_per_s for link in networks]) * calibration.network_efficiency
+    site_latency = max([link.latency_s for link in networks])
+    site = Tier(max(per_site.values()), site_rate, site_latency, sharing.hosts)
+    if len(sites) == 1:
         return Span(len(group), host, site, Tier(1, site_rate, site_latency, 1.0), (), group[0].host, sites)
-    wan_rate = min(link.bytes_per_s for link in ring) * calibration.network_efficiency
-    wan = Tier(len(sites), wan_rate, max(link.latency_s for link in ring), _sharing(groups, "site"))
+    ring = wan_ring(cluster, sites)
+    wan_rate = min([link.bytes_per_s for link in ring]) * calibration.network_efficiency
+    wan = Tier(len(sites), wan_rate, max([link.latency_s for link in ring]), sharing.sites)
     return Span(len(group), host, site, wan, ring, group[0].host, sites)
 
 
-def _sharing(groups: Sequence[Sequence[Device]], place: str) -> float:
-    """The most groups that leave one host (or site) at the same time."""
+def sharing_of(groups: Sequence[Sequence[Device]]) -> Sharing:
+    """How many of the groups leave one host, or one site, at the most."""
     if len(groups) == 1:
-        return 1.0
-    leaving: Counter[str] = Counter()
+        return Sharing(1.0, 1.0)
+    leaving_host: dict[str, int] = {}
+    leaving_site: dict[str, int] = {}
     for group in groups:
-        places = {getattr(device, place) for device in group}
-        if len(places) > 1:
-            leaving.update(places)
-    return float(max(leaving.values(), default=1))
+        site_of = {device.host: device.site for device in group}
+        if len(site_of) > 1:
+            for host in site_of:
+                leaving_host[host] = leaving_host.get(host, 0) + 1
+            sites = set(site_of.values())
+            if len(sites) > 1:
+                for site in sites:
+                    leaving_site[site] = leaving_site.get(site, 0) + 1
+    return Sharing(float(max(leaving_host.values(), default=1)), float(max(leaving_site.values(), default=1)))
 
 
 @lru_cache(maxsize=4096)

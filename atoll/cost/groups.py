@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from atoll.cluster import Cluster, Device
 from atoll.cost.calibration import Calibration
-from atoll.cost.communication import Span, all_reduce_seconds, span_of
+from atoll.cost.communication import Span, all_reduce_seconds, sharing_of, span_with
 
 __all__ = ["Group", "distinct_groups", "slowest_span"]
 
@@ -28,16 +28,16 @@ def distinct_groups(
     cluster: Cluster, groups: Sequence[Sequence[Device]], calibration: Calibration, others: Sequence[Sequence[Device]] = ()
 ) -> tuple[Group, ...]:
     """The different layouts among groups that communicate at once, `others` beside them."""
-    by_hosts: dict[tuple[str, ...], list[int]] = {}
-    for i, group in enumerate(groups):
-        by_hosts.setdefault(tuple(sorted([device.host for device in group])), []).append(i)
+    by_hosts: dict[tuple[str, ...], list[Sequence[Device]]] = {}
+    for group in groups:
+        by_hosts.setdefault(tuple(sorted([device.host for device in group])), []).append(group)
+    sharing = sharing_of([*groups, *others])
     found = []
-    for names, members in by_hosts.items():
-        first = members[0]
-        span = span_of(cluster, [groups[first], *groups[:first], *groups[first + 1 :], *others], calibration)
+    for names, alike in by_hosts.items():
+        span = span_with(cluster, alike[0], calibration, sharing)
         hosts = tuple(dict.fromkeys(names))
-        links = tuple(link.name for link in span.wan_links)
-        found.append(Group(span, hosts if len(hosts) > 1 else (), links, len(members)))
+        links = tuple([link.name for link in span.wan_links])
+        found.append(Group(span, hosts if len(hosts) > 1 else (), links, len(alike)))
     return tuple(found)
 
 

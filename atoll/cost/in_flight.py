@@ -11,7 +11,7 @@ __all__ = ["device_limits", "in_flight_bounds", "interleaved_limits", "micro_bat
 def micro_batch_counts(plan: Plan) -> list[list[int]]:
     """How many micro-batches each replica of each stage works through in a step."""
     size = plan.micro_batch_size
-    return [[-(-replica.total_samples // size) for replica in stage.replicas] for stage in plan.stages]
+    return [[-(-sum(replica.samples) // size) for replica in stage.replicas] for stage in plan.stages]
 
 
 def in_flight_bounds(plan: Plan) -> list[list[int]]:

@@ -295,18 +295,13 @@ class _Simulation:
 
     def run(self) -> Timeline:
         """Takes the ends of tasks in order of time: what a task made is sent, and whoever is free then and has an input begins a task."""
-        forwards_left, limits, seconds, hops, worker, home = (
-            self.forwards_left,
-            self.limits,
-            self.seconds,
-            self.hops,
-            self.worker,
-            self.home,
-        )
-        (forwards, backwards), turns, backwards_begin, block = self._first_inputs(), self._turns(), self.backwards, self.block
+        forwards_left, limits, seconds, hops = self.forwards_left, self.limits, self.seconds, self.hops
+        worker, home, block, backwards_begin = self.worker, self.home, self.block, self.backwards
+        (forwards, backwards), turns = self._first_inputs(), self._turns()
         free, held = [True] * len(limits), [0] * len(limits)
         free_since, transfer = [0.0] * len(limits), [0.0] * len(limits)
-        finish, behind_finish, holding, most_held = ([zero] * len(home) for zero in (0.0, 0.0, 0, 0))
+        finish, behind_finish = [0.0] * len(home), [0.0] * len(home)
+        holding, most_held = [0] * len(home), [0] * len(home)
         ends: list[tuple[float, int, int]] = []  # time, device, task
         link_free: dict[int, float] = {}
         looking: Iterable[int] = range(len(limits))

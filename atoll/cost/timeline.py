@@ -103,16 +103,17 @@ def _hops(
     links: dict[object, int] = {}
     both: tuple[_MicroBatchHops, _MicroBatchHops] = ([], [])
     for s, (here, there) in enumerate(pairwise(places)):
-        nbytes = transfers.boundary_bytes(plan, plan.stages[s])
+        forth_bytes, back_bytes = transfers.boundary_bytes(plan, plan.stages[s])
         pairs = list(zip(routes[s], routes[s + 1], strict=True))
-        used = set(pairs)
-        for direction in (0, 1):
-            hops = {}
-            for i, j in used:
-                path = transfers.path(there, j, here, i) if direction else transfers.path(here, i, there, j)
-                link = links.setdefault(path.resource or (s, i, j, direction), len(links))
-                hops[i, j] = transfers.hop(plan, path, nbytes[direction], link)
-                sender = codec[s + 1][j] if direction else codec[s][i]
-                sender[direction] = max(sender[direction], transfers.codec_seconds(plan, path, nbytes[direction]))
-            both[direction].append([hops[pair] for pair in pairs])
+        onward, back = {}, {}
+        for pair in set(pairs):
+            i, j = pair
+            forth, returning = transfers.path(here, i, there, j), transfers.path(there, j, here, i)
+            onward[pair] = transfers.hop(plan, forth, forth_bytes, links.setdefault(forth.resource or (s, i, j, 0), len(links)))
+            back[pair] = transfers.hop(plan, returning, back_bytes, links.setdefault(returning.resource or (s, i, j, 1), len(links)))
+            if plan.codecs and forth.between_sites:
+                codec[s][i][0] = max(codec[s][i][0], transfers.codec_seconds(plan, forth, forth_bytes))
+                codec[s + 1][j][1] = max(codec[s + 1][j][1], transfers.codec_seconds(plan, returning, back_bytes))
+        both[0].append([onward[pair] for pair in pairs])
+        both[1].append([back[pair] for pair in pairs])
     return both

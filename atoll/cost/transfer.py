@@ -84,6 +84,8 @@ class Transfers:
     def _slowest_way(self, senders: tuple[str, ...], receivers: tuple[str, ...]) -> Path:
         """Of the ways the pieces take from the first devices of lanes to those of other lanes."""
         pieces = max(len(senders), len(receivers))
+        if pieces == 1:
+            return self._way(self._setting.devices[senders[0]], self._setting.devices[receivers[0]], 1.0, 1.0)
         ways: dict[tuple[str, ...], Path] = {}
         for piece in range(pieces):
             names = senders[piece * len(senders) // pieces], receivers[piece * len(receivers) // pieces]

@@ -119,7 +119,7 @@ def _split(graph: Graph, constraint: Constraint, stage: Stage, index: int) -> It
         if constraint.devices and constraint.devices not in parts:
             sentence = f"{_named(constraint)} asks for {constraint.devices} parts, stage {index} makes {max(parts)} of layer {layer.name!r}"
             yield Problem(sentence, Mark("inside", index))
-        elif max(parts) == 1:
+        elif not constraint.devices and max(parts) == 1:
             yield Problem(
                 f"{_named(constraint)} asks for layer {layer.name!r} to be divided, stage {index} does not", Mark("inside", index)
             )

@@ -225,6 +225,12 @@ class _Planner:
         have = sum(device.memory_bytes for device in evaluator.cluster.devices)
         reasons = ", ".join(f"{reason} ({count})" for reason, count in self.tally.ruled_out.most_common(3)) or "no layout is possible"
         said = f"; annotations ask for {', '.join(self.rules.said)}" if self.rules.said else ""
+        if self.rules.said and not self.tally.ruled_out["out of memory"]:
+            return (
+                f"no plan{where} for {evaluator.graph.name} with a batch of {self.batch_size} on the {len(evaluator.devices)} devices of "
+                f"{evaluator.cluster.name} honours all annotations: {', '.join(self.rules.said)}. Parts that ask for different numbers of "
+                "devices need devices of their own; leave a number free, annotate less, or plan for more devices"
+            )
         problem = f"no plan fits {evaluator.graph.name} with a batch of {self.batch_size} on {evaluator.cluster.name}{where}"
         return (
             f"{problem}: {reasons}. Parameters, gradients and optimizer state alone need {format_bytes(need)} and all devices "

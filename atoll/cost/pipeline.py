@@ -239,6 +239,7 @@ def simulate(
 _Input = tuple[int, float, float]  # task, arrival, seconds of transfer on the chain of waits behind it
 _Inboxes = tuple[list[list[_Input]], list[list[_Input]]]  # heaps of forwards and of backwards, by device
 _STRICT, _BACKWARD_OUT_OF_TURN, _BEYOND_LIMIT = range(3)  # what a free device may do: each only where nobody could do the one before
+_BUSY = -1.0
 
 
 class _Simulation:
@@ -298,10 +299,9 @@ class _Simulation:
         forwards_left, limits, seconds, hops = self.forwards_left, self.limits, self.seconds, self.hops
         worker, home, block, backwards_begin = self.worker, self.home, self.block, self.backwards
         (forwards, backwards), turns = self._first_inputs(), self._turns()
-        free, held = [True] * len(limits), [0] * len(limits)
-        free_since, transfer = [0.0] * len(limits), [0.0] * len(limits)
-        finish, behind_finish = [0.0] * len(home), [0.0] * len(home)
-        holding, most_held = [0] * len(home), [0] * len(home)
+        log = _Log(len(home)) if turns else None
+        held, most_held = [0] * len(limits), [0] * len(limits)
+        free_since, transfer = [0.0] * len(limits), [0.0] * len(limits)  # busy devices: since _BUSY
         ends: list[tuple[float, int, int]] = []  # time, device, task
         link_free: dict[int, float] = {}
         looking: Iterable[int] = range(len(limits))
@@ -328,11 +328,13 @@ class _Simulation:
                 if arrival > start:
                     start, transfer[device] = arrival, behind
                 if is_forward:
-                    held[device] += 1
                     forwards_left[device] -= 1
+                    held[device] = holding = held[device] + 1
+                    if holding > most_held[device]:
+                        most_held[device] = holding
                 else:
                     held[device] -= 1
-                free[device] = False
+                free_since[device] = _BUSY
                 heappush(ends, (start + seconds[task], device, task))
             if not ends:
                 if patience == _BEYOND_LIMIT:
@@ -341,20 +343,10 @@ class _Simulation:
                 continue
             now, device, task = heappop(ends)
             patience = _STRICT
-            free[device] = True
             free_since[device] = now
             behind = transfer[device]
-            who = worker[task]
-            if task < backwards_begin:
-                inboxes = forwards
-                holding[who] += 1
-                if holding[who] > most_held[who]:
-                    most_held[who] = holding[who]
-            else:
-                inboxes = backwards
-                holding[who] -= 1
-                finish[who] = now
-                behind_finish[who] = behind
+            if log:
+                log.note(worker[task], task < backwards_begin, now, behind)
             hop = hops[task]
             looking = (device,)
             if hop is not None:
@@ -366,16 +358,40 @@ class _Simulation:
                         sent = queued
                     link_free[link] = sent + occupancy
                 arrival = sent + occupancy + latency
-                receiver = home[worker[task + block]]
-                heappush(inboxes[receiver], (task + block, arrival, behind + arrival - now))
-                if free[receiver] and receiver != device:
+                inboxes = forwards if task < backwards_begin else backwards
+                task += block
+                receiver = home[worker[task]]
+                heappush(inboxes[receiver], (task, arrival, behind + arrival - now))
+                if free_since[receiver] != _BUSY and receiver != device:
                     looking = (device, receiver)
-            elif inboxes is forwards:  # the loss: its gradient is here at once
+            elif task < backwards_begin:  # the loss: its gradient is here at once
                 heappush(backwards[device], (task + block - self.stages * block + backwards_begin, now, behind))
-        return Timeline(now, self._by_stage(finish), self._by_stage(most_held), self._by_stage(behind_finish))
+        if log:
+            return Timeline(now, self._by_stage(log.finish), self._by_stage(log.most_held), self._by_stage(log.transfer))
+        # where a device has one stage, what it did last was its last backward
+        finish, behind_finish = ([row[device] for device in home] for row in (free_since, transfer))
+        most = [most_held[device] for device in home]
+        return Timeline(now, self._by_stage(finish), self._by_stage(most), self._by_stage(behind_finish))
 
     def _by_stage(self, row: list[_T]) -> list[list[_T]]:
         return [row[first:end] for first, end in pairwise(self.firsts)]
+
+
+class _Log:
+    """What workers that share devices did."""
+
+    def __init__(self, workers: int) -> None:
+        self.finish, self.transfer = [0.0] * workers, [0.0] * workers
+        self.most_held, self._holding = [0] * workers, [0] * workers
+
+    def note(self, who: int, is_forward: bool, now: float, transfer: float) -> None:
+        """A worker ended a task."""
+        if is_forward:
+            self._holding[who] += 1
+            self.most_held[who] = max(self.most_held[who], self._holding[who])
+        else:
+            self._holding[who] -= 1
+            self.finish[who], self.transfer[who] = now, transfer
 
 
 def _numbers(micro_batches: int, stages: int, block: int, stage: int) -> list[int]:

@@ -108,7 +108,7 @@ def _hops(
         onward, back = {}, {}
         for pair in set(pairs):
             i, j = pair
-            forth, returning = transfers.path(here, i, there, j), transfers.path(there, j, here, i)
+            forth, returning = transfers.both_ways(here, there, i, j)
             onward[pair] = transfers.hop(plan, forth, forth_bytes, links.setdefault(forth.resource or (s, i, j, 0), len(links)))
             back[pair] = transfers.hop(plan, returning, back_bytes, links.setdefault(returning.resource or (s, i, j, 1), len(links)))
             if plan.codecs and forth.between_sites:

@@ -46,30 +46,39 @@ class Transfers:
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
-        self._known: dict[tuple[object, ...], Path] = {}
+        self._known: dict[tuple[tuple[str, ...], tuple[str, ...]], Path] = {}
         self._equal: dict[Path, Path] = {}
-        self._ways: dict[tuple[Place, int, Place, int], Path] = {}
+        self._ways: dict[tuple[Place, Place], dict[tuple[int, int], tuple[Path, Path]]] = {}
         self._boundaries: dict[tuple[Place, Place], Boundary] = {}
 
     def path(self, here: Place, i: int, there: Place, j: int) -> Path:
         """The way from replica `i` of a stage to replica `j` of its neighbour."""
-        found = self._ways.get((here, i, there, j))
+        return self.both_ways(here, there, i, j)[0]
+
+    def both_ways(self, here: Place, there: Place, i: int, j: int) -> tuple[Path, Path]:
+        """The way from replica `i` of a stage to replica `j` of its neighbour, and the way back."""
+        ways = self._ways.get((here, there))
+        if ways is None:
+            ways = self._ways[here, there] = {}
+        found = ways.get((i, j))
         if found is None:
-            key = (here.groups[i], here.tensor, there.groups[j], there.tensor)
-            found = self._known.get(key)
-            if found is None:
-                found = self._slowest_way(here.groups[i][:: here.tensor], there.groups[j][:: there.tensor])
-                found = self._known[key] = self._equal.setdefault(found, found)
-            self._ways[here, i, there, j] = found
+            senders, receivers = here.groups[i][:: here.tensor], there.groups[j][:: there.tensor]  # the first of each lane
+            found = ways[i, j] = (self._between(senders, receivers), self._between(receivers, senders))
+        return found
+
+    def _between(self, senders: tuple[str, ...], receivers: tuple[str, ...]) -> Path:
+        found = self._known.get((senders, receivers))
+        if found is None:
+            found = self._slowest_way(senders, receivers)
+            found = self._known[senders, receivers] = self._equal.setdefault(found, found)
         return found
 
     def boundary(self, here: Place, there: Place) -> Boundary:
         """The ways between replica i of a stage and replica i of the next, for every i."""
         found = self._boundaries.get((here, there))
         if found is None:
-            columns = range(len(here.groups))
-            onward = tuple([self.path(here, i, there, i) for i in columns])
-            back = tuple([self.path(there, i, here, i) for i in columns])
+            columns = [self.both_ways(here, there, i, i) for i in range(len(here.groups))]
+            onward, back = tuple([forth for forth, _ in columns]), tuple([returning for _, returning in columns])
             kinds = tuple([(id(forth), id(returning)) for forth, returning in zip(onward, back, strict=True)])
             queued: dict[tuple[int, Path], list[int]] = {}
             for direction, row in enumerate((onward, back)):

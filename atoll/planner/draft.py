@@ -195,7 +195,9 @@ def with_names(drafted: Drafted, timing: Timing, batch_size: int, codecs: dict[s
         replicas = _replicas(draft, slots, speeds, batch_size, len(bounds) == 2)
         if replicas is None:
             return None
-        stages.append(draft.inside.stage(start, stop, replicas, draft.recompute))
+        has_experts = any(layer.experts for layer in evaluator.graph.layers[start:stop])
+        inside = draft.inside if has_experts else draft.inside._replace(expert=False)
+        stages.append(inside.stage(start, stop, replicas, draft.recompute))
     return Plan(
         graph=evaluator.graph.name,
         cluster=evaluator.cluster.name,

@@ -97,6 +97,11 @@ def plan_reasons(plan: Plan, cost: Cost, evaluator: Evaluator) -> tuple[str, ...
         reasons.append(f"tensors are split {plan.stages[0].tensor} ways inside hosts, where links are fast")
     if any(stage.sharded for stage in plan.stages):
         reasons.append("parameters are sharded: a whole copy a device would not fit or would cost more to synchronise")
+    split = [layer for stage in plan.stages for layer in stage.split]
+    if split:
+        share = sum(evaluator.graph.layers[layer].split_parameters for layer in split) / max(1, evaluator.graph.parameters)
+        names = ", ".join(evaluator.graph.layers[layer].name for layer in split[:3]) + (f" and {len(split) - 3} more" if split[3:] else "")
+        reasons.append(f"lanes divide {names} between them: {share:.0%} of all parameters, whose gradients they need not exchange")
     if any(stage.recompute for stage in plan.stages):
         which = [str(s) for s, stage in enumerate(plan.stages) if stage.recompute]
         reasons.append(f"stage{'s' if len(which) > 1 else ''} {_ranges(which)} recompute: their activations would not fit otherwise")

@@ -8,6 +8,7 @@ from atoll.graph import Constraint, Graph, check_constraints
 from atoll.graph.contradictions import describe
 from atoll.plan import Plan, Stage
 from atoll.plan.constraints import constraint_problems, micro_batches_asked, stage_problems
+from atoll.plan.validate import parallelism_problems
 
 __all__ = ["Rules", "rules_of"]
 
@@ -24,7 +25,12 @@ class Rules(NamedTuple):
     said: tuple[str, ...] = ()  # what was asked, for the reasons
 
     def allows(self, plan: Plan) -> bool:
-        """Whether a plan honours every annotation."""
+        """Whether a plan honours every annotation, and its stages divide only what they have."""
+        for stage in plan.stages:
+            if stage.split and not (stage.start <= stage.split[0] and stage.split[-1] < stage.stop):
+                return False
+            if next(parallelism_problems(self.graph, stage), None) is not None:
+                return False
         return not self.graph.constraints or next(constraint_problems(plan, self.graph), None) is None
 
     def allows_stage(self, stage: Stage) -> bool:

@@ -6,7 +6,9 @@ for all of them. Every kind of column is played once.
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
+from operator import add, ge, sub
 from typing import NamedTuple
 
 from atoll.cost.in_flight import interleaved_limits
@@ -30,20 +32,27 @@ def in_columns(plan: Plan, counts: Counts) -> bool:
 
 
 def play_columns(
-    transfers: Transfers, plan: Plan, places: Sequence[Place], replicas: Replicas, counts: list[int], with_transfer: bool
+    transfers: Transfers, plan: Plan, places: Sequence[Place], replicas: Replicas, counts: list[int], only_step: bool
 ) -> Played:
-    """Plays a plan in which replica i of every stage takes `counts[i]` micro-batches."""
+    """Plays a plan in which replica i of every stage takes `counts[i]` micro-batches.
+
+    With `only_step` it gives the ends of columns alone, and of those that others outlast at every stage none: 0.
+    """
     columns = _Columns(transfers, plan, places, counts)
     differing: list[Sequence[object]] = [counts] if _differ(counts) else []
     differing += [[id(item) for item in row] for row in replicas if _differ(row)]
     differing += [boundary.kinds for boundary in columns.boundaries if not boundary.alike]
+    width = len(counts)
     if not differing:
-        finish, busy, in_flight, transfer = _play_column(columns, plan, replicas, 0, with_transfer)
-        width = len(counts)
+        finish, busy, in_flight, transfer = _play_column(plan, columns.load(replicas, 0), 0, only_step)
         return Played(_widened(finish, width), _widened(busy, width), [[held] * width for held in in_flight], _widened(transfer, width))
     kinds = list(zip(*differing, strict=True))
-    first = dict(zip(reversed(kinds), reversed(range(len(kinds))), strict=True))
-    known = {kind: _play_column(columns, plan, replicas, i, with_transfer) for kind, i in first.items()}
+    first = dict(zip(reversed(kinds), reversed(range(width)), strict=True))
+    loads = {kind: columns.load(replicas, i) for kind, i in first.items()}
+    if only_step and plan.schedule != "interleaved":
+        ends = _decisive_ends(plan.schedule, loads)
+        return Played([list(row) for row in zip(*[ends[kind] for kind in kinds], strict=True)], [], [], [])
+    known = {kind: _play_column(plan, loads[kind], i, only_step) for kind, i in first.items()}
     played = [known[kind] for kind in kinds]
     stages = range(len(plan.stages))
     return Played(
@@ -52,6 +61,28 @@ def play_columns(
         [[column.in_flight[s] for column in played] for s in stages],
         [[column.transfer[s] for column in played] for s in stages],
     )
+
+
+_Kind = tuple[object, ...]
+
+
+def _decisive_ends(schedule: str, loads: dict[_Kind, "_Load"]) -> dict[_Kind, list[float]]:
+    """When the stages of each kind of column end; 0 where another kind surely ends, and begins its last backwards, no earlier."""
+    ends: dict[_Kind, list[float]] = {}
+    played: list[tuple[_Load, float]] = []  # with the earliest begin of a stage's last backward
+    for kind, load in sorted(loads.items(), key=lambda item: -item[1].busiest):
+        if any(load.bound(schedule) <= begin or _no_less(other, load) for other, begin in played):
+            ends[kind] = [0.0] * len(load.forward)
+        else:
+            finish = column_seconds(load.forward, load.backward, load.onward, load.back, load.count, schedule)[1]
+            played.append((load, min(map(sub, finish, load.backward))))
+            ends[kind] = finish
+    return ends
+
+
+def _no_less(a: "_Load", b: "_Load") -> bool:
+    """Whether a column has as much to do as another in every respect: then it ends no earlier, whatever it waits for."""
+    return a.count >= b.count and all(map(ge, a.times, b.times))
 
 
 def _widened(row: list[float], width: int) -> list[list[float]]:
@@ -71,6 +102,29 @@ class _Column(NamedTuple):
     transfer: list[float]
 
 
+class _Load:
+    """What a column has to do: micro-batches, and the seconds of one on every stage and link."""
+
+    def __init__(self, count: int, forward: list[float], backward: list[float], onward: list[Hop], back: list[Hop]) -> None:
+        self.count, self.forward, self.backward, self.onward, self.back = count, forward, backward, onward, back
+        self.busiest = count * max(map(add, forward, backward))
+
+    @cached_property
+    def times(self) -> list[float]:
+        """All of one micro-batch."""
+        hops = (*self.onward, *self.back)
+        return [*self.forward, *self.backward, *[hop[0] for hop in hops], *[hop[1] for hop in hops]]
+
+    def bound(self, schedule: str) -> float:
+        """No stage ends later: by playing one micro-batch after the other, or (1F1B) one round after the other."""
+        back = [seconds + hop[0] + hop[1] for seconds, hop in zip(self.backward, (NO_HOP, *self.back), strict=True)]
+        forth = sum(self.forward) + sum([hop[0] + hop[1] for hop in self.onward])
+        serial = self.count * (forth + sum(back))
+        if schedule != "1f1b":
+            return serial
+        return min(serial, self.count * (forth + max(back)) + (len(back) - 1) * max(back))
+
+
 class _Columns:
     """The ways between the stages of each column, and who shares them."""
 
@@ -87,6 +141,14 @@ class _Columns:
                 load = self._users.setdefault(path.resource, {})
                 for count, times in Counter([counts[column] for column in users]).items() if unequal else ((counts[0], len(users)),):
                     load[count] = load.get(count, 0.0) + seconds * times
+
+    def load(self, replicas: Replicas, column: int) -> _Load:
+        """What a column has to do."""
+        forward, backward = [row[column].forward for row in replicas], [row[column].backward for row in replicas]
+        if self._plan.codecs:
+            codec_forward, codec_backward = self.codec(column)
+            forward, backward = list(map(add, forward, codec_forward)), list(map(add, backward, codec_backward))
+        return _Load(self.counts[column], forward, backward, *self.hops(column))
 
     def hops(self, column: int) -> tuple[list[Hop], list[Hop]]:
         """The hops of a column, forth and back."""
@@ -121,19 +183,15 @@ class _Columns:
         return forward, backward
 
 
-def _play_column(columns: _Columns, plan: Plan, replicas: Replicas, i: int, with_transfer: bool) -> _Column:
-    count = columns.counts[i]
-    codec_forward, codec_backward = columns.codec(i)
-    forward = [row[i].forward + extra for row, extra in zip(replicas, codec_forward, strict=True)]
-    backward = [row[i].backward + extra for row, extra in zip(replicas, codec_backward, strict=True)]
-    onward, back = columns.hops(i)
+def _play_column(plan: Plan, load: _Load, i: int, only_step: bool) -> _Column:
     if plan.schedule == "interleaved":
-        return _play_interleaved(plan, i, forward, backward, onward, back, count)
+        return _play_interleaved(plan, load, i)
+    forward, backward, count = load.forward, load.backward, load.count
     busy = [count * (f + b) for f, b in zip(forward, backward, strict=True)]
-    finish = column_seconds(forward, backward, onward, back, count, plan.schedule)[1]
+    finish = column_seconds(forward, backward, load.onward, load.back, count, plan.schedule)[1]
     transfer = [0.0] * len(finish)
-    if with_transfer:
-        none = [NO_HOP] * len(onward)
+    if not only_step:
+        none = [NO_HOP] * len(load.onward)
         alone = column_seconds(forward, backward, none, none, count, plan.schedule)[1]
         transfer = [max(0.0, a - b) for a, b in zip(finish, alone, strict=True)]
     stages = len(plan.stages)
@@ -141,16 +199,15 @@ def _play_column(columns: _Columns, plan: Plan, replicas: Replicas, i: int, with
     return _Column(finish, busy, held, transfer)
 
 
-def _play_interleaved(
-    plan: Plan, column: int, forward: list[float], backward: list[float], onward: list[Hop], back: list[Hop], count: int
-) -> _Column:
+def _play_interleaved(plan: Plan, load: _Load, column: int) -> _Column:
     """One column of virtual stages, task by task."""
+    count = load.count
     groups: dict[tuple[str, ...], int] = {}
     devices = [groups.setdefault(stage.replicas[column].devices, len(groups)) for stage in plan.stages]
-    workers = [[Worker(f, b, device)] for f, b, device in zip(forward, backward, devices, strict=True)]
-    ahead = [[hop._replace(link=2 * s)] * count for s, hop in enumerate(onward)]
-    behind = [[hop._replace(link=2 * s + 1)] * count for s, hop in enumerate(back)]
+    workers = [[Worker(f, b, device)] for f, b, device in zip(load.forward, load.backward, devices, strict=True)]
+    ahead = [[hop._replace(link=2 * s)] * count for s, hop in enumerate(load.onward)]
+    behind = [[hop._replace(link=2 * s + 1)] * count for s, hop in enumerate(load.back)]
     limits = interleaved_limits(len(plan.stages), len(groups))
     timeline = simulate(workers, [[0] * count] * len(workers), ahead, behind, plan.schedule, limits)
-    busy = [count * (f + b) for f, b in zip(forward, backward, strict=True)]
+    busy = [count * (f + b) for f, b in zip(load.forward, load.backward, strict=True)]
     return _Column([row[0] for row in timeline.finish], busy, [row[0] for row in timeline.in_flight], [row[0] for row in timeline.transfer])

@@ -65,14 +65,12 @@ class Evaluator:
     def seconds(self, plan: Plan) -> float:
         """The predicted step time alone."""
         prices = self._prices(plan)
-        return self._step(
-            plan, prices, play(self._transfers, plan, prices.places, prices.replicas, prices.counts, with_transfer=False)
-        ).seconds
+        return self._step(plan, prices, play(self._transfers, plan, prices.places, prices.replicas, prices.counts, only_step=True)).seconds
 
     def cost(self, plan: Plan) -> Cost:
         """Everything there is to say about a plan."""
         prices = self._prices(plan)
-        played = play(self._transfers, plan, prices.places, prices.replicas, prices.counts, with_transfer=True)
+        played = play(self._transfers, plan, prices.places, prices.replicas, prices.counts, only_step=False)
         step = self._step(plan, prices, played)
         memory = self.memory(plan, played.in_flight)
         carried = link_bytes(self._setting, self._synchronisation, self._transfers, plan)

@@ -20,14 +20,14 @@ __all__ = ["play"]
 _PLAYED_MICRO_BATCHES = 96  # twice as many are played at most; a longer step is extrapolated
 
 
-def play(transfers: Transfers, plan: Plan, places: Sequence[Place], replicas: Replicas, counts: Counts, with_transfer: bool) -> Played:
-    """Plays one step; what transfers added to it is worked out only on demand."""
+def play(transfers: Transfers, plan: Plan, places: Sequence[Place], replicas: Replicas, counts: Counts, only_step: bool) -> Played:
+    """Plays one step; with `only_step`, no more of it than what decides how long it is."""
     if len(plan.stages) == 1:
         busy = [n * (r.forward + r.backward) for r, n in zip(replicas[0], counts[0], strict=True)]
         held = counts[0] if plan.schedule == "gpipe" else [1] * len(busy)
         return Played([busy], [busy], [held], [[0.0] * len(busy)])
     if in_columns(plan, counts):
-        return play_columns(transfers, plan, places, replicas, counts[0], with_transfer)
+        return play_columns(transfers, plan, places, replicas, counts[0], only_step)
     total = sum(counts[0])
     if total <= 2 * _PLAYED_MICRO_BATCHES:
         return _play_whole(transfers, plan, places, replicas, counts)

@@ -3,12 +3,14 @@
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
 
 import torch
+from torch import Tensor
 
 from atoll.cluster import training
 from atoll.cluster.cluster import AttentionRate, ConvRate, MatmulRate, Measurements, MemoryRate, OperatorRate, UpdateTime
@@ -18,7 +20,8 @@ from atoll.cluster.timing import Case, Timing, interleaved
 __all__ = ["Measured", "measure", "one_way_copy"]
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_OPERANDS_BYTES = 8e6  # operands take turns over this much, so that small products do not find theirs in the nearest cache every time
+_RESULTS_BYTES = 64e6  # more than the caches of a core and what it shares with others
+_OPERANDS_BYTES = 32e6  # operands take turns over this much, so that small products do not find theirs in the nearest cache every time
 _FULL_S, _QUICK_S = 40.0, 7.0
 _LONGEST_MINOR_S = 0.03  # products that would take longer in a precision without fast units are left out: the rate no longer changes
 _PILOT = (256, 256, 256)
@@ -106,6 +109,22 @@ def _memory_bytes(on_cpu: bool) -> tuple[float, ...]:
     return _MEMORY_BYTES if on_cpu else _ACCELERATOR_MEMORY_BYTES
 
 
+class _Results:
+    """Keeps results for a while, so that new ones go to memory that has left the caches, as they do in training."""
+
+    def __init__(self, most_bytes: float) -> None:
+        self._kept: deque[tuple[Tensor, int]] = deque()
+        self._bytes, self._most = 0, most_bytes
+
+    def keep(self, result: object) -> None:
+        for tensor in result if isinstance(result, tuple) else (result,):
+            if isinstance(tensor, Tensor):
+                self._kept.append((tensor, tensor.nbytes))
+                self._bytes += tensor.nbytes
+        while self._bytes > self._most:
+            self._bytes -= self._kept.popleft()[1]
+
+
 class _Agenda:
     """Everything to be timed, and where each stands among the cases."""
 
@@ -114,6 +133,7 @@ class _Agenda:
         sizes = [size for size in _memory_bytes(on_cpu) if size <= max(available_bytes / 8, _MEMORY_BYTES[0])]
         self.threads = torch.get_num_threads() if on_cpu else 0
         self.cases: list[Case] = []
+        self._results = _Results(min(_RESULTS_BYTES, available_bytes / 8))
         self.copied_bytes = sizes[-1]
         self.chain = self._add(_chain(device))
         self.copy = self._add(_copy(device, sizes[-1]))
@@ -135,7 +155,7 @@ class _Agenda:
         self.updates = [(name, size, tensors, self._add(case)) for name, size, (case, tensors) in updates]
 
     def _add(self, case: Case) -> int:
-        self.cases.append(case)
+        self.cases.append(replace(case, run=lambda: self._results.keep(case.run())))
         return len(self.cases) - 1
 
     def _pair(self, cases: tuple[Case, Case]) -> tuple[int, int]:
@@ -208,12 +228,12 @@ def _attention_rate(variant: str, shape: tuple[int, int, int], forward: float, b
 
 
 def _product(device: torch.device, precision: str, rows: int, columns: int, depth: int) -> Case:
-    """A linear layer's product."""
+    """A linear layer's product: its inputs were just made, its weights were last seen a step ago."""
     dtype = _DTYPES[precision]
-    sets = max(1, min(16, round(_OPERANDS_BYTES / (dtype.itemsize * depth * (rows + columns)))))
-    inputs = cycle([torch.randn(rows, depth, device=device).to(dtype) for _ in range(sets)])
-    weights = cycle([torch.randn(columns, depth, device=device).to(dtype) for _ in range(sets)])
-    return Case(lambda: torch.nn.functional.linear(next(inputs), next(weights)), minor=precision != "fp32")
+    sets = max(1, min(64, round(_OPERANDS_BYTES / (dtype.itemsize * depth * columns))))
+    inputs = torch.randn(rows, depth, device=device).to(dtype)
+    weights = cycle(torch.randn(sets, columns, depth, device=device).to(dtype).unbind())
+    return Case(lambda: torch.nn.functional.linear(inputs, next(weights)), minor=precision != "fp32")
 
 
 def _convolution(device: torch.device, batch: int, inputs: int, outputs: int, size: int, kernel: int, groups: int) -> tuple[Case, Case]:

@@ -122,7 +122,7 @@ def attention(device: torch.device, variant: str, heads: int, sequence: int, dep
 
 def update(device: torch.device, optimizer: str, elements: int) -> tuple[Case, int]:
     """A step of an optimizer, and over how many tensors: several where they are small, as in a model."""
-    tensors = max(1, min(16, (1 << 21) // elements))
+    tensors = max(2, min(16, (1 << 23) // elements))
     parameters = [torch.nn.Parameter(torch.randn(elements, device=device)) for _ in range(tensors)]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 1e-3)

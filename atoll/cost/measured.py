@@ -27,6 +27,10 @@ _ALIKE = {
 _MOST_CORRECTION = log(1.4)  # of the fitted time of a product towards its neighbours: less than the growth when a side doubles
 
 
+_RIGHT = 2  # among the terms of a product: the elements of its right operand
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
+
 class Passes(NamedTuple):
     """Seconds of one piece of work, forward and backward."""
 
@@ -99,12 +103,13 @@ class Products:
     def _fit(self, rows: float, columns: float, depth: float) -> float:
         return sum((weight * term for weight, term in zip(self._weights, _terms(rows, columns, depth), strict=True)), 0.0)
 
-    def __call__(self, rows: float, columns: float, depth: float) -> float:
-        """Seconds of (rows × depth) by (depth × columns)."""
+    def __call__(self, rows: float, columns: float, depth: float, *, right_at_hand: bool = False) -> float:
+        """Seconds of (rows × depth) by (depth × columns); less when the right operand need not be fetched from memory."""
         if min(rows, columns, depth) <= 0:
             return 0.0
         miss = _nearby(self._misses, _logs((rows, columns, depth)))
-        return self._fit(rows, columns, depth) * exp(max(-_MOST_CORRECTION, min(_MOST_CORRECTION, miss)))
+        fetching = self._weights[_RIGHT] * depth * columns if right_at_hand else 0.0
+        return (self._fit(rows, columns, depth) - fetching) * exp(max(-_MOST_CORRECTION, min(_MOST_CORRECTION, miss)))
 
 
 def _terms(rows: float, columns: float, depth: float) -> tuple[float, ...]:
@@ -170,7 +175,21 @@ class MeasuredTimes:
         rows = work.rows * samples * (part if work.split == "rows" else 1.0)
         columns = work.columns * (part if work.split == "columns" else 1.0)
         depth = work.depth * (part if work.split == "depth" else 1.0)
-        return self._both(rows, columns, depth, work.backward)
+        if work.operator.partition(".")[0] in _RECURRENT and work.count > 1:
+            return self._step_of_recurrence(rows, columns, depth, work)
+        passes = self._both(rows, columns, depth, work.backward)
+        if work.operator.endswith(".bias"):
+            gradient = Work(kind="memory", bytes=rows * columns * self._element_bytes, operator="sum")
+            return Passes(passes.forward, passes.backward + self._elementwise(gradient, 1.0, 1.0).forward)
+        return passes
+
+    def _step_of_recurrence(self, rows: float, columns: float, depth: float, work: Work) -> Passes:
+        """Each step finds the weights where the last one left them; their gradient is one product over all steps."""
+        assert self._product is not None, "asked only when products were measured"
+        forward = self._product(rows, columns, depth, right_at_hand=True)
+        inputs = self._product(rows, depth, columns, right_at_hand=True)
+        weights = self._product(columns, depth, rows * work.count) / work.count
+        return Passes(forward, (inputs + weights) * work.backward / 2)
 
     def _batched(self, work: Work, samples: float, part: float) -> Passes:
         """Products of activations, one for every sample, head or expert; the size of their right operand tells how many."""

@@ -118,6 +118,7 @@ def _product(table: OperatorTable, entry: Operator, kernel: Kernel, split: Split
     element = entry.outputs[0].dtype.itemsize if entry.outputs else 4
     weight = _weight(table, entry, kernel)
     rows, columns, depth = kernel.rows, kernel.columns, kernel.depth
+    operator = f"{_name(entry)}.bias" if entry.cost.backward_bytes else _name(entry)  # its gradient is a sum over all rows
     common: dict[str, Any] = {"flops": kernel.flops / samples, "backward": backward, "split": split, "count": kernel.count}
     if kernel.convolution:
         read = entry.inputs[0] if entry.inputs else None
@@ -138,8 +139,8 @@ def _product(table: OperatorTable, entry: Operator, kernel: Kernel, split: Split
     if math.prod(weight.shape) == kernel.left_numel != kernel.right_numel:  # weight · x: the same product transposed
         rows, columns = kernel.right_numel // depth, rows
     moved = rows * (columns + depth) * element / samples
-    weights = float(math.prod(weight.shape) * element)
-    return Work(kind="matmul", bytes=moved, weight_bytes=weights, rows=rows / samples, columns=columns, depth=depth, **common)
+    common |= {"weight_bytes": float(math.prod(weight.shape) * element), "operator": operator}
+    return Work(kind="matmul", bytes=moved, rows=rows / samples, columns=columns, depth=depth, **common)
 
 
 def _expert_matrices(table: OperatorTable, entry: Operator) -> TensorSpec | None:

@@ -20,6 +20,7 @@ from itertools import pairwise
 
 from atoll.cluster import Cluster, make_cluster, make_site
 from atoll.cost import Evaluator
+from atoll.cost.pipeline import route
 from atoll.graph import Graph, dense_transformer
 from atoll.plan import Plan, Replica, Stage, validate
 
@@ -109,6 +110,7 @@ def rate(evaluator: Callable[[], Evaluator], question: str, plans: list[Plan], r
     """Plans priced a second: the best of several runs, each with a cold evaluator, since others may use the machine meanwhile."""
     best = 0.0
     for _ in range(repeat):
+        route.cache_clear()  # the one thing that is remembered beside the evaluator
         price = getattr(evaluator(), question)
         began = time.process_time()
         for plan in plans:

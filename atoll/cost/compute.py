@@ -117,7 +117,9 @@ class Compute:
         times = self._probed.get(device.kind.name)
         if times is None:
             times = self._probed[device.kind.name] = MeasuredTimes(device.kind, measured, self._graph.precision)
-        passes = [times.work(work, divided if work.split else samples, fraction, expert_lanes) for work in layer.work]
+        tokens = samples * expert_lanes  # experts take those of all lanes
+        sizes = [tokens if work.expert else divided if work.split else samples for work in layer.work]
+        passes = [times.work(work, size, fraction, expert_lanes) for work, size in zip(layer.work, sizes, strict=True)]
         held = _held(layer, fraction, expert_lanes)
         tensors = [elements * held / layer.parameters for elements in layer.tensors] or [held]
         update = times.update(tensors, self._update_bytes) if held else 0.0
@@ -125,16 +127,18 @@ class Compute:
         return LayerSeconds(forward / device.speed, backward / device.speed, update / device.speed)
 
     def _work(self, work: Work, device: Device, samples: float, fraction: float, expert_lanes: int) -> float:
-        """Forward seconds of one work item."""
+        """Forward seconds of one work item; lanes that divide the experts have fewer each, with the tokens of all lanes."""
         calibration = self._calibration
         part = fraction if work.split else 1.0
-        weight_bytes = work.weight_bytes * part / (expert_lanes if work.expert else 1)
-        traffic = (work.bytes * samples * part + weight_bytes) / (device.kind.memory_bytes_per_s * calibration.memory_efficiency)
+        count = float(work.count)
+        if work.expert:
+            count, samples = count / expert_lanes, samples * expert_lanes
+        traffic = (work.bytes * samples + work.weight_bytes) * part / (device.kind.memory_bytes_per_s * calibration.memory_efficiency)
         arithmetic = 0.0
         if work.flops:
             peak = device.kind.peak(self._graph.precision) * calibration.matmul_efficiency
             arithmetic = work.flops * samples * part / (peak * self._fill(work, device, samples, fraction))
-        return work.count * (max(traffic, arithmetic) / device.speed + calibration.kernel_seconds)
+        return count * (max(traffic, arithmetic) / device.speed + calibration.kernel_seconds)
 
     def _fill(self, work: Work, device: Device, samples: float, fraction: float) -> float:
         """The share of a large matmul's rate that one of this size reaches."""

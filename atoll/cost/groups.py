@@ -10,7 +10,7 @@ from atoll.cluster import Cluster, Device
 from atoll.cost.calibration import Calibration
 from atoll.cost.communication import Span, all_reduce_seconds, sharing_of, span_with
 
-__all__ = ["Group", "distinct_groups", "slowest_span"]
+__all__ = ["Group", "distinct_groups", "slowest_of", "slowest_span"]
 
 _TYPICAL_BYTES = 64e6  # at which layouts are compared
 
@@ -45,5 +45,10 @@ def slowest_span(
     cluster: Cluster, groups: Sequence[Sequence[Device]], calibration: Calibration, others: Sequence[Sequence[Device]] = ()
 ) -> Span:
     """The span of that of the groups which takes longest, when all of them and `others` communicate at once."""
-    spans = [group.span for group in distinct_groups(cluster, groups, calibration, others)]
+    return slowest_of(distinct_groups(cluster, groups, calibration, others), calibration)
+
+
+def slowest_of(groups: Sequence[Group], calibration: Calibration) -> Span:
+    """The span of that of the groups which takes longest."""
+    spans = [group.span for group in groups]
     return spans[0] if len(spans) == 1 else max(spans, key=lambda span: all_reduce_seconds(span, _TYPICAL_BYTES, calibration, {}))

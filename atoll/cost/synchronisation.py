@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from atoll.cluster import Device
 from atoll.cost.communication import Span, all_reduce_seconds
-from atoll.cost.groups import Group, distinct_groups, slowest_span
+from atoll.cost.groups import Group, distinct_groups, slowest_of
 from atoll.cost.setting import Place, Setting
 from atoll.plan import Plan, Stage
 
@@ -29,6 +29,7 @@ class Synchronisation:
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
         self._groups: dict[tuple[Place, bool, str], tuple[Group, ...]] = {}
+        self._tied_groups: dict[tuple[Place, ...], tuple[Group, ...]] = {}
         self._tied_spans: dict[tuple[Place, ...], Span] = {}
 
     def groups(self, place: Place, across_lanes: bool, site: str = "") -> tuple[Group, ...]:
@@ -93,28 +94,43 @@ class Synchronisation:
 
     def tied(self, plan: Plan, places: Sequence[Place]) -> list[float]:
         """Seconds each stage spends on gradients of parameters it shares with other stages."""
-        setting = self._setting
         seconds = [0.0] * len(plan.stages)
-        for shared in setting.graph.shared:
-            homes = sorted({s for s, stage in enumerate(plan.stages) for layer in shared.layers if stage.start <= layer < stage.stop})
-            if len(homes) < 2:
-                continue
-            tensor = min(plan.stages[s].tensor for s in homes) if setting.amounts.is_split(shared) else 1
-            nbytes = shared.parameters * setting.calibration.gradient_bytes / tensor
-            taken = all_reduce_seconds(self._tied_span([places[s] for s in homes]), nbytes, setting.calibration, plan.codecs)
+        for homes, nbytes in self.tied_volumes(plan):
+            span = self._tied_span([places[s] for s in homes])
+            taken = all_reduce_seconds(span, nbytes, self._setting.calibration, plan.codecs)
             for s in homes:
                 seconds[s] += taken
         return seconds
 
-    def _tied_span(self, places: list[Place]) -> Span:
-        """Where copies of a parameter of several stages live: one group for each replica and position, the slowest of them."""
+    def tied_volumes(self, plan: Plan) -> list[tuple[list[int], float]]:
+        """Stages that hold copies of a parameter, and bytes of its gradient that a device of each exchanges."""
+        setting = self._setting
+        volumes = []
+        for shared in setting.graph.shared:
+            homes = [s for s, stage in enumerate(plan.stages) if any(stage.start <= layer < stage.stop for layer in shared.layers)]
+            if len(homes) > 1:
+                tensor = min(plan.stages[s].tensor for s in homes) if setting.amounts.is_split(shared) else 1
+                volumes.append((homes, shared.parameters * setting.calibration.gradient_bytes / tensor))
+        return volumes
+
+    def tied_groups(self, places: Sequence[Place]) -> tuple[Group, ...]:
+        """Where copies of a parameter of several stages live: one group for each replica and position."""
         key = tuple(places)
-        if key not in self._tied_spans:
+        found = self._tied_groups.get(key)
+        if found is None:
             replicas, tensor = max(len(place.groups) for place in places), min(place.tensor for place in places)
             rows = [[place.groups[i % len(place.groups)] for place in places] for i in range(replicas)]
             groups = [[self._setting.devices[names[position]] for names in row] for row in rows for position in range(tensor)]
-            self._tied_spans[key] = slowest_span(self._setting.cluster, groups, self._setting.calibration)
-        return self._tied_spans[key]
+            found = self._tied_groups[key] = distinct_groups(self._setting.cluster, groups, self._setting.calibration)
+        return found
+
+    def _tied_span(self, places: Sequence[Place]) -> Span:
+        """Of the slowest of those groups."""
+        key = tuple(places)
+        found = self._tied_spans.get(key)
+        if found is None:
+            found = self._tied_spans[key] = slowest_of(self.tied_groups(places), self._setting.calibration)
+        return found
 
 
 def _loads(works: list[list[_Work]]) -> _Loads:

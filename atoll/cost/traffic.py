@@ -23,6 +23,7 @@ def link_bytes(setting: Setting, synchronisation: Synchronisation, transfers: Tr
         _add_split(setting, plan, stage, carried)
         add_inside(setting, plan, stage, carried)
     if len(plan.stages) > 1:
+        _add_tied(setting, synchronisation, plan, carried)
         _add_boundaries(setting, transfers, plan, carried)
     return {name: float(nbytes) for name, nbytes in carried.items() if nbytes}
 
@@ -37,12 +38,22 @@ def _add_sync(setting: Setting, synchronisation: Synchronisation, plan: Plan, st
 
 
 def _add_split(setting: Setting, plan: Plan, stage: Stage, carried: "Counter[str]") -> None:
-    """What lanes exchange for the layers they divide: forward and backward, each as much as an all-reduce of what they add up."""
-    nbytes = sum(setting.graph.layers[number].tensor_bytes for number in stage.split)
+    """What lanes exchange for the layers they divide: in each pass (and again where forward is recomputed) as much as an all-reduce."""
+    again = setting.recomputed_stop(stage)
+    nbytes = sum(setting.graph.layers[number].tensor_bytes * (3 if number < again else 2) for number in stage.split)
     for replica in stage.replicas if nbytes else ():
         span = span_of(setting.cluster, [[setting.devices[name] for name in replica.devices]], setting.calibration)
-        for name, amount in collective_bytes(span, nbytes * replica.total_samples, 4.0, {}).items():
+        for name, amount in collective_bytes(span, nbytes * replica.total_samples, 2.0, {}).items():
             carried[name] += amount  # type: ignore[assignment]
+
+
+def _add_tied(setting: Setting, synchronisation: Synchronisation, plan: Plan, carried: "Counter[str]") -> None:
+    """Gradients of parameters that several stages hold copies of."""
+    places = setting.places(plan)
+    for homes, nbytes in synchronisation.tied_volumes(plan):
+        for group in synchronisation.tied_groups([places[s] for s in homes]):
+            for name, amount in collective_bytes(group.span, nbytes, 2.0, plan.codecs).items():
+                carried[name] += amount * group.times  # type: ignore[assignment]
 
 
 def _add_boundaries(setting: Setting, transfers: Transfers, plan: Plan, carried: "Counter[str]") -> None:

@@ -94,3 +94,24 @@ def test_a_signature_stands_for_all_its_layers() -> None:
     graph = dense_transformer(name="g", layers=4, hidden=64, heads=4, sequence=32, vocabulary=100)
     table = Compute(graph, Calibration(layer_times=(layer_time(1, 1.0, layer="block"),)), 28.0).table(device(), 1.0)
     assert [round(b - a, 6) for a, b in zip(table.forward[1:5], table.forward[2:6], strict=True)] == [1.0] * 4
+
+
+@pytest.mark.parametrize("lanes", [2, 4, 8])
+def test_lanes_that_divide_experts_run_fewer_of_them_on_the_tokens_of_all(lanes: int) -> None:
+    """Eight experts of 10 rows each on one device; over lanes, 8 / lanes experts of 10 · lanes rows."""
+    expert = Work(kind="matmul", flops=2e7, bytes=4e4, weight_bytes=2e6, rows=10, columns=1000, depth=1000, count=8, expert=True)
+    merged = Work(
+        kind="matmul",
+        flops=2e7 * lanes,
+        bytes=4e4 * lanes,
+        weight_bytes=2e6,
+        rows=10 * lanes,
+        columns=1000,
+        depth=1000,
+        count=8 // lanes,
+        expert=True,
+    )
+    divided = Compute(one_layer(expert), Calibration(), 28.0).table(device(), 3.0, expert_lanes=lanes)
+    alone = Compute(one_layer(merged), Calibration(), 28.0).table(device(), 3.0)
+    assert divided.forward == pytest.approx(alone.forward)
+    assert divided.forward[-1] < Compute(one_layer(expert), Calibration(), 28.0).table(device(), 3.0).forward[-1]

@@ -85,3 +85,11 @@ def test_islands_put_less_between_sites_and_as_much_inside(case: tuple[Plan, Gra
     between = {link.name for link in cluster.links}
     for name, nbytes in lockstep.items():
         assert islands[name] == pytest.approx(nbytes / 10 if name in between else nbytes)
+
+
+def test_gradients_of_a_tied_table_travel_between_the_stages_that_hold_it() -> None:
+    cluster = make_cluster(hosts=1, devices=1, sites=2)
+    plan = pipeline([0, 3, 6], [[name] for name in names_of(cluster)], 16, 2)
+    tied, apart = (cost(graph, cluster, plan).link_bytes["s0–s1"] for graph in (dense_graph(6), dense_graph(6, tied=False)))
+    (shared,) = dense_graph(6).shared
+    assert tied - apart == pytest.approx(2 * 4 * shared.parameters)  # an all-reduce of two: each sends its fp32 gradient once

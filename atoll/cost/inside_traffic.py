@@ -3,7 +3,6 @@
 from collections import Counter
 
 from atoll.cluster import Device
-from atoll.cost.amounts import held_parameters
 from atoll.cost.communication import Span, collective_bytes, span_of
 from atoll.cost.setting import Setting
 from atoll.plan import Plan, Replica, Stage
@@ -46,7 +45,7 @@ def _add_tensor(setting: Setting, stage: Stage, replica: Replica, devices: list[
 def _add_gathers(setting: Setting, plan: Plan, stage: Stage, replica: Replica, span: Span, carried: "Counter[str]") -> None:
     """Parameters in forward and in backward, and their gradients scattered, for every micro-batch."""
     lanes = len(replica.samples)
-    held = held_parameters(setting.amounts, stage.start, stage.stop, 1 / stage.tensor, lanes if stage.expert else 1)
+    held = setting.held_with(stage, 1 / stage.tensor, lanes)
     rounds = -(-replica.total_samples // plan.micro_batch_size)
     _add(carried, collective_bytes(span, 3 * held.dense * setting.element_bytes * rounds, 1.0, {}))
 

@@ -17,7 +17,7 @@ from atoll.plan import Plan
 
 __all__ = ["play"]
 
-_PLAYED_MICRO_BATCHES = 96  # twice as many are played at most; a longer step is extrapolated
+_PLAYED_MICRO_BATCHES = 128  # twice as many are played at most; a longer step is extrapolated
 
 
 def play(transfers: Transfers, plan: Plan, places: Sequence[Place], replicas: Replicas, counts: Counts, only_step: bool) -> Played:
@@ -30,7 +30,7 @@ def play(transfers: Transfers, plan: Plan, places: Sequence[Place], replicas: Re
         return play_columns(transfers, plan, places, replicas, counts[0], only_step)
     total = sum(counts[0])
     if total <= 2 * _PLAYED_MICRO_BATCHES:
-        return _play_whole(transfers, plan, places, replicas, counts)
+        return _play_whole(transfers, plan, places, replicas, counts, counts)
     return _extrapolate(transfers, plan, places, replicas, counts, total)
 
 
@@ -46,15 +46,17 @@ def _extrapolate(transfers: Transfers, plan: Plan, places: Sequence[Place], repl
         [seconds.scaled(count * length / (few * total)) for seconds, count, few in zip(*rows, strict=True)]
         for rows in zip(replicas, counts, fewer, strict=True)
     ]
-    short = _play_whole(transfers, plan, places, scaled, fewer)
-    longer = _play_whole(transfers, plan, places, scaled, [[2 * few for few in row] for row in fewer])
+    short = _play_whole(transfers, plan, places, scaled, fewer, counts)
+    longer = _play_whole(transfers, plan, places, scaled, [[2 * few for few in row] for row in fewer], counts)
     parts = total / length - 2
+    further = (max(map(max, longer.finish)) - max(map(max, short.finish))) * parts  # all ends move with the end of the step
 
     def extended(a: list[list[float]], b: list[list[float]]) -> list[list[float]]:
         return [[y + (y - x) * parts for x, y in zip(p, q, strict=True)] for p, q in zip(a, b, strict=True)]
 
     held = [[min(*pair) for pair in zip(*rows, strict=True)] for rows in zip(longer.in_flight, counts, strict=True)]
-    return Played(extended(short.finish, longer.finish), extended(short.busy, longer.busy), held, extended(short.transfer, longer.transfer))
+    finish = [[end + further for end in row] for row in longer.finish]
+    return Played(finish, extended(short.busy, longer.busy), held, extended(short.transfer, longer.transfer))
 
 
 def _apportion(counts: list[int], total: int) -> list[int]:
@@ -73,7 +75,8 @@ def _apportion(counts: list[int], total: int) -> list[int]:
     return fewer
 
 
-def _play_whole(transfers: Transfers, plan: Plan, places: Sequence[Place], replicas: Replicas, counts: Counts) -> Played:
+def _play_whole(transfers: Transfers, plan: Plan, places: Sequence[Place], replicas: Replicas, counts: Counts, shares: Counts) -> Played:
+    """Plays `counts` micro-batches under the limits on those in flight that `shares` of the batch have."""
     groups: dict[tuple[str, ...], int] = {}
     for stage in plan.stages:
         for replica in stage.replicas:
@@ -88,7 +91,7 @@ def _play_whole(transfers: Transfers, plan: Plan, places: Sequence[Place], repli
         ]
         for row, extras, stage in zip(replicas, codec, plan.stages, strict=True)
     ]
-    timeline = simulate(workers, routes, onward, back, plan.schedule, device_limits(plan, counts, groups))
+    timeline = simulate(workers, routes, onward, back, plan.schedule, device_limits(plan, shares, groups))
     busy = [[n * (w.forward + w.backward) for n, w in zip(*rows, strict=True)] for rows in zip(counts, workers, strict=True)]
     return Played(timeline.finish, busy, timeline.in_flight, timeline.transfer)
 

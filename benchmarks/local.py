@@ -3,7 +3,8 @@
     python benchmarks/local.py [--json] [--models mlp gpt2 …] [--rounds 3] [--threads 1] [--cluster here.toml]
 
 Every round probes the machine and then trains each model for some steps, so that whatever else the machine is doing touches both. The
-prediction is that of `atoll plan` on a cluster file of `atoll probe`, for the job on this one device; nothing is fitted to the models.
+prediction is that of `atoll plan` on a cluster file of `atoll probe`, for the job on this one device; nothing is fitted to the models. Only
+loading a batch is the user's own code: that is timed by itself and added.
 
 Machines are shared. With one thread, times are this process's own processor time, which leaves others out; the fastest tenth of the steps
 counts, as it does for the probe. The median, and the time on the wall, are listed beside it. With several threads only the wall tells.
@@ -27,7 +28,7 @@ from report import print_json, print_table
 from atoll import Job, StopTraining
 from atoll.cluster import Cluster, DeviceKind, Measurements, load_cluster
 from atoll.cluster.probe import probe_host
-from atoll.cost import cost
+from atoll.cost import Calibration, cost
 from atoll.events import StepFinished
 from atoll.graph import Graph
 from atoll.graph.capture import capture
@@ -110,7 +111,7 @@ def predicted(model: Model, cluster: Cluster) -> dict[str, float]:
     optimizer = job.build_optimizer([torch.nn.Parameter(torch.zeros(1))])
     name = type(optimizer).__name__.lower()
     name = "momentum" if name == "sgd" and optimizer.defaults["momentum"] else name
-    found = cost(model.graph, cluster, plan, optimizer=name)
+    found = cost(model.graph, cluster, plan, optimizer=name, calibration=Calibration(step_seconds=job.samples.loading_seconds()))
     return {"step_seconds": found.step_seconds, **found.breakdown}
 
 

@@ -156,7 +156,7 @@ def _lstm() -> Job:
 class _Bag(nn.Module):
     """A large table of words, averaged, then a small network and as large an output."""
 
-    def __init__(self, words: int = 50_000, width: int = 64) -> None:
+    def __init__(self, words: int, width: int) -> None:
         super().__init__()
         self.words = nn.Embedding(words, width)
         self.hidden = nn.Sequential(nn.Linear(width, width), nn.Tanh())
@@ -168,8 +168,13 @@ class _Bag(nn.Module):
 
 
 def _vocabulary() -> Job:
-    """A large vocabulary: most of the step is the table's gradient, its optimizer and the softmax."""
-    return _job("large vocabulary", _Bag, _classes, _Made(torch.randint(50_000, (512, 20)), torch.randint(50_000, (512,))), 128)
+    """A large vocabulary: much of the step is the table's gradient, its optimizer and the softmax.
+
+    Samples are long enough for the first steps to touch nearly every word, as training does before long.
+    """
+    words = 30_000
+    data = _Made(torch.randint(words, (1024, 128)), torch.randint(words, (1024,)))
+    return _job("large vocabulary", lambda: _Bag(words, 96), _classes, data, 128)
 
 
 def _example(file: str) -> Job:

@@ -119,3 +119,18 @@ def test_sorted_digits_are_sorted() -> None:
         assert 2 <= len(digits) <= 9
         assert torch.equal(target[: len(digits)], digits.sort().values)
         assert (target[len(digits) :] == data.padding).all()
+
+
+def test_loading_is_timed_on_some_samples_for_the_whole_batch():
+    loaded = []
+
+    class Counted:
+        def __len__(self):
+            return 1000
+
+        def __getitem__(self, index):
+            loaded.append(index)
+            return index
+
+    assert Samples(Counted(), list, 0, 500).loading_seconds(most=10) >= 0.0
+    assert len(loaded) == 30

@@ -29,7 +29,7 @@ _BUSY = 1.3
 
 def probe(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the cluster file here.", metavar="FILE")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer measurements: about 10 s instead of 45 s.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer measurements: about 15 s instead of 50 s.")] = False,
     peer: Annotated[
         list[str] | None,
         typer.Option("--peer", help="Also measure the link to a host where `atoll probe --serve PORT` runs.", metavar="HOST:PORT"),

@@ -28,6 +28,7 @@ class Target:
     optimizer: str
     capture_seconds: float
     description: str = ""
+    loading_seconds: float = 0.0  # processor time of a batch, where the data is at hand
 
 
 def load_target(name: str, batch_size: int | None = None) -> Target:
@@ -53,7 +54,10 @@ def _from_script(path: str, batch_size: int | None) -> Target:
         started = time.perf_counter()
         job = load_job(path)
         graph = capture(job)
-        return Target(graph, batch_size or job.batch_size, _optimizer_name(job), time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        size = batch_size or job.batch_size
+        loading_seconds = job.samples.loading_seconds() * size / job.batch_size
+        return Target(graph, size, _optimizer_name(job), seconds, loading_seconds=loading_seconds)
 
 
 def _optimizer_name(job: "Job") -> str:

@@ -35,7 +35,8 @@ OPERATOR_ELEMENTS = (1 << 16, 1 << 20)  # inside a core's cache, and outside
 ATTENTION_SHAPES = ((8, 128, 64), (4, 512, 64), (32, 128, 32), (16, 32, 64))
 UPDATE_ELEMENTS = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
 _ROW = 512  # elements that a normalisation or a softmax goes over
-_CLASSES = 4096
+_CLASSES = 1 << 15  # a vocabulary
+_FIRST_CLASSES = 1 << 10  # targets are among them
 _CHANNELS = 64
 _VARIANTS: dict[str, dict[str, Any]] = {"": {}, "causal": {"is_causal": True}, "dropout": {"dropout_p": 0.1}}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -70,7 +71,8 @@ def _calls(elements: int) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     yield aten.dropout.default, (plain, 0.1, True)
     yield aten.softmax.int, (rows, -1)
     yield aten.layer_norm.default, (rows, [_ROW], _spec(_ROW), _spec(_ROW))
-    yield aten.cross_entropy_loss.default, (_spec(elements // _CLASSES, _CLASSES), _spec(elements // _CLASSES, dtype=torch.int64))
+    classes = min(_CLASSES, elements // 16)
+    yield aten.cross_entropy_loss.default, (_spec(elements // classes, classes), _spec(elements // classes, dtype=torch.int64))
     yield aten.sum.dim_IntList, (rows, [-1])
     yield aten.cumsum.default, (rows, -1)
     side = int((elements / _CHANNELS / 4) ** 0.5)
@@ -88,7 +90,7 @@ def _real(spec: Any, device: torch.device) -> Any:
     if not isinstance(spec, TensorSpec):
         return spec
     if not spec.dtype.is_floating_point:
-        return torch.randint(_CLASSES, spec.shape, device=device)
+        return torch.randint(_FIRST_CLASSES, spec.shape, device=device)
     storage = torch.rand(sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True)) + 1, device=device)
     return storage.as_strided(spec.shape, spec.stride).requires_grad_(spec.requires_grad)
 

@@ -24,14 +24,29 @@ __all__ = ["Exact", "groupings", "is_small"]
 Group = tuple[str, ...]
 
 
+class Fill(NamedTuple):
+    """The least time of a micro-batch through some stages: there, and there and back."""
+
+    forward: float
+    both: float
+
+    def plus(self, more: "Fill") -> "Fill":
+        """Through more stages."""
+        return Fill(self.forward + more.forward, self.both + more.both)
+
+    def bound(self, busy: float, exposed: float) -> float:
+        """The least step of a stage behind these, `busy` for so long: its gradients synchronise while earlier stages still go backward."""
+        return max(self.both + busy, self.forward + busy + exposed)
+
+
 class Option(NamedTuple):
     """One way to run some layers on some devices, and what that costs at least."""
 
     stage: Stage
     seconds: tuple[float, ...]  # of one micro-batch, by replica
-    busy: float  # of the busiest replica at best shares, and what of the synchronisation its last backward cannot hide
-    exposed: float  # that part of the synchronisation alone
-    least: float  # of one micro-batch on its fastest replica
+    busy: float  # of the busiest replica at best shares
+    exposed: float  # what of the synchronisation its last backward cannot hide
+    least: Fill  # of one micro-batch on its fastest replica
 
 
 def is_small(devices: int, layers: int, batch_size: int) -> bool:
@@ -64,10 +79,10 @@ class Exact:
         if (asked := self.rules.micro_batch_sizes(self.batch_size)) is not None:
             sizes = asked
         for micro in reversed(sizes):
-            self._extend(micro, [], 0, names, 0.0)
+            self._extend(micro, [], 0, names, Fill(0.0, 0.0))
         return self.best, self.best_seconds
 
-    def _extend(self, micro: int, chosen: list[Option], start: int, left: Group, fill: float) -> None:
+    def _extend(self, micro: int, chosen: list[Option], start: int, left: Group, fill: Fill) -> None:
         """Adds a stage that begins at `start`, on any of the devices left; `fill` is the least time of the stages before it."""
         if not self.budget():
             self.complete = False
@@ -83,12 +98,12 @@ class Exact:
                 if chosen and self._crossing(chosen[-1].stage, group) >= self.best_seconds:
                     continue
                 for option in self._stage_options(start, stop, group, micro, single=start == 0 and stop == layers):
-                    if fill + option.busy >= self.best_seconds:
+                    if fill.bound(option.busy, option.exposed) >= self.best_seconds:
                         continue
                     if stop == layers:
                         self._price(micro, [*chosen, option])
                     else:
-                        self._extend(micro, [*chosen, option], stop, rest, fill + option.least)
+                        self._extend(micro, [*chosen, option], stop, rest, fill.plus(option.least))
 
     def _crossing(self, here: Stage, there: Group) -> float:
         """The least time for all activations of a step to pass from a stage to devices in other sites; 0 where some are in its own."""
@@ -150,27 +165,25 @@ class Exact:
     def _option(self, stage: Stage, micro: int, single: bool) -> Option | None:
         unit = stage.lanes if single else micro
         total = self.batch_size // unit
-        if self.batch_size % unit or total < len(stage.replicas) or (single and micro > -(-self.batch_size // len(stage.replicas)) * 2):
+        if self.batch_size % unit or total < len(stage.replicas):
             return None
-        seconds = []
-        for replica in stage.replicas:
-            each = self.evaluator.replica_seconds(stage, replica, float(micro))
-            seconds.append(each.forward + each.backward)
+        each = [self.evaluator.replica_seconds(stage, replica, float(micro)) for replica in stage.replicas]
+        seconds = [one.forward + one.backward for one in each]
         counts = shares(total, [1.0 / value for value in seconds])
         assert counts is not None  # there are at least as many as replicas
         exposed = self._exposed(stage, micro)
         # with one stage any share is possible, and a sample takes no less in a smaller micro-batch
         even = self.batch_size / sum(micro / value for value in seconds)
         busy = even if single else max(n * s for n, s in zip(counts, seconds, strict=True))
-        return Option(stage, tuple(seconds), busy + exposed, exposed, min(seconds))
+        return Option(stage, tuple(seconds), busy, exposed, Fill(min(one.forward for one in each), min(seconds)))
 
     def _price(self, micro: int, chosen: list[Option]) -> None:
         single = len(chosen) == 1
         rows = []
-        fill = 0.0
+        fill = Fill(0.0, 0.0)
         for option in chosen:
             rows.append(list(self._shares(option, micro, fill, single)))
-            fill += option.least
+            fill = fill.plus(option.least)
         for pick in product(*rows):
             stages = tuple(pick)
             for schedule in ("1f1b", "gpipe") if not single else ("1f1b",):
@@ -187,14 +200,14 @@ class Exact:
                 if plan is not None:
                     self._try(plan)
 
-    def _shares(self, option: Option, micro: int, fill: float, single: bool) -> Iterator[Stage]:
+    def _shares(self, option: Option, micro: int, fill: Fill, single: bool) -> Iterator[Stage]:
         stage = option.stage
         lanes = stage.lanes
         unit = 1 if single else micro // lanes
         total = self.batch_size // (lanes if single else micro)
         for counts in compositions(total, len(stage.replicas)):
             busy = max(n * s for n, s in zip(counts, option.seconds, strict=True)) * (lanes / micro if single else 1)
-            if fill + busy + option.exposed >= self.best_seconds:
+            if fill.bound(busy, option.exposed) >= self.best_seconds:
                 continue
             replicas = (replace(r, samples=(n * unit,) * lanes) for r, n in zip(stage.replicas, counts, strict=True))
             yield replace(stage, replicas=tuple(replicas))

@@ -74,18 +74,24 @@ def fastest_tenth(seconds: Sequence[float]) -> float:
 def merged(kinds: Sequence[DeviceKind]) -> DeviceKind:
     """One machine measured several times: of each figure the fastest, as disturbances only slow down."""
     measured = [kind.measured for kind in kinds if kind.measured is not None]
-
-    def best(rows: tuple[Any, ...]) -> Any:
-        rates = [name for name in rows[0].__struct_fields__ if name.endswith("_per_s")]
-        faster: dict[str, float] = {name: max(getattr(row, name) for row in rows) for name in rates}
-        if "seconds" in rows[0].__struct_fields__:
-            faster["seconds"] = min(row.seconds for row in rows)
-        return msgspec.structs.replace(rows[0], **faster)
-
     tables = ("matmul", "conv", "memory", "operators", "attention", "updates")
-    fastest: dict[str, Any] = {name: tuple(map(best, zip(*(getattr(m, name) for m in measured), strict=True))) for name in tables}
-    least = min(m.operator_seconds for m in measured)
+    fastest: dict[str, Any] = {name: _fastest([row for one in measured for row in getattr(one, name)]) for name in tables}
+    least = min(one.operator_seconds for one in measured)
     return msgspec.structs.replace(kinds[0], measured=Measurements(operator_seconds=least, threads=measured[0].threads, **fastest))
+
+
+def _fastest(rows: Sequence[Any]) -> tuple[Any, ...]:
+    """Rows that differ in their figures alone become one."""
+    alike: dict[Any, list[Any]] = {}
+    for row in rows:
+        figures = {name: 0.0 for name in row.__struct_fields__ if name.endswith("_per_s") or name == "seconds"}
+        alike.setdefault(msgspec.structs.replace(row, **figures), []).append(row)
+    merged_rows = []
+    for blank, same in alike.items():
+        names = [name for name in blank.__struct_fields__ if name.endswith("_per_s") or name == "seconds"]
+        best = {name: (min if name == "seconds" else max)(getattr(row, name) for row in same) for name in names}
+        merged_rows.append(msgspec.structs.replace(blank, **best))
+    return tuple(merged_rows)
 
 
 def with_kind(cluster: Cluster, kind: DeviceKind) -> Cluster:

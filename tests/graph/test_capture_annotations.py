@@ -1,5 +1,6 @@
 """Annotations survive capture: they end up as constraints on the layers the modules became."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -113,6 +114,18 @@ def test_the_head_of_a_hugging_face_model() -> None:
     validate(best, graph, cluster)
     last = best.stages[-1]
     assert last.tensor == 4 or (last.lanes == 4 and split.layers[0] in last.split)
+
+
+def test_the_example_with_experts_divides_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    examples = Path(__file__).parents[2] / "examples"
+    job = atoll.load_job(examples / "mixture_of_experts.py")
+    graph, cluster = capture(job), atoll.load_cluster(examples / "clusters" / "one_host.toml")
+    assert [c.kind for c in graph.constraints] == ["split"] * 4 + ["replica"]
+    planned = plan(graph, cluster, batch_size=job.batch_size)
+    validate(planned.best, graph, cluster)
+    assert all(stage.expert for stage in planned.best.stages if any(layer.experts for layer in graph.layers[stage.start : stage.stop]))
+    assert any("mixture_of_experts.py" in reason for reason in planned.candidates[0].reasons)
 
 
 def test_the_example_of_the_documentation_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:

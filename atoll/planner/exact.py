@@ -1,10 +1,11 @@
 """The exact search for small problems: every plan of a stated space, cut short only where a bound proves that no better one follows.
 
 The space: ordered partitions of any of the devices into stages × legal cuts × replicas, tensor or sharded groups of any of a stage's
-devices × micro-batches that divide the batch × whole-number shares × 1F1B or GPipe × codecs, recomputing on a stage only where it would
-not fit otherwise. The bounds: a replica of stage s is busy for all of its micro-batches, after the first has come through the stages
-before it and before the last has gone back through them; then it synchronises, over links it has to itself; and all that passes between
-stages in different sites passes the links between them, at best encoded to the fewest bits.
+devices, or groups that divide the layers worth it × micro-batches that divide the batch × whole-number shares × 1F1B or GPipe × codecs,
+recomputing on a stage only where it would not fit otherwise; all as annotated. The bounds: a replica of stage s is busy for all of its
+micro-batches, after the first has come through the stages before it and before the last has gone back through them; then it
+synchronises, over links it has to itself; and all that passes between stages in different sites passes the links between them, at best
+encoded to the fewest bits.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -148,13 +149,13 @@ class Exact:
                 if size > 1 and micro % size == 0:
                     lanes = tuple(Replica(devices=block, samples=(1,) * size) for block in blocks)
                     yield Stage(start=start, stop=stop, replicas=lanes, sharded=True)
-                    yield from self._annotated_lanes(start, stop, lanes)
+                    yield from self._dividing_lanes(start, stop, lanes)
 
-    def _annotated_lanes(self, start: int, stop: int, replicas: tuple[Replica, ...]) -> Iterator[Stage]:
-        """Lanes that divide annotated layers or the experts in them; without such annotations the space leaves them out."""
+    def _dividing_lanes(self, start: int, stop: int, replicas: tuple[Replica, ...]) -> Iterator[Stage]:
+        """Lanes that divide layers (annotated ones, or those with much of the model), or where there are annotations experts."""
         layers = self.evaluator.graph.layers
         lanes = len(replicas[0].samples)
-        split = tuple(layer for layer in self.rules.split if start <= layer < stop)
+        split = tuple(layer for layer in self.rules.worth_splitting if start <= layer < stop)
         if split and all(layers[layer].tensor_units >= lanes for layer in split):
             yield Stage(start=start, stop=stop, replicas=replicas, split=split)
             yield Stage(start=start, stop=stop, replicas=replicas, split=split, sharded=True)

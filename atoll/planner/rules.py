@@ -12,6 +12,8 @@ from atoll.plan.validate import parallelism_problems
 
 __all__ = ["Rules", "rules_of"]
 
+_HEAVY = 0.3  # of all parameters: a layer that holds so many is worth dividing while the rest is repeated
+
 
 class Rules(NamedTuple):
     """Constraints in the planner's own terms. Whatever the searches do, a plan is kept only where `allows` says so."""
@@ -43,6 +45,12 @@ class Rules(NamedTuple):
             return True
         inside = [c for c in self.graph.constraints if c.kind == "stage" and any(start <= layer < stop for layer in c.layers)]
         return len(inside) < 2
+
+    @property
+    def worth_splitting(self) -> tuple[int, ...]:
+        """Layers that lanes might divide while they repeat the rest: those annotated so, else those that hold much of the model."""
+        heavy = (i for i, layer in enumerate(self.graph.layers) if layer.split_parameters >= _HEAVY * max(1, self.graph.parameters))
+        return self.split or tuple(heavy)
 
     def micro_batch_sizes(self, batch_size: int) -> list[int] | None:
         """Micro-batches that make the numbers asked for; None where they are free."""

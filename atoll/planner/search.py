@@ -21,7 +21,6 @@ from atoll.planner.timing import Inside, Timing
 __all__ = ["Found", "Tally", "insides", "micro_batch_sizes", "search", "stage_counts"]
 
 Progress = Callable[[str, int, int], None]
-_HEAVY = 0.3  # of all parameters: a layer that holds so many is worth dividing while the rest is repeated
 RARELY = 64  # steps between exchanges of islands, until `mode` chooses how many
 _FEW_DEVICES = 64
 
@@ -65,8 +64,7 @@ def insides(timing: Timing, rules: Rules) -> list[Inside]:
 def _lane_splits(timing: Timing, rules: Rules, largest: int) -> list[Inside]:
     """Lanes that divide the layers which hold much of the model, or are annotated so, and repeat (or shard) the others."""
     graph = timing.evaluator.graph
-    heavy = (i for i, layer in enumerate(graph.layers) if layer.split_parameters >= _HEAVY * graph.parameters)
-    layers = rules.split or tuple(heavy)
+    layers = rules.worth_splitting
     most = min((graph.layers[i].tensor_units for i in layers), default=1)
     counts = [n for n in sorted({*_lane_counts(timing.classes, 1, largest), *rules.counts}) if 1 < n <= most]
     return [Inside(1, count, sharded=sharded, split=layers) for count in counts for sharded in (False, True)]

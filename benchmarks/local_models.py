@@ -1,5 +1,6 @@
 """Jobs of different shapes for `benchmarks/local.py`: each takes a fraction of a second a step on one core, and none needs a download."""
 
+import importlib
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -44,6 +45,11 @@ def _job(name: str, model: Callable[[], nn.Module], loss: Any, data: _Made, batc
     return Job(name=name, model=model, loss=loss, data=data, batch_size=batch_size, steps=_STEPS, **{"optimizer": _ADAMW, **more})
 
 
+def _transformers() -> Any:
+    """The library, loaded only for the models that need it."""
+    return importlib.import_module("transformers")
+
+
 def _mlp() -> Job:
     """Five wide layers: large products, and an optimizer with much to update."""
     sizes = (784, 2048, 2048, 2048, 1000)
@@ -57,21 +63,19 @@ def _mlp() -> Job:
 
 def _gpt2() -> Job:
     """Hugging Face's GPT-2 with dropout, its own attention and a tied vocabulary."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=8192, n_positions=128, n_embd=256, n_layer=4, n_head=4, use_cache=False)
+    transformers = _transformers()
+    config = transformers.GPT2Config(vocab_size=8192, n_positions=128, n_embd=256, n_layer=4, n_head=4, use_cache=False)
 
     def loss(model: Any, batch: tuple[Tensor]) -> Tensor:
         return model(input_ids=batch[0], labels=batch[0]).loss  # type: ignore[no-any-return]
 
-    return _job("GPT-2", lambda: GPT2LMHeadModel(config), loss, _Made(torch.randint(8192, (64, 128))), 4, max_grad_norm=1.0)
+    return _job("GPT-2", lambda: transformers.GPT2LMHeadModel(config), loss, _Made(torch.randint(8192, (64, 128))), 4, max_grad_norm=1.0)
 
 
 def _bert() -> Job:
     """Hugging Face's BERT on long sequences, masks included."""
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(
+    transformers = _transformers()
+    config = transformers.BertConfig(
         vocab_size=4096, hidden_size=192, num_hidden_layers=3, num_attention_heads=3, intermediate_size=768, max_position_embeddings=512
     )
 
@@ -80,7 +84,7 @@ def _bert() -> Job:
         return model(input_ids=tokens, attention_mask=mask, labels=tokens).loss  # type: ignore[no-any-return]
 
     mask = (torch.arange(512) < torch.randint(400, 513, (32, 1))).long()
-    return _job("BERT, long", lambda: BertForMaskedLM(config), loss, _Made(torch.randint(4096, (32, 512)), mask), 2)
+    return _job("BERT, long", lambda: transformers.BertForMaskedLM(config), loss, _Made(torch.randint(4096, (32, 512)), mask), 2)
 
 
 class _Bottleneck(nn.Module):
@@ -119,14 +123,16 @@ def _resnet() -> Job:
 
 def _vit() -> Job:
     """Hugging Face's vision transformer."""
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(hidden_size=192, num_hidden_layers=4, num_attention_heads=3, intermediate_size=768, image_size=224, num_labels=100)
+    transformers = _transformers()
+    config = transformers.ViTConfig(
+        hidden_size=192, num_hidden_layers=4, num_attention_heads=3, intermediate_size=768, image_size=224, num_labels=100
+    )
 
     def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
         return model(pixel_values=batch[0], labels=batch[1]).loss  # type: ignore[no-any-return]
 
-    return _job("ViT", lambda: ViTForImageClassification(config), loss, _Made(torch.randn(32, 3, 224, 224), torch.randint(100, (32,))), 4)
+    data = _Made(torch.randn(32, 3, 224, 224), torch.randint(100, (32,)))
+    return _job("ViT", lambda: transformers.ViTForImageClassification(config), loss, data, 4)
 
 
 class _Reader(nn.Module):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from atoll.cluster.memory import host_memory
+from atoll.cluster.memory import host_memory, keep_freed_memory
 
 MEMINFO = "MemTotal:       1000 kB\nMemFree:  1 kB\nMemAvailable:    800 kB\nHugePages_Total: 0\n"
 
@@ -46,3 +46,8 @@ def test_version_1(root):
 def test_this_machine():
     memory = host_memory()
     assert 0 < memory.available_bytes <= memory.total_bytes
+
+
+def test_keeping_freed_memory_says_whether_it_took_effect():
+    assert keep_freed_memory() in (True, False)
+    assert keep_freed_memory() == keep_freed_memory(), "it may be asked for again"

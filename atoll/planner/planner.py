@@ -81,7 +81,7 @@ def plan(
 
 def _prices(devices: int) -> int:
     """How many plans are priced in full: fewer of the large ones, which take longer each."""
-    return 400 if devices <= 64 else 200 if devices <= 256 else 100
+    return 400 if devices <= 64 else 200 if devices <= 256 else 60
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -208,7 +208,7 @@ class _Planner:
         if len(self.evaluator.cluster.sites) < 2 or self.mode not in (None, "islands"):
             return None
         apart = Timing(self.evaluator, self.timing.classes, wan_ratio=0.0)
-        found = search(apart, self.rules, self.batch_size, [{}], 1, self.max_priced // 4, self.tally, self.progress, islands=True)
+        found = search(apart, self.rules, self.batch_size, [{}], 1, self.max_priced // 6, self.tally, self.progress, islands=True)
         return island_plan(found[0].plan, self.evaluator) if found else None
 
     def _ruled_out(self, found: list[Found], exact: bool) -> tuple[str, ...]:

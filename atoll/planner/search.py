@@ -245,8 +245,8 @@ def _price(
         if tally.priced >= budget:
             tally.ruled_out["a worse estimate than those priced"] += len(drafted) - number
             break
-        if len(found) >= keep and each.estimate > 1.5 * found[keep - 1].seconds:
-            tally.ruled_out["an estimate half as slow again as the best"] += len(drafted) - number
+        if len(found) >= keep and each.estimate > 1.3 * found[keep - 1].seconds:
+            tally.ruled_out["an estimate a third above the best prices"] += len(drafted) - number
             break
         progress("pricing", number, min(budget, len(drafted)))
         for codecs in codec_sets:

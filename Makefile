@@ -44,8 +44,13 @@ lint: install
 unit: install
 	@$(BIN)/python -m pytest
 
+# Measured rows are not part of the project: give a file in the format benchmarks/README.md describes to have predictions checked.
+ROWS ?=
+
 bench: install
-	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	@set -e; for name in capture evaluations planning whale hybrid local optimality; do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
+	@if [ -n "$(ROWS)" ]; then echo "== prediction"; $(BIN)/python benchmarks/prediction.py --rows "$(ROWS)"; \
+	else echo "== prediction: skipped; give measured steps with make bench ROWS=file.csv"; fi
 
 soak: install
 	@$(BIN)/python -m pytest --hypothesis-profile=soak --timeout=0

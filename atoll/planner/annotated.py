@@ -73,9 +73,9 @@ def _unlike_first(layouts: list[_Layout]) -> Iterator[_Layout]:
 def _layouts(evaluator: Evaluator, rules: Rules, batch_size: int, sizes: Sequence[int]) -> Iterator[_Layout]:
     graph, names = evaluator.graph, [device.name for device in evaluator.cluster.devices]
     work = _work(graph)
-    for bounds in boundaries(graph, rules, len(names)):
+    for bounds in _boundaries(graph, rules, len(names)):
         rows = [shapes_of(graph, rules, start, stop, len(names)) for start, stop in pairwise(bounds)]
-        rows = [_cheapest(evaluator, start, stop, row, len(bounds)) for (start, stop), row in zip(pairwise(bounds), rows, strict=True)]
+        rows = [_cheapest(evaluator, start, stop, row, len(rows)) for (start, stop), row in zip(pairwise(bounds), rows, strict=True)]
         of_stage = [work[stop] - work[start] for start, stop in pairwise(bounds)]
         for shapes, micro in product(_combined(rows), sizes):
             most = [batch_size if len(rows) == 1 else batch_size // micro for _ in rows]
@@ -84,7 +84,7 @@ def _layouts(evaluator: Evaluator, rules: Rules, batch_size: int, sizes: Sequenc
                     yield _Layout(bounds, shapes, groups, micro)
 
 
-def boundaries(graph: Graph, rules: Rules, most: int) -> list[tuple[int, ...]]:
+def _boundaries(graph: Graph, rules: Rules, most: int) -> list[tuple[int, ...]]:
     """Rows of stage boundaries worth trying: those annotated, those where annotations meet, those of equal work."""
     last = len(graph.layers)
     bases: list[tuple[int, ...]] = [()]
@@ -170,8 +170,8 @@ def _insides(graph: Graph, rules: Rules, start: int, stop: int, devices: int) ->
                     yield Inside(1, lanes, sharded=sharded, expert=True, split=split)
 
 
-def _cheapest(evaluator: Evaluator, start: int, stop: int, row: list[Shape], boundaries_: int) -> list[Shape]:
-    """The shapes that cost the fewest device-seconds a sample; the more stages, the fewer of them. Those without room come last."""
+def _cheapest(evaluator: Evaluator, start: int, stop: int, row: list[Shape], stages: int) -> list[Shape]:
+    """The shapes that cost the fewest device-seconds a sample (the more stages, the fewer of them), and the one with fewest devices."""
     devices = evaluator.cluster.devices
     roomiest = max(devices, key=lambda device: device.memory_bytes)
 
@@ -184,17 +184,25 @@ def _cheapest(evaluator: Evaluator, start: int, stop: int, row: list[Shape], bou
         over = held.total_bytes > roomiest.memory_bytes
         return over, (seconds.forward + seconds.backward) * inside.size / inside.lanes
 
-    return sorted(row, key=price)[: {2: 12, 3: 6}.get(boundaries_, 4)]
+    best = sorted(row, key=price)
+    return list(dict.fromkeys([*best[: {1: 12, 2: 6}.get(stages, 4)], *sorted(best, key=_devices)[:1]]))
+
+
+def _devices(shape: Shape) -> int:
+    return shape.least * shape.inside.size
 
 
 def _combined(rows: Sequence[list[Shape]]) -> list[tuple[Shape, ...]]:
-    """One shape a stage: all combinations of few stages, of many those that agree on their place in the order."""
+    """One shape a stage: all combinations where they are few, else those of one place in the order, and the smallest with one other."""
     total = 1
     for row in rows:
         total *= len(row)
     if total <= _COMBINATIONS:
         return list(product(*rows))
-    return list(dict.fromkeys(tuple(row[min(place, len(row) - 1)] for row in rows) for place in range(max(map(len, rows)))))
+    alike = [tuple(row[min(place, len(row) - 1)] for row in rows) for place in range(max(map(len, rows)))]
+    smallest = [min(row, key=_devices) for row in rows]
+    single = [(*smallest[:s], shape, *smallest[s + 1 :]) for s, row in enumerate(rows) for shape in row]
+    return list(dict.fromkeys([tuple(smallest), *alike, *single]))[: 2 * _COMBINATIONS]
 
 
 def _counts(shapes: Sequence[Shape], work: Sequence[float], most: Sequence[int], devices: int) -> Iterator[tuple[int, ...]]:

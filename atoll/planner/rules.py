@@ -63,7 +63,7 @@ def rules_of(graph: Graph, device_count: int) -> Rules:
     """Reads the annotations of a graph; AnnotationError where they contradict each other or need more devices."""
     check_constraints(graph, device_count)
     stages = [constraint for constraint in graph.constraints if constraint.kind == "stage"]
-    annotated = {layer for c in graph.constraints if c.kind == "split" for layer in c.layers}
+    annotated = {layer for c in graph.constraints if c.kind == "split" and c.devices != 1 for layer in c.layers}
     splits = [layer for layer in annotated if graph.layers[layer].tensor_units > 1 and not graph.layers[layer].experts]
     return Rules(
         graph=graph,

@@ -32,8 +32,8 @@ def blocks(layers: int, experts: bool = False) -> Graph:
     return dense_transformer(name="g", layers=layers - 2, hidden=256, heads=8, sequence=64, vocabulary=1024, tied=False)
 
 
-def cluster_of(hosts: int, devices: int, sites: int = 1) -> Cluster:
-    made = [make_site(f"s{i}", kind="A100-40GB", hosts=hosts, devices=devices) for i in range(sites)]
+def cluster_of(hosts: int, devices: int, sites: int = 1, kinds: tuple[str, ...] = ("A100-40GB",)) -> Cluster:
+    made = [make_site(f"s{i}", kind=kinds[i % len(kinds)], hosts=hosts, devices=devices) for i in range(sites)]
     return make_cluster("c", made, default_link=("5 Gbit/s", "5 ms"))
 
 
@@ -51,7 +51,8 @@ def lawful(draw: st.DrawFn) -> tuple[Graph, Cluster, int]:
     """A graph with random annotations that `check_constraints` lets pass, a cluster and a batch."""
     layers = draw(st.integers(6, 10))
     graph = blocks(layers, draw(st.booleans()))
-    cluster = cluster_of(draw(st.integers(1, 2)), draw(st.sampled_from((2, 3, 4))), draw(st.integers(1, 2)))
+    kinds = draw(st.sampled_from((("A100-40GB",), ("A100-40GB", "P100-16GB"))))
+    cluster = cluster_of(draw(st.integers(1, 2)), draw(st.sampled_from((2, 3, 4))), draw(st.integers(1, 2)), kinds)
     made: list[Constraint] = []
     around = -1
     if draw(st.booleans()):

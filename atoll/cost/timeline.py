@@ -17,7 +17,7 @@ from atoll.plan import Plan
 
 __all__ = ["play"]
 
-_PLAYED_MICRO_BATCHES = 128  # twice as many are played at most; a longer step is extrapolated
+_PLAYED_MICRO_BATCHES = 64  # at least, and as many as there are replicas; a step over twice as long is extrapolated
 
 
 def play(transfers: Transfers, plan: Plan, places: Sequence[Place], replicas: Replicas, counts: Counts, only_step: bool) -> Played:
@@ -28,19 +28,19 @@ def play(transfers: Transfers, plan: Plan, places: Sequence[Place], replicas: Re
         return Played([busy], [busy], [held], [[0.0] * len(busy)])
     if in_columns(plan, counts):
         return play_columns(transfers, plan, places, replicas, counts[0], only_step)
-    total = sum(counts[0])
-    if total <= 2 * _PLAYED_MICRO_BATCHES:
+    length = max(_PLAYED_MICRO_BATCHES, sum(len(row) for row in counts))
+    if sum(counts[0]) <= 2 * length:
         return _play_whole(transfers, plan, places, replicas, counts, counts)
-    return _extrapolate(transfers, plan, places, replicas, counts, total)
+    return _extrapolate(transfers, plan, places, replicas, counts, length)
 
 
-def _extrapolate(transfers: Transfers, plan: Plan, places: Sequence[Place], replicas: Replicas, counts: Counts, total: int) -> Played:
+def _extrapolate(transfers: Transfers, plan: Plan, places: Sequence[Place], replicas: Replicas, counts: Counts, length: int) -> Played:
     """From two shorter steps, one twice the other: what the second half took, every further part takes.
 
     Counts are scaled down and rounded; a replica's times are scaled by what rounding took from its share or gave to it, so that its work
     in proportion to the others' is exact.
     """
-    length = max(_PLAYED_MICRO_BATCHES, *(len(row) for row in counts))
+    total = sum(counts[0])
     fewer = [_apportion(row, length) for row in counts]
     scaled = [
         [seconds.scaled(count * length / (few * total)) for seconds, count, few in zip(*rows, strict=True)]

@@ -63,7 +63,7 @@ class Evaluator:
         self._transfers = Transfers(self._setting)
 
     def seconds(self, plan: Plan) -> float:
-        """The predicted step time alone."""
+        """The predicted step time alone; a long step of an irregular plan is extrapolated (see `timeline`), `cost` plays it whole."""
         prices = self._prices(plan)
         return self._step(plan, prices, play(self._transfers, plan, prices.places, prices.replicas, prices.counts, only_step=True)).seconds
 

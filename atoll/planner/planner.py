@@ -180,6 +180,7 @@ class _Planner:
 
     def _explained(self, found: list[Found], top: int, exact: bool, started: float) -> Planned:
         evaluator = self.evaluator
+        found = self._settled(found, max(top, 3))
         choice = choose_mode(found, evaluator, self._islands(), self.mode)
         if self.mode is not None and choice.plan.mode != self.mode:
             raise NoPlanError(self._nothing_fits(f" in mode {self.mode}"))
@@ -202,6 +203,11 @@ class _Planner:
             exact=exact,
             seconds=time.perf_counter() - started,
         )
+
+    def _settled(self, found: list[Found], leaders: int) -> list[Found]:
+        """The leaders in the order of their full prices: a search extrapolates long steps, which may be off by more than they differ."""
+        full = [Found(self.evaluator.cost(one.plan).step_seconds, one.plan) for one in found[:leaders]]
+        return [*sorted(full, key=lambda one: one.seconds), *found[leaders:]]
 
     def _islands(self) -> tuple[Plan, float] | None:
         """The best plan in which every site holds the whole model; None where there is one site or none such fits."""

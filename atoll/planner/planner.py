@@ -151,11 +151,11 @@ class _Planner:
         return sorted(found, key=lambda one: one.seconds)[:keep]
 
     def _refined(self, found: list[Found], top: int) -> list[Found]:
-        leaders = found[: max(3, top)]
+        leaders = found[: 3 if self.max_priced > 100 else 1]
         improved = []
         for number, each in enumerate(leaders):
             self.progress("refining", number, len(leaders))
-            left = self.max_priced // 2 // len(leaders)
+            left = self.max_priced // 6
             improved.append(self._climbed(each, left))
         distinct = {one.plan: one for one in [*improved, *found]}
         return sorted(distinct.values(), key=lambda one: one.seconds)

@@ -43,8 +43,9 @@ _MEGATRON = "Narayanan et al. 2021, Efficient Large-Scale Language Model Trainin
 
 _OPT = "Zhang et al. 2022, OPT: Open Pre-trained Transformer Language Models, arXiv 2205.01068, table 1"
 _NEO = "Black et al. 2021, GPT-Neo, released configuration"
-_M6 = "Lin et al. 2021, M6: A Chinese Multimodal Pretrainer, arXiv 2103.00823; planned in Whale (Jia et al., USENIX ATC 2022) (shape as recalled; its total agrees with the published count)"
-_ERNIE = "Wang et al. 2021, ERNIE 3.0 Titan, arXiv 2112.12731 (universal module; the small task modules are left out) (shape as recalled; its total agrees with the published count)"
+_RECALLED = "; shape as recalled, its total agrees with the published count"
+_M6 = "Lin et al. 2021, M6: A Chinese Multimodal Pretrainer, arXiv 2103.00823; planned in Whale (Jia et al., USENIX ATC 2022)" + _RECALLED
+_ERNIE = "Wang et al. 2021, ERNIE 3.0 Titan, arXiv 2112.12731 (universal module; the small task modules are left out)" + _RECALLED
 _LLAMA = "Touvron et al. 2023, LLaMA, arXiv 2302.13971, table 2"
 _LLAMA2 = "Touvron et al. 2023, Llama 2, arXiv 2307.09288, table 1 and released configuration"
 _LLAMA3 = "Grattafiori et al. 2024, The Llama 3 Herd of Models, arXiv 2407.21783, table 3"

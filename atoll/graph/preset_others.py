@@ -8,7 +8,10 @@ from atoll.graph.preset_entry import PresetEntry
 
 __all__ = ["OTHER_MODELS"]
 
-_M6T = "Yang et al. 2021, M6-T: Exploring Sparse Expert Models and Beyond, arXiv 2105.15082; planned in Whale (Jia et al., USENIX ATC 2022)"
+_M6T = (
+    "Yang et al. 2021, M6-T: Exploring Sparse Expert Models and Beyond, arXiv 2105.15082; planned in Whale (Jia et al., USENIX ATC 2022); "
+    "shape and optimizer as recalled, its total agrees with the published count"
+)
 _MIXTRAL = "Jiang et al. 2024, Mixtral of Experts, arXiv 2401.04088, table 1"
 _DEEPSEEK = "DeepSeek-AI 2024, DeepSeek-V3 Technical Report, arXiv 2412.19437, section 4.2"
 _BERT = "Devlin et al. 2019, BERT, arXiv 1810.04805, section 3"

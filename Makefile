@@ -23,7 +23,7 @@ $(INSTALLED): requirements.lock pyproject.toml
 	@echo "Installing into .venv (PyTorch is large: this takes some minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@{ $(PIP) -r requirements.lock && $(PIP) --no-deps --no-build-isolation --editable . || echo FAILED; } 2>&1 | tee .venv/install.log \
-		| awk '/^ *Downloading /{print "  " $$2 " " $$3 " " $$4; fflush()} /^Installing collected/{print "  unpacking"; fflush()}'
+		| { grep --line-buffered -oE '^ *Downloading [^ ]+ .*|^Installing collected packages' || true; }
 	@if tail -1 .venv/install.log | grep -q FAILED; then tail -15 .venv/install.log; echo "Installing failed; all of it is in .venv/install.log"; exit 1; fi
 	@touch $@
 	@echo "Installed. Commands are in $(BIN), for example $(BIN)/atoll --help"
@@ -32,7 +32,7 @@ demo: install
 	@echo; echo "1. Plan: where would this model train best on two sites joined by the internet?"; echo
 	@$(BIN)/atoll plan examples/language_model.py --cluster examples/clusters/two_sites.toml
 	@echo; echo "2. Train: the same file, on this machine alone; watch the loss fall."; echo
-	@$(BIN)/python examples/language_model.py
+	@OMP_WAIT_POLICY=passive $(BIN)/python examples/language_model.py  # threads that wait do not spin: kinder to a busy machine
 
 test: lint unit
 

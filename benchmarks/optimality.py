@@ -241,10 +241,10 @@ def main() -> None:
     gaps = [float(str(row["gap"])) for row in rows]
     result = {
         "instances": len(rows),
-        "same_cost": sum(abs(gap) <= 1e-6 for gap in gaps) / len(gaps),
+        "same_cost_share": sum(abs(gap) <= 1e-6 for gap in gaps) / len(gaps),
         "worst_gap": max(gaps),
         "nothing_fits": sum(not row["fits"] for row in rows),
-        "proved_exact": sum(bool(row["exact"]) for row in rows) / len(rows),
+        "proved_exact_share": sum(bool(row["exact"]) for row in rows) / len(rows),
         "plans": sum(int(str(row["plans"])) for row in rows),
         "plans_priced": sum(int(str(row["priced"])) for row in rows),
         "planner_seconds_worst": max(float(str(row["planner_seconds"])) for row in rows),

@@ -45,10 +45,12 @@ def bottleneck(plan: Plan, cost: Cost, evaluator: Evaluator) -> str:
 def _busiest_link(cost: Cost, evaluator: Evaluator) -> str:
     wan = {link.name: link for link in evaluator.cluster.links}
     sites = {site.name: site.link for site in evaluator.cluster.sites}
+    hosts = {site.name: len(site.hosts) for site in evaluator.cluster.sites}  # each has its own interface
 
     def seconds(name: str) -> float:
-        link = wan.get(name) or sites.get(name)
-        return cost.link_bytes[name] / link.bytes_per_s if link else 0.0
+        if name in wan:
+            return cost.link_bytes[name] / wan[name].bytes_per_s
+        return cost.link_bytes[name] / (sites[name].bytes_per_s * hosts[name]) if name in sites else 0.0
 
     name = max(cost.link_bytes, key=seconds)
     link = wan.get(name) or sites.get(name)
@@ -78,7 +80,10 @@ def relief(plan: Plan, cost: Cost, evaluator: Evaluator, compressed: tuple[str, 
             found.append(f"links twice as wide would take up to {parts[part] / 2 / step:.0%} off the step ({what})")
     if used > 0.9:
         found.append(f"memory is {used:.0%} full on {tight}: a little more would allow larger micro-batches")
-    if parts.get("compute", 0.0) > 0.7 * step:
+    idle = len(evaluator.devices) - len({name for stage in plan.stages for name in stage.devices})
+    if parts.get("compute", 0.0) > 0.7 * step and idle:
+        found.append(f"the devices used are busy computing: wider links to the {idle} idle ones, or faster ones beside them, would help")
+    elif parts.get("compute", 0.0) > 0.7 * step:
         found.append("the devices are busy computing: only more or faster devices help")
     return tuple(found)
 
@@ -92,11 +97,20 @@ def plan_reasons(plan: Plan, cost: Cost, evaluator: Evaluator) -> tuple[str, ...
         why = "kinds differ" if len(kinds) > 1 else "the batch does not divide evenly"
         reasons.append(f"shares are unequal because {why}: each in proportion to its speed")
     if len(plan.stages) > 1:
-        reasons.append(f"{len(plan.stages)} stages, cut so that each takes about as long as the others")
+        busy = [stage.busy_seconds for stage in cost.stages]
+        even = min(busy) > 0.8 * max(busy)
+        how = (
+            "cut so that each takes about as long as the others"
+            if even
+            else "cut so that the slowest is as fast as memory and legal cuts allow"
+        )
+        reasons.append(f"{len(plan.stages)} stages, {how}")
     if plan.stages[0].tensor > 1:
         reasons.append(f"tensors are split {plan.stages[0].tensor} ways inside hosts, where links are fast")
     if any(stage.sharded for stage in plan.stages):
-        reasons.append("parameters are sharded: a whole copy a device would not fit or would cost more to synchronise")
+        whole = replace(plan, stages=tuple(replace(stage, sharded=False) for stage in plan.stages))
+        why = "is slower, since gathers hide behind compute better" if evaluator.fits(whole) else "would not fit"
+        reasons.append(f"parameters are sharded: a whole copy on every device {why}")
     split = [layer for stage in plan.stages for layer in stage.split]
     if split:
         share = sum(evaluator.graph.layers[layer].split_parameters for layer in split) / max(1, evaluator.graph.parameters)

@@ -182,7 +182,7 @@ def _layouts(timing: Timing, rules: Rules, tally: Tally, islands: bool) -> Itera
             tally.considered += len(possible) - len(counts)
             tally.ruled_out["out of memory"] += len(possible) - len(counts)
             if inside.lanes > 1:
-                counts = [n for n in counts if n in (1, 2, 4, 8) or rules.bounds]  # sharding replaces stages more than it joins them
+                counts = [n for n in counts if n <= 8 or rules.bounds]  # sharding replaces stages more than it joins them
             for layout in _arrangements(timing, slots, inside, counts, islands):
                 if (inside, layout) not in seen:
                     seen.add((inside, layout))

@@ -47,7 +47,8 @@ def _add_gathers(setting: Setting, plan: Plan, stage: Stage, replica: Replica, s
     lanes = len(replica.samples)
     held = setting.held_with(stage, 1 / stage.tensor, lanes)
     rounds = -(-replica.total_samples // plan.micro_batch_size)
-    _add(carried, collective_bytes(span, 3 * held.dense * setting.element_bytes * rounds, 1.0, {}))
+    nbytes = held.dense * (2 * setting.element_bytes + setting.calibration.gradient_bytes) * rounds
+    _add(carried, collective_bytes(span, nbytes, 1.0, {}))
 
 
 def _add_exchanges(setting: Setting, stage: Stage, replica: Replica, group: list[Device], carried: "Counter[str]") -> None:

@@ -153,10 +153,10 @@ class ReplicaPrices:
             tensor_again += self._split(stage, layout.lanes, division[-1], again)
         expert = self._expert(stage, layout.lanes, samples)
         expert_again = expert if stage.recompute else 0.0
-        gather = self._gather(stage, replica, layout.lanes)
+        gather, scatter = self._gathers(stage, replica, layout.lanes)
         forth_seconds = forward + tensor + expert
         back_seconds = backward + tensor + expert + recompute + tensor_again + expert_again
-        forth_gather, back_gather = self._exposed_gathers(stage, gather, forth_seconds, back_seconds)
+        forth_gather, back_gather = self._exposed_gathers(stage, gather, scatter, forth_seconds, back_seconds)
         return ReplicaSeconds(
             forward=forth_seconds + forth_gather,
             backward=back_seconds + back_gather,
@@ -202,23 +202,25 @@ class ReplicaPrices:
         nbytes = (amounts.expert_bytes[stage.stop] - amounts.expert_bytes[stage.start]) * samples / stage.tensor
         return 2 * layers * all_to_all_seconds(lanes, nbytes / layers, self._setting.calibration)
 
-    def _exposed_gathers(self, stage: Stage, gather: float, forth: float, back: float) -> tuple[float, float]:
+    def _exposed_gathers(self, stage: Stage, gather: float, scatter: float, forth: float, back: float) -> tuple[float, float]:
         """What is waited for of the gathers in forward, and of the gathers and scattered sums in backward.
 
         They run beside the compute of other layers, as synchronisation does: the first layer's gather and the last one's scatter cannot.
         """
         overlap = self._setting.calibration.sync_overlap
-        alone = gather / (stage.stop - stage.start) if overlap else gather
-        return max(alone, gather - overlap * forth), max(alone, 2 * gather - overlap * back)
+        layers = stage.stop - stage.start if overlap else 1
+        return max(gather / layers, gather - overlap * forth), max(scatter / layers, gather + scatter - overlap * back)
 
-    def _gather(self, stage: Stage, replica: Replica, lanes: Span | None) -> float:
-        """One gather of the parameters that lanes shard, where a device holds most of them."""
+    def _gathers(self, stage: Stage, replica: Replica, lanes: Span | None) -> tuple[float, float]:
+        """One gather of the parameters that lanes shard, where a device holds most of them, and the scattered sum of their gradients."""
         if not stage.sharded or lanes is None:
-            return 0.0
+            return 0.0, 0.0
         shares = replica.tensor_shares
         position = shares.index(max(shares)) if shares else 0
-        nbytes = self._setting.held(stage, replica, position).dense * self._setting.element_bytes
-        return all_gather_seconds(lanes, nbytes, self._setting.calibration)
+        parameters = self._setting.held(stage, replica, position).dense
+        calibration = self._setting.calibration
+        gather = all_gather_seconds(lanes, parameters * self._setting.element_bytes, calibration)
+        return gather, all_gather_seconds(lanes, parameters * calibration.gradient_bytes, calibration)
 
 
 def _unequal_lanes(replica: Replica) -> tuple[int, ...]:

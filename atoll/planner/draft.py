@@ -211,13 +211,13 @@ def with_names(drafted: Drafted, timing: Timing, batch_size: int, codecs: dict[s
 
 def _replicas(draft: Draft, slots: Sequence[Slot], speeds: Sequence[float], batch_size: int, single: bool) -> tuple[Replica, ...] | None:
     lanes = draft.inside.lanes
-    unit = lanes if single else draft.micro_batch_size  # a lane always has a sample of every micro-batch
+    unit = 1 if single else draft.micro_batch_size
     counts = shares(batch_size // unit, speeds)
-    if counts is None or batch_size % unit:
+    if counts is None or batch_size % unit or (single and min(counts) < lanes):  # a lane has a sample of every micro-batch
         return None
     replicas = []
     for slot, count in zip(slots, counts, strict=True):
-        samples = (count,) * lanes if single else tuple(count * size for size in _even(draft.micro_batch_size, lanes))
+        samples = tuple(_even(count, lanes)) if single else tuple(count * size for size in _even(draft.micro_batch_size, lanes))
         replicas.append(Replica(devices=slot.devices, samples=samples))
     return tuple(replicas)
 

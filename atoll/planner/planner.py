@@ -29,6 +29,7 @@ from atoll.units import format_bytes
 __all__ = ["Candidate", "Planned", "plan"]
 
 Progress = Callable[[str, int, int], None]
+MOST_SAMPLES = 2**20  # of a global batch: more is surely a slip of the pen, and takes long to share out
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +75,8 @@ def plan(
 
     `codecs` are those allowed on links between sites; give `("none",)` for bit-exact traffic. `max_priced` bounds the plans priced in full.
     """
+    if not 1 <= batch_size <= MOST_SAMPLES:
+        raise NoPlanError(f"batch size: must be from 1 to {MOST_SAMPLES:,}, got {batch_size:,}")
     started = time.perf_counter()
     planner = _Planner(graph, cluster, batch_size, mode, optimizer, calibration, codecs, max_priced, progress or _silent)
     return planner.run(top, started)
@@ -113,6 +116,8 @@ class _Planner:
         self.codecs = {link.name: tuple(codecs) for link in cluster.links} if len(codecs) > 1 else {}
 
     def run(self, top: int, started: float) -> Planned:
+        if self.mode == "islands" and len(self.evaluator.cluster.sites) < 2:
+            raise NoPlanError(f"mode islands: {self.evaluator.cluster.name} has one site; islands need two or more")
         found = self._search(top)
         exact = False
         best_seconds, best = (found[0].seconds, found[0].plan) if found else (float("inf"), None)
@@ -173,7 +178,7 @@ class _Planner:
         return Found(seconds, plan)
 
     def _exact(self, best: Plan | None, seconds: float) -> tuple[Plan | None, float, bool]:
-        exact = Exact(self.evaluator, self.rules, self.batch_size, self.codecs, lambda: exact.priced < 200_000)
+        exact = Exact(self.evaluator, self.rules, self.batch_size, self.codecs, lambda: exact.priced < 60_000)
         best, seconds = exact.run(best, seconds)
         self.tally.priced += exact.priced
         return best, seconds, exact.complete
@@ -184,7 +189,8 @@ class _Planner:
         choice = choose_mode(found, evaluator, self._islands(), self.mode)
         if self.mode is not None and choice.plan.mode != self.mode:
             raise NoPlanError(self._nothing_fits(f" in mode {self.mode}"))
-        plans = [choice.plan, *(one.plan for one in found if one.plan != replace(choice.plan, mode="lockstep"))][:top]
+        others = [one.plan for one in found if one.plan != replace(choice.plan, mode="lockstep")] if self.mode != "islands" else []
+        plans = [choice.plan, *(replace(other, mode=self.mode or "lockstep") for other in others)][:top]
         candidates = []
         for number, each in enumerate(plans):
             cost = evaluator.cost(each)

@@ -84,14 +84,19 @@ def _units(plan: Plan, stage: Stage, giver: Replica, single: bool) -> list[int]:
 
 def _give(stage: Stage, giver: int, taker: int, samples: int) -> Stage:
     def changed(replica: Replica, more: int) -> Replica:
-        lanes, total = len(replica.samples), replica.total_samples
-        if lanes == 1:
-            return replace(replica, samples=(total + more,))
-        return replace(replica, samples=tuple(value + more * value // total for value in replica.samples))
+        return replace(replica, samples=_in_proportion(replica.samples, replica.total_samples + more))
 
     rows = list(stage.replicas)
     rows[giver], rows[taker] = changed(rows[giver], -samples), changed(rows[taker], samples)
     return replace(stage, replicas=tuple(rows))
+
+
+def _in_proportion(samples: tuple[int, ...], total: int) -> tuple[int, ...]:
+    """Whole numbers that sum to `total`, as nearly in the same proportion as can be."""
+    before, edges = sum(samples), [0]
+    for value in samples:
+        edges.append(edges[-1] + value)
+    return tuple(b * total // before - a * total // before for a, b in pairwise(edges))
 
 
 def _busy(plan: Plan, evaluator: Evaluator, stage: Stage, replica: Replica) -> float:
@@ -113,15 +118,15 @@ def reshared(plan: Plan, evaluator: Evaluator, micro_batch_size: int) -> Plan | 
     stages = []
     for stage in plan.stages:
         lanes = stage.lanes
-        unit = lanes if single else micro_batch_size
-        if plan.batch_size % unit or micro_batch_size % lanes:
+        unit = 1 if single else micro_batch_size
+        if plan.batch_size % unit or (micro_batch_size % lanes and not single):
             return None
         seconds = [evaluator.replica_seconds(stage, _even_lanes(replica, lanes), float(micro_batch_size)) for replica in stage.replicas]
         counts = shares(plan.batch_size // unit, [1.0 / (each.forward + each.backward) for each in seconds])
-        if counts is None:
+        if counts is None or (single and min(counts) < lanes):
             return None
-        per_lane = 1 if single else micro_batch_size // lanes
-        replicas = (replace(r, samples=(count * per_lane,) * lanes) for r, count in zip(stage.replicas, counts, strict=True))
+        rows = zip(stage.replicas, counts, strict=True)
+        replicas = (replace(r, samples=_in_proportion((1,) * lanes, count * unit)) for r, count in rows)
         stages.append(replace(stage, replicas=tuple(replicas)))
     return replace(plan, micro_batch_size=micro_batch_size, stages=tuple(stages))
 
@@ -132,6 +137,10 @@ def _even_lanes(replica: Replica, lanes: int) -> Replica:
 
 def _other_micro_batches(plan: Plan, evaluator: Evaluator) -> Iterator[Plan]:
     divisors = [b for b in range(1, min(plan.batch_size, 4096) + 1) if plan.batch_size % b == 0]
+    if len(plan.stages) == 1:  # a share in one micro-batch more or less
+        share = max(replica.total_samples for replica in plan.stages[0].replicas)
+        rounds = -(-share // plan.micro_batch_size)
+        divisors = sorted({-(-share // parts) for parts in (rounds - 1, rounds + 1, rounds + 2) if parts > 0})
     smaller = [b for b in divisors if b < plan.micro_batch_size][-2:]
     larger = [b for b in divisors if b > plan.micro_batch_size][:2]
     for size in (*reversed(smaller), *larger):

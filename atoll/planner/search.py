@@ -88,10 +88,16 @@ def stage_counts(slots: int, layers: int, rules: Rules) -> list[int]:
     return [n for n in usual if n <= min(slots, layers)]
 
 
-def micro_batch_sizes(batch_size: int, rules: Rules) -> list[int]:
-    """Divisors of the batch, thinned to about one per doubling; `refine` tries those between."""
+def micro_batch_sizes(batch_size: int, rules: Rules, replicas: int = 0) -> list[int]:
+    """Divisors of the batch, thinned to about one per doubling; `refine` tries those between.
+
+    With one stage, of `replicas`, any size is possible: parts of a share and of twice a share, which the fastest may have.
+    """
     if (asked := rules.micro_batch_sizes(batch_size)) is not None:
         return asked
+    if replicas:
+        share = -(-batch_size // replicas)
+        return sorted({min(batch_size, -(-2 * share // parts)) for parts in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)})
     divisors = [b for b in range(1, min(batch_size, 4096) + 1) if batch_size % b == 0]
     kept: list[int] = []
     for b in divisors:
@@ -212,9 +218,7 @@ def _arrangements(
 def _drafts(
     timing: Timing, rules: Rules, batch_size: int, inside: Inside, stages: tuple[tuple[Slot, ...], ...], tally: Tally
 ) -> Iterator[Drafted]:
-    for micro in micro_batch_sizes(batch_size, rules):
-        if len(stages) == 1 and micro > 2 * inside.lanes and micro * len(stages[0]) >= 2 * batch_size * inside.lanes:
-            return  # a micro-batch larger than any share is the same as the share
+    for micro in micro_batch_sizes(batch_size, rules, len(stages[0]) if len(stages) == 1 else 0):
         if micro < inside.lanes:
             continue
         for recompute in (False, True):

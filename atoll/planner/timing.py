@@ -137,6 +137,7 @@ class Timing:
         forward = [f + c for f, c in zip(table.forward, comm, strict=True)]
         backward = [b + (f if recompute else 0.0) + c * again for f, b, c in zip(table.forward, table.backward, comm, strict=True)]
         gather = [0.0] * len(forward)
+        element = 4.0 if evaluator.graph.precision == "fp32" else 2.0
         if inside.sharded and inside.lanes > 1:
             held = [p - s * (1 - 1 / inside.tensor) for p, s in zip(amounts.parameters, amounts.split_parameters, strict=True)]
             if inside.expert:
@@ -144,13 +145,12 @@ class Timing:
             if inside.split:
                 divided = self._of_split(inside, [float(layer.split_parameters) for layer in evaluator.graph.layers])
                 held = [h - d for h, d in zip(held, divided, strict=True)]
-            element = 4.0 if evaluator.graph.precision == "fp32" else 2.0
             base, slope = _affine(lambda x: all_gather_seconds(self._lanes(slot, inside), x, evaluator.calibration), 1e9)
             layers = len(forward) - 1
             gather = [h * element * slope + base * i / layers for i, h in enumerate(held)]
-        hidden = evaluator.calibration.sync_overlap
+        hidden, both = evaluator.calibration.sync_overlap, 1 + evaluator.calibration.gradient_bytes / element
         rows = zip(forward, backward, gather, strict=True)
-        total = [f + max(0.0, g - hidden * f) + b + max(0.0, 2 * g - hidden * b) for f, b, g in rows]
+        total = [f + max(0.0, g - hidden * f) + b + max(0.0, both * g - hidden * b) for f, b, g in rows]
         return SlotSeconds(tuple(forward), tuple(backward), tuple(gather), tuple(total))
 
     def _collectives(self, slot: Slot, inside: Inside, samples: float) -> list[float]:

@@ -179,8 +179,9 @@ def _sync_seconds(evaluator: Evaluator, draft: Draft, timing: Timing, s: int, nb
 
 def _bare_stage(draft: Draft, start: int, stop: int) -> Stage:
     """A stage with one replica, to ask what its devices hold."""
-    replica = Replica(devices=draft.stages[0][0].devices, samples=(1,) * draft.inside.lanes)
-    return draft.inside.stage(start, stop, (replica,), draft.recompute)
+    inside = draft.inside
+    replica = Replica(devices=draft.stages[0][0].devices, samples=(1,) * inside.lanes, tensor_shares=inside.tensor_shares)
+    return inside.stage(start, stop, (replica,), draft.recompute)
 
 
 def with_names(drafted: Drafted, timing: Timing, batch_size: int, codecs: dict[str, CodecName]) -> Plan | None:
@@ -218,7 +219,7 @@ def _replicas(draft: Draft, slots: Sequence[Slot], speeds: Sequence[float], batc
     replicas = []
     for slot, count in zip(slots, counts, strict=True):
         samples = tuple(_even(count, lanes)) if single else tuple(count * size for size in _even(draft.micro_batch_size, lanes))
-        replicas.append(Replica(devices=slot.devices, samples=samples))
+        replicas.append(Replica(devices=slot.devices, samples=samples, tensor_shares=draft.inside.tensor_shares))
     return tuple(replicas)
 
 

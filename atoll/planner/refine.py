@@ -196,7 +196,7 @@ def _added_replicas(plan: Plan, evaluator: Evaluator) -> Iterator[Plan]:
                 size = stage.tensor * stage.lanes
                 if len(names) < size:
                     continue
-                more = Replica(devices=tuple(names[:size]), samples=(1,) * stage.lanes)
+                more = replace(stage.replicas[0], devices=tuple(names[:size]), samples=(1,) * stage.lanes)
                 changed = _with_stages(plan, {s: replace(stage, replicas=(*stage.replicas, more))})
                 found = reshared(changed, evaluator, plan.micro_batch_size)
                 if found is not None:

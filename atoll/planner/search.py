@@ -47,9 +47,14 @@ def insides(timing: Timing, rules: Rules) -> list[Inside]:
     units = [layer.tensor_units for layer in graph.layers if layer.tensor_units > 1]
     per_host = max(len(names) for each in timing.classes for names in each.hosts)
     largest = max(each.size for each in timing.classes)
-    degrees = [t for t in sorted({1, 2, 4, 8, 16, 32, *rules.counts}) if t <= min(per_host, max(units, default=1))]
+    few = sum(each.size for each in timing.classes) <= _FEW_DEVICES
+    usual = range(1, 9) if few else (1, 2, 4, 8)
+    degrees = [t for t in sorted({*usual, 16, 32, *rules.counts}) if t <= min(per_host, max(units, default=1))]
     tensors = [t for t in degrees if t == 1 or any(u % t == 0 for u in units)]
     found = _lane_splits(timing, rules, largest)
+    if few:  # parts that are not equal: one head more here than there
+        odd = [t for t in degrees if t > 1 and min(units) >= t and any(u % t for u in units)]
+        found += [Inside(t, tensor_shares=tuple(min(units) * (i + 1) // t - min(units) * i // t for i in range(t))) for t in odd]
     for tensor in tensors:
         found.append(Inside(tensor))
         lanes = [lanes for lanes in _lane_counts(timing.classes, tensor, largest) if lanes > 1]

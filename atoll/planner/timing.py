@@ -21,6 +21,12 @@ class Inside(NamedTuple):
     sharded: bool = False
     expert: bool = False
     split: tuple[int, ...] = ()  # layers that lanes divide
+    tensor_shares: tuple[int, ...] = ()  # where tensors do not divide into equal parts
+
+    @property
+    def fraction(self) -> float:
+        """The part of every split tensor that the device with most of it holds."""
+        return max(self.tensor_shares) / sum(self.tensor_shares) if self.tensor_shares else 1 / self.tensor
 
     @property
     def size(self) -> int:
@@ -114,7 +120,7 @@ class Timing:
 
         def total(start: int, stop: int, held: int, again: bool) -> float:
             stage = inside.stage(start, stop, (), again)
-            return self.evaluator.device_memory(stage, 1 / inside.tensor, 1.0, held, inside.lanes, is_cpu).total_bytes
+            return self.evaluator.device_memory(stage, inside.fraction, 1.0, held, inside.lanes, is_cpu).total_bytes
 
         whole = [total(0, i, 0, False) for i in range(1, layers + 1)]
         fixed = whole[0] + total(1, 2, 0, False) - whole[1] if layers > 1 else 0.0
@@ -131,7 +137,7 @@ class Timing:
         if inside.split:
             table = self._compute.table_with_split(device, samples, micro_samples, inside.split, inside.lanes, expert_lanes)
         else:
-            table = self._compute.table(device, samples, 1 / inside.tensor, inside.tensor, expert_lanes)
+            table = self._compute.table(device, samples, inside.fraction, inside.tensor, expert_lanes)
         again = 2.0 if recompute else 1.0
         comm = self._collectives(slot, inside, samples)
         forward = [f + c for f, c in zip(table.forward, comm, strict=True)]
@@ -139,7 +145,7 @@ class Timing:
         gather = [0.0] * len(forward)
         element = 4.0 if evaluator.graph.precision == "fp32" else 2.0
         if inside.sharded and inside.lanes > 1:
-            held = [p - s * (1 - 1 / inside.tensor) for p, s in zip(amounts.parameters, amounts.split_parameters, strict=True)]
+            held = [p - s * (1 - inside.fraction) for p, s in zip(amounts.parameters, amounts.split_parameters, strict=True)]
             if inside.expert:
                 held = [h - e for h, e in zip(held, amounts.expert_parameters, strict=True)]
             if inside.split:

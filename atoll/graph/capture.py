@@ -9,7 +9,10 @@ import msgspec
 import torch
 from torch import fx
 from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
+from torch.utils import _pytree as pytree
 
+from atoll.errors import JobError
 from atoll.graph.annotations import annotations_of
 from atoll.graph.constraints import resolve
 from atoll.graph.experts import find_experts
@@ -22,6 +25,7 @@ from atoll.graph.operators import OperatorTable, build_table
 from atoll.graph.oracle import Assumption
 from atoll.graph.sharding import Sharding, find_sharding
 from atoll.graph.work import work_of_layer
+from atoll.job import read_loss
 
 __all__ = ["Captured", "TrainingJob", "capture", "capture_program"]
 
@@ -57,6 +61,7 @@ def capture_program(job: TrainingJob) -> Captured:
     """As `capture`, with the program for the runtime."""
     exported = export_job(job)
     table = build_table(exported, job.precision)
+    _check_loss(exported.program, table)
     liveness = find_liveness(table)
     _charge_to_makers(table, liveness)
     segments = group_into_segments(table, liveness, exported.model)
@@ -71,6 +76,27 @@ def capture_program(job: TrainingJob) -> Captured:
         notes=(*exported.notes, *table.notes),
         liveness=liveness,
     )
+
+
+def _check_loss(program: ExportedProgram, table: OperatorTable) -> None:
+    """The program returns what can be trained on: one floating number, or (total, weight), that a gradient flows from."""
+    results = next(node for node in program.graph.nodes if node.op == "output").args[0]
+    outputs = zip(program.graph_signature.output_specs, results, strict=True)
+    returned = [value for spec, value in outputs if spec.kind is OutputKind.USER_OUTPUT]
+    if isinstance(returned[0], fx.Node) and not isinstance(table.specs[returned[0]], TensorSpec):
+        raise JobError("Job: loss: it must return a tensor, it returned a plain number (from `.item()`?), from which no gradient flows")
+    read_loss(pytree.tree_unflatten([_stand_in(value, table) for value in returned], program.call_spec.out_spec))
+    spec = table.specs[returned[0]]
+    if not spec.dtype.is_floating_point:
+        raise JobError(f"Job: loss: it must return a floating-point number, it returned {spec.dtype}")
+    if not spec.requires_grad:
+        raise JobError("Job: loss: no gradient flows from it to the model; is it computed under no_grad, or detached?")
+
+
+def _stand_in(value: object, table: OperatorTable) -> object:
+    """What the program returns at this place, at the sizes of the captured batch and without memory."""
+    known = table.specs[value] if isinstance(value, fx.Node) else value
+    return torch.empty(known.shape, dtype=known.dtype, device="meta") if isinstance(known, TensorSpec) else known
 
 
 def _charge_to_makers(table: OperatorTable, liveness: Liveness) -> None:

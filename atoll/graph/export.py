@@ -12,7 +12,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from atoll.errors import CaptureError
+from atoll.errors import AtollError, CaptureError, JobError
 from atoll.graph.custom_function import keep_custom_functions
 from atoll.graph.fake import build_model, fake_model, new_fake_mode, plain_batch, real_model
 from atoll.graph.graph import Precision
@@ -81,15 +81,17 @@ def ambient_precision(precision: Precision) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """When export fails it prints the half-made program; the failure itself is handled or raised here."""
-    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """When export fails it prints the half-made program and logs the operator; the failure itself is handled or raised here."""
+    wanted = {"torch.fx.experimental.symbolic_shapes": logging.ERROR, "torch._subclasses.fake_tensor": logging.CRITICAL}
+    before = {name: logging.getLogger(name).level for name in wanted}
+    for name, level in wanted.items():
+        logging.getLogger(name).setLevel(level)
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
-        logger.setLevel(level)
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
 
 
 def _growing(batch: Any, other: Any) -> dict[str, tuple[int, ...]]:
@@ -194,7 +196,7 @@ class _Attempts:
     def run(self) -> tuple[ExportedProgram, nn.Module]:
         try:
             return self._export(self.growing, contextlib.nullcontext)
-        except CaptureError:
+        except AtollError:
             raise
         except Exception as error:
             if not _is_data_dependent(error):
@@ -223,7 +225,7 @@ class _Attempts:
         try:
             result = self._export(dict.fromkeys(self.growing, ()), mode)
         except Exception as error:
-            if isinstance(error, CaptureError):
+            if isinstance(error, AtollError):
                 raise
             advice = _ADVICE_ON_VALUES if _is_data_dependent(error) else _ADVICE
             raise _capture_error(self.job, error, self._last, advice) from error
@@ -268,15 +270,39 @@ def _is_symbolic(size: Any) -> bool:
     return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols)
 
 
+@contextlib.contextmanager
+def _running_the_users_code(job: TrainingJob, doing: str) -> Iterator[None]:
+    """Whatever the model's, the data's or the loss's own code raises is a CaptureError that says so."""
+    try:
+        yield
+    except AtollError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"job {job.name!r} cannot be captured: {doing} failed: {type(error).__name__}: {_first_line(error)}") from error
+
+
+def _check_parameters(job: TrainingJob, model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            advice = "Give the layer its input size, or run a batch through the model before it is given to the Job."
+            raise CaptureError(f"job {job.name!r} cannot be captured: the size of the lazy parameter {name!r} is not known yet. {advice}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise JobError("Job: model: it has no trainable parameter; set requires_grad on what is to be trained")
+
+
 def export_job(job: TrainingJob) -> Exported:
     """Capture `job.loss(job.model, batch)` without allocating the model; raises `CaptureError` with the module and the reason."""
-    model = build_model(job.model)
-    batch, other = plain_batch(job.example_batch(SAMPLES)), plain_batch(job.example_batch(OTHER_SAMPLES))
+    with _running_the_users_code(job, "building the model"):
+        model = build_model(job.model)
+    _check_parameters(job, model)
+    with _running_the_users_code(job, "loading a batch"):
+        batch, other = plain_batch(job.example_batch(SAMPLES)), plain_batch(job.example_batch(OTHER_SAMPLES))
     growing = _growing(batch, other)
     if not any(growing.values()):
         raise CaptureError(f"job {job.name!r}: no tensor of the batch grows with the number of samples; check the collate function")
     attempts = _Attempts(job, model, batch, growing)
-    program, fake = attempts.run()
+    with _running_the_users_code(job, "running the model and its loss"):
+        program, fake = attempts.run()
     _drop_metadata_checks(program)
     varying = _varying(program, batch, growing)
     fixed = {name: rest for name, dims in growing.items() if (rest := tuple(d for d in dims if d not in varying.get(name, ())))}

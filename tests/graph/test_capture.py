@@ -1,6 +1,7 @@
 """Capture of small models made for one question each."""
 
 import itertools
+import logging
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import atoll
-from atoll.errors import CaptureError
+from atoll.errors import CaptureError, JobError
 from atoll.graph.capture import Captured, capture, capture_program
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -476,3 +477,52 @@ def test_any_stack_of_linears_adds_up_and_cuts_true(widths: list[int], skips: li
     assert graph.forward_flops == sum(2 * p.numel() for p in model.parameters() if p.dim() == 2)
     assert msgspec.json.decode(msgspec.json.encode(graph), type=type(graph)) == graph
     check_all_cuts(job_of(model), captured, model)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda value: None, "it must return a tensor or"),
+        (lambda value: value.mean(1), r"it returned shape \[4\]"),
+        (lambda value: value.argmax(), "floating-point number, it returned torch.int64"),
+        (lambda value: value.mean().detach(), "no gradient flows"),
+        (lambda value: (value.sum(), value), "weight .* must be one number"),
+        (lambda value: value.mean().item(), "plain number"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_on_is_refused(returned: Any, message: str) -> None:
+    with pytest.raises(JobError, match=f"Job: loss: .*{message}"):
+        capture(job_of(lambda: nn.Linear(WIDTH, WIDTH), loss=lambda model, batch: returned(model(batch))))
+
+
+@pytest.mark.parametrize("model", [nn.ReLU(), nn.Linear(WIDTH, WIDTH).requires_grad_(False)])
+def test_a_model_with_nothing_to_train_is_refused(model: nn.Module) -> None:
+    with pytest.raises(JobError, match="no trainable parameter"):
+        capture(job_of(model))
+
+
+def test_what_the_users_code_raises_is_a_capture_error_with_its_cause() -> None:
+    def broken(samples: int) -> Tensor:
+        raise KeyError(samples)
+
+    with pytest.raises(CaptureError, match="loading a batch failed: KeyError: 4") as raised:
+        capture(job_of(nn.Linear(WIDTH, WIDTH), batch=broken))
+    assert isinstance(raised.value.__cause__, KeyError)
+
+
+def test_a_failing_capture_logs_nothing_and_leaves_the_loggers_as_they_were() -> None:
+    seen: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = seen.append  # type: ignore[method-assign]
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(CaptureError):
+            capture(job_of(nn.Linear(WIDTH + 1, WIDTH), loss=lambda model, batch: model(batch).mean()))
+        with pytest.raises(CaptureError):
+            capture(job_of(nn.Linear(WIDTH, WIDTH), loss=lambda model, batch: model(batch).reshape(7).mean()))
+    finally:
+        logger.removeHandler(handler)
+    assert not seen
+    assert logger.level == level

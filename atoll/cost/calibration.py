@@ -4,6 +4,7 @@ A calibration comes from nowhere (the defaults), from those that ship with Atoll
 report, or from a fit to measured steps. A table of layer times, when given, replaces the roofline for the layers and devices it covers.
 """
 
+import math
 import tomllib
 from importlib.resources import files
 from pathlib import Path
@@ -25,27 +26,33 @@ class LayerTime(msgspec.Struct, frozen=True, kw_only=True):
 
     layer: str  # a layer's name or signature
     kind: str
-    samples: float
-    tensor: int = 1
-    forward_seconds: float
-    backward_seconds: float
-    update_seconds: float = 0.0
+    samples: Annotated[float, Meta(gt=0)]
+    tensor: Annotated[int, Meta(ge=1)] = 1
+    forward_seconds: Annotated[float, Meta(ge=0)]
+    backward_seconds: Annotated[float, Meta(ge=0)]
+    update_seconds: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Constants of the cost model. Shares are of the catalogue's peak figures. `meaning` gives a field's text."""
 
-    matmul_efficiency: Annotated[float, Meta(gt=0, description="share of peak FLOP/s that a large matmul reaches")] = 0.80
+    matmul_efficiency: Annotated[float, Meta(gt=0, le=1.5, description="share of peak FLOP/s that a large matmul reaches")] = 0.80
     matmul_half_depth: Annotated[
         float, Meta(ge=0, description="inner dimension at which half of that is reached: a tile fills and drains")
     ] = 64.0
     wave_outputs: Annotated[
         float, Meta(ge=0, description="outputs, per fp32 FLOP/s of the device, at which a matmul reaches half: a tile for every unit")
     ] = 5e-8  # half a wave of 128 × 128 tiles on most accelerators
-    memory_efficiency: Annotated[float, Meta(gt=0, description="share of memory bandwidth that an elementwise kernel reaches")] = 0.80
+    memory_efficiency: Annotated[float, Meta(gt=0, le=1.5, description="share of memory bandwidth that an elementwise kernel reaches")] = (
+        0.80
+    )
     kernel_seconds: Annotated[float, Meta(ge=0, description="what a kernel costs beyond its work: launch and tail")] = 3e-6
-    host_link_efficiency: Annotated[float, Meta(gt=0, description="share of the link inside a host that a collective reaches")] = 0.75
-    network_efficiency: Annotated[float, Meta(gt=0, description="share of a host's network interface or of a link between sites")] = 0.80
+    host_link_efficiency: Annotated[float, Meta(gt=0, le=1.5, description="share of the link inside a host that a collective reaches")] = (
+        0.75
+    )
+    network_efficiency: Annotated[
+        float, Meta(gt=0, le=1.5, description="share of a host's network interface or of a link between sites")
+    ] = 0.80
     collective_seconds: Annotated[float, Meta(ge=0, description="what a collective costs beyond its bytes and hops: entering together")] = (
         15e-6
     )
@@ -103,7 +110,18 @@ def calibration_names() -> tuple[str, ...]:
 def _decode(document: bytes, *, is_toml: bool, where: str) -> Calibration:
     try:
         if is_toml:
-            return msgspec.convert(tomllib.loads(document.decode()), type=Calibration)
+            values = tomllib.loads(document.decode())
+            _check_finite(values, "")
+            return msgspec.convert(values, type=Calibration)
         return msgspec.json.decode(document, type=Calibration)
     except (msgspec.MsgspecError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PlanError(f"{where}: not a calibration: {error}") from None
+
+
+def _check_finite(value: object, where: str) -> None:
+    """TOML, unlike JSON, can write `inf` and `nan`, which pass or evade bounds."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise msgspec.ValidationError(f"{where} must be a finite number, got {value}")
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, entry in entries:
+        _check_finite(entry, f"{where}[{key}]" if isinstance(key, int) else f"{where}.{key}".lstrip("."))

@@ -3,6 +3,7 @@
 Exit code 0: done. 1: the job failed. 2: what the user gave was wrong, with a sentence on stderr. 130: interrupted.
 """
 
+import errno
 import io
 import os
 import sys
@@ -17,10 +18,13 @@ from rich.text import Text
 
 from atoll.cli.diff import diff
 from atoll.cli.plan import plan
+from atoll.cli.presets import presets
 from atoll.cli.probe import probe
 from atoll.errors import AtollError
 
 __all__ = ["build_app", "main", "run"]
+
+_CANNOT_PRINT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)  # a full or broken disk behind stdout
 
 
 def build_app() -> typer.Typer:
@@ -35,6 +39,7 @@ def build_app() -> typer.Typer:
     app.callback()(_options)
     app.command()(probe)
     app.command()(plan)
+    app.command()(presets)
     app.command()(diff)
     return app
 
@@ -56,6 +61,9 @@ def _version(wanted: bool) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code; errors become sentences on stderr."""
+    if sys.stdout is None:  # how Python starts when it is closed
+        _complain("standard output is closed; give the command somewhere to print, such as /dev/null")
+        return 1
     try:
         code = _call(arguments)
         sys.stdout.flush()
@@ -65,15 +73,23 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read our output has left. Python would complain when it flushes stdout at exit, so give it somewhere to flush to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # whoever read it has left
         return 1
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in _CANNOT_PRINT and error.filename is None:
+            _drop_output()
+            _complain(f"cannot write to standard output: {error.strerror}")
+            return 1
         if "--debug" in arguments:
             traceback.print_exc()
         _complain(f"{type(error).__name__}: {error}\nThis is a fault in Atoll, not in what you gave it; `atoll --debug …` shows where.")
         return 1
     return code
+
+
+def _drop_output() -> None:
+    """Python would complain when it flushes stdout at exit, so give it somewhere to flush to."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _call(arguments: Sequence[str]) -> int:
@@ -85,6 +101,8 @@ def _call(arguments: Sequence[str]) -> int:
 
 
 def _complain(message: str) -> None:
+    if sys.stderr is None:
+        return
     Console(stderr=True, highlight=False, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), message))
 
 

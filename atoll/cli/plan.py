@@ -1,7 +1,7 @@
 """`atoll plan TARGET --cluster FILE`: make a plan, explain it, and write it down."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -13,13 +13,15 @@ from atoll.cli.why import alternatives_table, why_view
 from atoll.cluster import Cluster, load_cluster
 from atoll.cost import Calibration, cost, load_calibration
 from atoll.errors import PlanError
-from atoll.plan import Mode, load_plan, save_plan, validate
+from atoll.plan import load_plan, save_plan, validate
 from atoll.units import format_bytes
 
 if TYPE_CHECKING:
     from atoll.planner import Planned
 
 __all__ = ["plan"]
+
+PlannedMode = Literal["lockstep", "swarm", "islands"]  # a plan may have more modes than the planner makes plans of
 
 
 def plan(
@@ -35,7 +37,7 @@ def plan(
     ] = None,
     why: Annotated[bool, typer.Option("--why", help="Explain at length.")] = False,
     batch_size: Annotated[int | None, typer.Option(help="Samples in a step, instead of the target's own.", min=1)] = None,
-    mode: Annotated[Mode | None, typer.Option(help="Only plans of this execution mode.")] = None,
+    mode: Annotated[PlannedMode | None, typer.Option(help="Only plans of this execution mode.")] = None,
     lossless: Annotated[bool, typer.Option("--lossless", help="Only plans that send tensors as they are, without codecs.")] = False,
     calibration: Annotated[Path | None, typer.Option(help="Measured constants of the cost model.", metavar="FILE")] = None,
     check: Annotated[Path | None, typer.Option(help="Instead of planning, check this plan and predict its cost.", metavar="FILE")] = None,
@@ -75,7 +77,9 @@ def _check_writable(path: Path) -> None:
         raise PlanError(f"-o {path}: there is no directory {path.resolve().parent}")
 
 
-def _make(model: Target, cluster: Cluster, calibration: Calibration | None, top: int, mode: Mode | None, lossless: bool) -> "Planned":
+def _make(
+    model: Target, cluster: Cluster, calibration: Calibration | None, top: int, mode: PlannedMode | None, lossless: bool
+) -> "Planned":
     with working(f"planning {model.graph.name} on {len(cluster.devices):,} devices") as update:
         from atoll.planner import plan as make_plans  # it needs scipy, which takes a moment to load
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from atoll.cli.blame import located, users_code
 from atoll.cli.status import working
 from atoll.cost import OPTIMIZERS
 from atoll.errors import JobError
@@ -41,7 +42,9 @@ def load_target(name: str, batch_size: int | None = None) -> Target:
     try:
         found = preset(name, batch_size=batch_size)
     except JobError as error:
-        raise JobError(f"{error} A training script is given by its path, such as ./{name}.py") from None if not is_preset else error
+        if is_preset:
+            raise
+        raise JobError(f"{error} `atoll presets` lists them; a training script is given by its path, such as ./{name}.py") from None
     return Target(found.graph, found.batch_size, found.optimizer, time.perf_counter() - started, found.description)
 
 
@@ -53,11 +56,15 @@ def _from_script(path: str, batch_size: int | None) -> Target:
 
         started = time.perf_counter()
         job = load_job(path)
-        graph = capture(job)
-        seconds = time.perf_counter() - started
-        size = batch_size or job.batch_size
-        loading_seconds = job.samples.loading_seconds() * size / job.batch_size
-        return Target(graph, size, _optimizer_name(job), seconds, loading_seconds=loading_seconds)
+        with located(path):
+            graph = capture(job)
+            seconds = time.perf_counter() - started
+            size = batch_size or job.batch_size
+            with users_code("loading a batch"):
+                loading_seconds = job.samples.loading_seconds() * size / job.batch_size
+            with users_code("making the optimizer and stepping it"):
+                optimizer = _optimizer_name(job)
+        return Target(graph, size, optimizer, seconds, loading_seconds=loading_seconds)
 
 
 def _optimizer_name(job: "Job") -> str:

@@ -1,6 +1,7 @@
 """The command as a user meets it: exit codes, one sentence, no traceback."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -48,6 +49,8 @@ BAD_INPUT = {
     "plan bert-large -c tiny.toml --check wrong.plan": "error: wrong.plan: stage 0: its replicas take 6 samples, but the batch has 8",
     "plan bert-large -c tiny.toml --calibration none.json": "error: none.json: cannot read",
     "plan bert-large -c tiny.toml --mode lockstap": "lockstep",
+    "plan bert-large -c tiny.toml --mode parts": "'parts' is not one of",
+    "plan nonsense -c tiny.toml": "`atoll presets` lists them",
     "plan bert-large -c tiny.toml --top 0": "--top",
     "plan bert-large -c tiny.toml --batch-size -3": "--batch-size",
     "plan bert-large -c tiny.toml -o nowhere/p.json": "error: -o nowhere/p.json: there is no directory",
@@ -89,6 +92,21 @@ def test_a_reader_that_leaves_is_no_error(folder: Path) -> None:
     process.wait()
     assert process.stderr.read() == b""
     process.stderr.close()
+
+
+@pytest.mark.parametrize(("redirection", "words"), [(">&-", "standard output is closed"), (">/dev/full", "No space left on device")])
+@pytest.mark.parametrize("command", ["diff good.plan wrong.plan", "presets --json", "--help"])
+def test_output_that_cannot_be_printed_is_exit_code_1_and_a_sentence(folder: Path, redirection: str, words: str, command: str) -> None:
+    shell = f"{shlex.join(COMMAND)} {command} {redirection}"
+    done = subprocess.run(["sh", "-c", shell], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_nowhere_to_complain_is_no_traceback_either(folder: Path) -> None:
+    assert subprocess.run(["sh", "-c", f"{shlex.join(COMMAND)} presets >&- 2>&-"], check=False).returncode == 1
 
 
 def test_ctrl_c_is_quiet(folder: Path) -> None:

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import atoll
 from atoll.errors import AtollError, JobError
 
 __all__ = ["located", "users_code"]
+
+_PACKAGE = Path(__file__).resolve().parents[1]  # Atoll itself, which may lie beside the script
 
 
 @contextmanager
@@ -48,4 +49,4 @@ def _where(script: str, error: BaseException) -> str:
 
 def _is_own(code: Path, script: Path) -> bool:
     """The script, or a file beside or below it that is no library's."""
-    return script.parent in code.parents and "site-packages" not in code.parts and Path(atoll.__file__).parent not in code.parents
+    return script.parent in code.parents and "site-packages" not in code.parts and _PACKAGE not in code.parents

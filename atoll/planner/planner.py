@@ -16,13 +16,14 @@ from atoll.errors import NoPlanError
 from atoll.graph import Graph
 from atoll.plan import CodecName, Mode, Plan
 from atoll.planner.annotated import annotated_plans
+from atoll.planner.baselines import baselines
 from atoll.planner.classes import device_classes
 from atoll.planner.exact import Exact, is_small
 from atoll.planner.mode import choose_mode, island_plan
 from atoll.planner.reasons import bottleneck, plan_reasons, relief
 from atoll.planner.refine import climb
 from atoll.planner.rules import rules_of
-from atoll.planner.search import Found, Tally, micro_batch_sizes, search
+from atoll.planner.search import FEW_DEVICES, Found, Tally, micro_batch_sizes, search
 from atoll.planner.timing import Timing
 from atoll.units import format_bytes
 
@@ -135,9 +136,17 @@ class _Planner:
         if smallest:
             sets.append(dict(zip(self.codecs, smallest, strict=True)))
         found = search(self.timing, self.rules, self.batch_size, sets, max(top, 5), self.max_priced // 2, self.tally, self.progress)
+        if len(self.evaluator.devices) <= FEW_DEVICES:
+            found = sorted([*found, *self._baselines()], key=lambda one: one.seconds)
         if self.rules.graph.constraints:
             found = sorted([*found, *self._annotated(max(top, 5))], key=lambda one: one.seconds)
         return self._refined(found, top)
+
+    def _baselines(self) -> list[Found]:
+        """What anyone would try by hand."""
+        plans = [plan for plan in baselines(self.evaluator, self.batch_size) if self.rules.allows(plan)]
+        self.tally.priced += len(plans)
+        return [Found(self.evaluator.seconds(plan), plan) for plan in plans]
 
     def _annotated(self, keep: int) -> list[Found]:
         """The best of the plans in which every stage follows its own annotations."""

@@ -22,7 +22,7 @@ __all__ = ["Found", "Tally", "insides", "micro_batch_sizes", "search", "stage_co
 
 Progress = Callable[[str, int, int], None]
 RARELY = 64  # steps between exchanges of islands, until `mode` chooses how many
-_FEW_DEVICES = 64
+FEW_DEVICES = 64  # up to which even small parts of a cluster are tried
 
 
 class Found(NamedTuple):
@@ -47,7 +47,7 @@ def insides(timing: Timing, rules: Rules) -> list[Inside]:
     units = [layer.tensor_units for layer in graph.layers if layer.tensor_units > 1]
     per_host = max(len(names) for each in timing.classes for names in each.hosts)
     largest = max(each.size for each in timing.classes)
-    few = sum(each.size for each in timing.classes) <= _FEW_DEVICES
+    few = sum(each.size for each in timing.classes) <= FEW_DEVICES
     usual = range(1, 9) if few else (1, 2, 4, 8)
     degrees = [t for t in sorted({*usual, 16, 32, *rules.counts}) if t <= min(per_host, max(units, default=1))]
     tensors = [t for t in degrees if t == 1 or any(u % t == 0 for u in units)]
@@ -90,7 +90,8 @@ def stage_counts(slots: int, layers: int, rules: Rules) -> list[int]:
     if rules.bounds is not None:
         return [len(rules.bounds) - 1] if len(rules.bounds) - 1 <= slots else []
     usual = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
-    return [n for n in usual if n <= min(slots, layers)]
+    few = range(1, 17) if slots <= FEW_DEVICES else ()
+    return [n for n in sorted({*usual, *few}) if n <= min(slots, layers)]
 
 
 def micro_batch_sizes(batch_size: int, rules: Rules, replicas: int = 0) -> list[int]:
@@ -125,7 +126,7 @@ def _kind_sets(timing: Timing) -> list[tuple[DeviceClass, ...]]:
         strength[each.device.site] += int(speed[each.number] * each.size)
     best = strength.most_common(1)[0][0]
     sets.append(tuple(each for each in timing.classes if each.device.site == best))
-    if sum(each.size for each in timing.classes) <= _FEW_DEVICES:
+    if sum(each.size for each in timing.classes) <= FEW_DEVICES:
         sets += _small_sets(timing)
     return list(dict.fromkeys(sets))
 

@@ -98,6 +98,9 @@ def _growing(batch: Any, other: Any) -> dict[str, tuple[int, ...]]:
     """Dimensions that differ between two batches of different size, by the tensor's path in the batch."""
     leaves = pytree.tree_flatten_with_path(batch)[0]
     others = pytree.tree_flatten_with_path(other)[0]
+    text = [pytree.keystr(path[:-1]) for path, leaf in leaves if isinstance(leaf, str)]
+    if text:
+        raise CaptureError(f"batch{text[0]} holds text, a piece for every sample; only tensors are captured: leave it out in `collate`")
     if [path for path, _ in leaves] != [path for path, _ in others]:
         raise CaptureError("batches of different sizes have different structure; the collate function must always return the same keys")
     growing = {}

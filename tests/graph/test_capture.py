@@ -398,6 +398,17 @@ def test_a_local_autograd_function_is_refused_with_advice() -> None:
         capture(job_of(residual_model, loss=loss))
 
 
+def test_text_in_a_batch_is_named() -> None:
+    def batch(samples: int) -> dict[str, Any]:
+        return {"x": torch.zeros(samples, 4), "name": ["a"] * samples}
+
+    def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        return to_zero(model, batch["x"])
+
+    with pytest.raises(CaptureError, match=r"batch\['name'\] holds text.*leave it out in `collate`"):
+        capture(job_of(nn.Linear(4, 2), loss=loss, batch=batch))
+
+
 @pytest.mark.parametrize(
     ("model", "batch", "message"),
     [

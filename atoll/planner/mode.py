@@ -28,11 +28,9 @@ OUTER_STEPS = (4, 8, 16, 32, 64, 128, 256)
 
 
 class ModeChoice(NamedTuple):
-    """The plan in the mode chosen, its effective step time (failures included) and the reason."""
+    """The plan in the mode chosen, and why that mode."""
 
     plan: Plan
-    seconds: float
-    effective_seconds: float
     reason: str
 
 
@@ -60,12 +58,12 @@ def choose_mode(found: Sequence[Found], evaluator: Evaluator, islands: tuple[Pla
     if swarm is not None and (forced == "swarm" or (forced is None and swarm_seconds < 0.95 * lockstep)):
         spare = all(len(stage.replicas) > 1 for stage in swarm.plan.stages)
         reason = _swarm_reason(failures, lockstep, swarm_seconds, spare, forced)
-        return ModeChoice(replace(swarm.plan, mode="swarm"), swarm.seconds, swarm_seconds, reason)
+        return ModeChoice(replace(swarm.plan, mode="swarm"), reason)
     if islands is not None and (forced == "islands" or (forced is None and islands[1] * ISLAND_GAIN < lockstep)):
         said = "asked for" if forced else f"{lockstep / islands[1]:.1f}× faster than synchronising every step over these links"
         reason = f"islands: {said}; sites exchange every {islands[0].outer_steps} steps, so the numbers are not those of one process"
-        return ModeChoice(islands[0], islands[1], islands[1], reason)
-    return ModeChoice(best.plan, best.seconds, lockstep, _lockstep_reason(failures, lockstep, swarm_seconds, forced))
+        return ModeChoice(islands[0], reason)
+    return ModeChoice(best.plan, _lockstep_reason(failures, lockstep, swarm_seconds, forced))
 
 
 def _failures(plan: Plan, evaluator: Evaluator) -> float:

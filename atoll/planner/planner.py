@@ -214,7 +214,7 @@ class _Planner:
             priced=self.tally.priced,
             ruled_out=self._ruled_out(found, exact),
             bottleneck=bottleneck(head.plan, head.cost, evaluator),
-            relief=relief(head.plan, head.cost, evaluator, None),
+            relief=relief(head.plan, head.cost, evaluator),
             exact=exact,
             seconds=time.perf_counter() - started,
         )

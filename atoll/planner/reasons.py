@@ -58,7 +58,7 @@ def _busiest_link(cost: Cost, evaluator: Evaluator) -> str:
     return f"{name}, {format_bytes(cost.link_bytes[name])} a step{rate}"
 
 
-def relief(plan: Plan, cost: Cost, evaluator: Evaluator, compressed: tuple[str, float] | None) -> tuple[str, ...]:
+def relief(plan: Plan, cost: Cost, evaluator: Evaluator) -> tuple[str, ...]:
     """What would help, with how much the cost model says it would."""
     found = []
     parts = cost.breakdown
@@ -73,8 +73,6 @@ def relief(plan: Plan, cost: Cost, evaluator: Evaluator, compressed: tuple[str, 
     if parts.get("bubble", 0.0) > 0.1 * step and len(plan.stages) > 1:
         doubled = step - parts["bubble"] / 2
         found.append(f"twice the batch would halve the part spent waiting: {step / doubled:.2f}× more samples a second")
-    if compressed is not None:
-        found.append(f"codec {compressed[0]} on the links between sites: {step / compressed[1]:.2f}× faster")
     for part, what in (("sync", "gradients"), ("transfer", "activations")):
         if parts.get(part, 0.0) > 0.15 * step:
             found.append(f"links twice as wide would take up to {parts[part] / 2 / step:.0%} off the step ({what})")
@@ -109,7 +107,8 @@ def plan_reasons(plan: Plan, cost: Cost, evaluator: Evaluator) -> tuple[str, ...
         reasons.append(f"tensors are split {plan.stages[0].tensor} ways inside hosts, where links are fast")
     if any(stage.sharded for stage in plan.stages):
         whole = replace(plan, stages=tuple(replace(stage, sharded=False) for stage in plan.stages))
-        why = "is slower, since gathers hide behind compute better" if evaluator.fits(whole) else "would not fit"
+        slower = evaluator.seconds(whole) / cost.step_seconds - 1
+        why = f"would fit too, for a step {slower:.1%} longer" if evaluator.fits(whole) else "would not fit"
         reasons.append(f"parameters are sharded: a whole copy on every device {why}")
     split = [layer for stage in plan.stages for layer in stage.split]
     if split:

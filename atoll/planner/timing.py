@@ -48,12 +48,9 @@ class Inside(NamedTuple):
 
 
 class SlotSeconds(NamedTuple):
-    """Prefix sums over layers of one micro-batch on one slot."""
+    """Prefix sums over layers of one micro-batch on one slot: forward, backward, and what neither hides of gathering shards."""
 
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    gather: tuple[float, ...]  # of sharded parameters, hidden behind compute as far as it goes
-    total: tuple[float, ...]  # all three together
+    total: tuple[float, ...]
 
     def of(self, start: int, stop: int) -> float:
         """Forward and backward of layers `start` to `stop`."""
@@ -157,7 +154,7 @@ class Timing:
         hidden, both = evaluator.calibration.sync_overlap, 1 + evaluator.calibration.gradient_bytes / element
         rows = zip(forward, backward, gather, strict=True)
         total = [f + max(0.0, g - hidden * f) + b + max(0.0, both * g - hidden * b) for f, b, g in rows]
-        return SlotSeconds(tuple(forward), tuple(backward), tuple(gather), tuple(total))
+        return SlotSeconds(tuple(total))
 
     def _collectives(self, slot: Slot, inside: Inside, samples: float) -> list[float]:
         """Tensor and expert exchanges of the forward pass, as a prefix sum."""

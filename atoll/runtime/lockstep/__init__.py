@@ -1,0 +1,1 @@
+"""Lockstep: any plan on `torch.distributed`, every step equal to one process's."""

@@ -4,6 +4,7 @@ from atoll.plan.diff import Change, PlanDiff, diff
 from atoll.plan.files import load_plan, save_plan
 from atoll.plan.plan import CodecName, Mode, Plan, Replica, Schedule, Stage
 from atoll.plan.text import parse_plan, to_text
+from atoll.plan.units import part_of, unit_runs
 from atoll.plan.validate import validate
 
 __all__ = [
@@ -18,7 +19,9 @@ __all__ = [
     "diff",
     "load_plan",
     "parse_plan",
+    "part_of",
     "save_plan",
     "to_text",
+    "unit_runs",
     "validate",
 ]

@@ -7,8 +7,8 @@ proportion. (With one stage there is nothing to route: any share is possible, an
 `micro_batch_size`.)
 
 Inside a replica the devices form a grid of `lanes × tensor`. The devices of one lane split tensors between them (`tensor_shares` when
-unequally). Lanes divide each micro-batch; `samples` has one entry a lane. Lanes either repeat the stage's parameters or shard them
-(`sharded`, as FSDP does), and with `expert` they divide the experts and exchange tokens. So a replica has
+unequally; `plan/units.py` says who holds what). Lanes divide each micro-batch; `samples` has one entry a lane. Lanes either repeat the
+stage's parameters or shard them (`sharded`, as FSDP does), and with `expert` they divide the experts and exchange tokens. So a replica has
 `lanes × tensor` devices, listed lane by lane.
 
 The layers that `split` names are the exception among lanes: their tensors are divided between the lanes, as tensor parallelism would
@@ -40,7 +40,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 
     devices: tuple[str, ...]  # lane by lane
     samples: tuple[int, ...]  # of the global batch, one entry a lane
-    tensor_shares: tuple[int, ...] = ()  # relative shard sizes along a lane; () means equal
+    tensor_shares: tuple[int, ...] = ()  # relative shard sizes along a lane, in whole units of every split layer; () means equal
 
     @property
     def total_samples(self) -> int:

@@ -116,7 +116,7 @@ def _group_cells(group: tuple[Replica, ...], wrong: Mark | None) -> dict[str, st
         "shares": ":".join(map(str, first.tensor_shares)),
     }
     if wrong and not (wrong.column == "devices" and wrong.device >= 0):
-        cells[wrong.column] = _marked(cells[wrong.column], True)
+        cells[wrong.column] = _marked(cells[wrong.column] or "equal", True)
     return cells
 
 

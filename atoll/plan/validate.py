@@ -6,12 +6,14 @@ Decisions the rules rest on:
 - All replicas of a stage have the same `lanes × tensor`. A lane may take no samples (it still holds its shard), a replica may not.
 - With several stages a replica takes whole micro-batches; when `batch_size` is not a multiple, one replica takes the smaller last one.
 - Under tensor parallelism, layers that cannot be split are repeated on every device; a stage with nothing to split is an error.
+- Tensor shares deal out whole units (`plan/units.py`): where a layer's units do not divide by `tensor`, a replica must say its shares.
 - Lanes split a layer in parts as equal as its units allow; they do so only where `tensor` is 1, and not where they divide its experts.
 - Memory is not a rule but a prediction: `Cost.over_memory` says what does not fit.
 """
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator
+from math import gcd
 
 from atoll.cluster import Cluster
 from atoll.cluster.cluster import device_index
@@ -21,8 +23,9 @@ from atoll.plan.constraints import constraint_problems
 from atoll.plan.plan import Plan, Stage
 from atoll.plan.table import Mark, Problem, stage_table
 from atoll.plan.text import numbers_text
+from atoll.plan.units import even_shares, split_units
 
-__all__ = ["link_names", "parallelism_problems", "validate"]
+__all__ = ["link_names", "parallelism_problems", "share_problems", "validate"]
 
 
 def validate(plan: Plan, graph: Graph | None = None, cluster: Cluster | None = None) -> None:
@@ -36,7 +39,7 @@ def validate(plan: Plan, graph: Graph | None = None, cluster: Cluster | None = N
     if cluster is not None:
         checks.append(lambda: _against_cluster(plan, cluster))
     if graph is not None:
-        checks += [lambda: _against_graph(plan, graph), lambda: constraint_problems(plan, graph)]
+        checks += [lambda: _against_graph(plan, graph), lambda: constraint_problems(plan, graph), lambda: _whole_units(plan, graph)]
     for check in checks:  # each may rely on those before it having found nothing
         for problem in check():
             raise PlanError(f"{problem.sentence}\n\n{stage_table(plan, problem.mark)}")
@@ -240,6 +243,36 @@ def parallelism_problems(graph: Graph, stage: Stage, index: int = 0) -> Iterator
             yield Problem(f"stage {index} is expert, but none of its layers has experts", mark)
         elif stage.lanes > min(experts):
             yield Problem(f"stage {index}: {stage.lanes} lanes cannot divide {min(experts)} experts", mark)
+
+
+def _whole_units(plan: Plan, graph: Graph) -> Iterator[Problem]:
+    for index, stage in enumerate(plan.stages):
+        yield from share_problems(graph, stage, index)
+
+
+def share_problems(graph: Graph, stage: Stage, index: int = 0) -> Iterator[Problem]:
+    """Replicas whose tensor shares do not deal out whole units of every layer the stage splits; `index` is its number in its plan."""
+    if stage.tensor == 1:
+        return
+    layers = graph.layers[stage.start : stage.stop]
+    for shares in dict.fromkeys(replica.tensor_shares for replica in stage.replicas):
+        total = sum(shares) or stage.tensor
+        wrong = next((layer for layer in layers if layer.tensor_units > 1 and layer.tensor_units % total), None)
+        if wrong is not None:
+            number = next(number for number, replica in enumerate(stage.replicas) if replica.tensor_shares == shares)
+            units = f"the {wrong.tensor_units} units of layer {wrong.name!r}"
+            how = f"tensor shares {':'.join(map(str, shares))} do" if shares else f"tensor={stage.tensor} in equal shares does"
+            sentence = f"stage {index}, replica {number}: {how} not divide {units} into whole ones; {_shares_that_do(graph, stage)}"
+            yield Problem(sentence, Mark("shares", index, number))
+
+
+def _shares_that_do(graph: Graph, stage: Stage) -> str:
+    units = split_units(graph.layers[stage.start : stage.stop])
+    found = even_shares(units, stage.tensor)
+    if found is None:
+        return f"nothing divides {' and '.join(map(str, sorted(set(units))))} alike into {stage.tensor}: cut the stage between such layers"
+    example = f"@{':'.join(map(str, found))} does" if found else "equal shares do"
+    return f"shares must add up to a divisor of {gcd(*units)}, as {example}"
 
 
 def _lanes_can_divide(graph: Graph, index: int, stage: Stage) -> Iterator[Problem]:

@@ -14,9 +14,9 @@ from msgspec.structs import replace
 
 from atoll.cost import Evaluator
 from atoll.graph import Graph
-from atoll.plan import Plan, Replica, Stage
+from atoll.plan import Plan, Stage
 from atoll.plan.constraints import copies_asked
-from atoll.plan.validate import parallelism_problems
+from atoll.plan.units import even_shares, split_units
 from atoll.planner.balance import shares
 from atoll.planner.rules import Rules
 from atoll.planner.timing import Inside
@@ -136,19 +136,19 @@ def shapes_of(graph: Graph, rules: Rules, start: int, stop: int, devices: int) -
         return []
     copies, exact = asked
     found = []
-    for inside in _insides(graph, rules, start, stop, devices):
+    for whole in _insides(graph, rules, start, stop, devices):
+        inside = whole._replace(tensor_shares=even_shares(split_units(graph.layers[start:stop]), whole.tensor) or ())
         if exact and copies % inside.lanes:
             continue
         least = copies // inside.lanes if exact else copies // gcd(copies, inside.lanes)
-        if least * inside.size <= devices and _honours(graph, rules, inside, start, stop, least):
+        if least * inside.size <= devices and _honours(rules, inside, start, stop, least):
             found.append(Shape(inside, least, 0 if exact else least))
     return found
 
 
-def _honours(graph: Graph, rules: Rules, inside: Inside, start: int, stop: int, replicas: int) -> bool:
-    nameless = Replica(devices=("",) * inside.size, samples=(1,) * inside.lanes)
-    stage = inside.stage(start, stop, (nameless,) * replicas, False)
-    return rules.allows_stage(stage) and next(parallelism_problems(graph, stage), None) is None
+def _honours(rules: Rules, inside: Inside, start: int, stop: int, replicas: int) -> bool:
+    stage = inside.stage(start, stop, (inside.replica(("",) * inside.size),) * replicas, False)
+    return rules.allows_stage(stage) and rules.divides(stage)
 
 
 def _insides(graph: Graph, rules: Rules, start: int, stop: int, devices: int) -> Iterator[Inside]:
@@ -177,10 +177,10 @@ def _cheapest(evaluator: Evaluator, start: int, stop: int, row: list[Shape], sta
 
     def price(shape: Shape) -> tuple[bool, float]:
         inside = shape.inside
-        replica = Replica(devices=tuple(device.name for device in devices[: inside.size]), samples=(1,) * inside.lanes)
+        replica = inside.replica(tuple(device.name for device in devices[: inside.size]))
         stage = inside.stage(start, stop, (replica,), True)
         seconds = evaluator.replica_seconds(replace(stage, recompute=False), replica, float(inside.lanes))
-        held = evaluator.device_memory(stage, 1 / inside.tensor, 1.0, 1, inside.lanes, roomiest.kind.cpu)
+        held = evaluator.device_memory(stage, inside.fraction, 1.0, 1, inside.lanes, roomiest.kind.cpu)
         over = held.total_bytes > roomiest.memory_bytes
         return over, (seconds.forward + seconds.backward) * inside.size / inside.lanes
 
@@ -279,7 +279,7 @@ def _stage(
     single: bool,
 ) -> Stage | None:
     lanes = inside.lanes
-    bare = inside.stage(start, stop, tuple(Replica(devices=group, samples=(1,) * lanes) for group in groups), False)
+    bare = inside.stage(start, stop, tuple(inside.replica(group) for group in groups), False)
     seconds = [evaluator.replica_seconds(bare, replica, float(micro)) for replica in bare.replicas]
     counts = shares(batch_size if single else batch_size // micro, [1.0 / (each.forward + each.backward) for each in seconds])
     if counts is None or (not single and batch_size % micro):

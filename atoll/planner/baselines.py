@@ -5,11 +5,13 @@ tensor parallelism over the whole group, shares in proportion to speed, in one o
 """
 
 from collections.abc import Iterator, Sequence
+from math import gcd
 
 from msgspec.structs import replace
 
 from atoll.cost import Evaluator
 from atoll.plan import Plan, Replica, Stage
+from atoll.plan.units import even_shares, split_units
 from atoll.planner.balance import shares
 
 __all__ = ["baselines"]
@@ -75,8 +77,9 @@ def _stages(evaluator: Evaluator, group: tuple[str, ...], speeds: Sequence[float
         yield Stage(start=0, stop=len(layers), replicas=apart)
         if len(group) > 1:
             yield Stage(start=0, stop=len(layers), replicas=(Replica(devices=group, samples=parts),), sharded=True)
-    units = min((layer.tensor_units for layer in layers if layer.tensor_units > 1), default=1)
-    if 1 < len(group) <= units:
-        even = units % len(group) == 0 and len(set(speeds)) == 1
-        divided = Replica(devices=group, samples=(batch_size,), tensor_shares=() if even else tuple(shares(units, speeds) or ()))
-        yield Stage(start=0, stop=len(layers), replicas=(divided,), tensor=len(group))
+    units = split_units(layers)
+    if len(group) > 1 and units and (even := even_shares(units, len(group))) is not None:
+        by_speed = tuple(shares(gcd(*units), speeds) or ()) if len(set(speeds)) > 1 else even
+        for parts in dict.fromkeys((by_speed, even)):
+            divided = Replica(devices=group, samples=(batch_size,), tensor_shares=parts)
+            yield Stage(start=0, stop=len(layers), replicas=(divided,), tensor=len(group))

@@ -10,8 +10,11 @@ from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from atoll.cost import Evaluator
 from atoll.plan import CodecName, Plan, Replica, Schedule, Stage
+from atoll.plan.units import even_shares, split_units
 from atoll.planner.balance import balanced_cuts, shares
 from atoll.planner.classes import Slot
 from atoll.planner.rules import Rules
@@ -179,9 +182,7 @@ def _sync_seconds(evaluator: Evaluator, draft: Draft, timing: Timing, s: int, nb
 
 def _bare_stage(draft: Draft, start: int, stop: int) -> Stage:
     """A stage with one replica, to ask what its devices hold."""
-    inside = draft.inside
-    replica = Replica(devices=draft.stages[0][0].devices, samples=(1,) * inside.lanes, tensor_shares=inside.tensor_shares)
-    return inside.stage(start, stop, (replica,), draft.recompute)
+    return draft.inside.stage(start, stop, (draft.inside.replica(draft.stages[0][0].devices),), draft.recompute)
 
 
 def with_names(drafted: Drafted, timing: Timing, batch_size: int, codecs: dict[str, CodecName]) -> Plan | None:
@@ -193,9 +194,11 @@ def with_names(drafted: Drafted, timing: Timing, batch_size: int, codecs: dict[s
         slots = draft.stages[s]
         times = _slot_times(draft, timing, slots, batch_size)
         speeds = [1.0 / times[slot.kind].of(start, stop) for slot in slots]
+        divided = even_shares(split_units(evaluator.graph.layers[start:stop]), draft.inside.tensor)
         replicas = _replicas(draft, slots, speeds, batch_size, len(bounds) == 2)
-        if replicas is None:
+        if replicas is None or divided is None:
             return None
+        replicas = tuple(replace(replica, tensor_shares=divided) for replica in replicas)
         has_experts = any(layer.experts for layer in evaluator.graph.layers[start:stop])
         inside = draft.inside if has_experts else draft.inside._replace(expert=False)
         stages.append(inside.stage(start, stop, replicas, draft.recompute))
@@ -219,7 +222,7 @@ def _replicas(draft: Draft, slots: Sequence[Slot], speeds: Sequence[float], batc
     replicas = []
     for slot, count in zip(slots, counts, strict=True):
         samples = tuple(_even(count, lanes)) if single else tuple(count * size for size in _even(draft.micro_batch_size, lanes))
-        replicas.append(Replica(devices=slot.devices, samples=samples, tensor_shares=draft.inside.tensor_shares))
+        replicas.append(Replica(devices=slot.devices, samples=samples))
     return tuple(replicas)
 
 

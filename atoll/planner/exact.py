@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from atoll.codec import codec_spec
 from atoll.cost import Evaluator
 from atoll.plan import CodecName, Plan, Replica, Stage
+from atoll.plan.units import even_shares, split_units
 from atoll.planner.balance import shares
 from atoll.planner.rules import Rules
 
@@ -137,14 +138,14 @@ class Exact:
         return self._options[key]
 
     def _stages(self, start: int, stop: int, group: Group, micro: int) -> Iterator[Stage]:
-        units = [layer.tensor_units for layer in self.evaluator.graph.layers[start:stop]]
-        most = max(units)
+        units = split_units(self.evaluator.graph.layers[start:stop])
         for size in range(1, len(group) + 1):
             if len(group) % size:
                 continue
             for blocks in groupings(group, size):
-                plain = tuple(Replica(devices=block, samples=(1,)) for block in blocks)
-                if size == 1 or (most % size == 0 and most > 1):
+                divided = even_shares(units, size)
+                if size == 1 or (units and divided is not None):
+                    plain = tuple(Replica(devices=block, samples=(1,), tensor_shares=divided or ()) for block in blocks)
                     yield Stage(start=start, stop=stop, replicas=plain, tensor=size)
                 if size > 1 and micro % size == 0:
                     lanes = tuple(Replica(devices=block, samples=(1,) * size) for block in blocks)

@@ -8,7 +8,7 @@ from atoll.graph import Constraint, Graph, check_constraints
 from atoll.graph.contradictions import describe
 from atoll.plan import Plan, Stage
 from atoll.plan.constraints import constraint_problems, micro_batches_asked, stage_problems
-from atoll.plan.validate import parallelism_problems
+from atoll.plan.validate import parallelism_problems, share_problems
 
 __all__ = ["Rules", "rules_of"]
 
@@ -31,9 +31,13 @@ class Rules(NamedTuple):
         for stage in plan.stages:
             if stage.split and not (stage.start <= stage.split[0] and stage.split[-1] < stage.stop):
                 return False
-            if next(parallelism_problems(self.graph, stage), None) is not None:
+            if not self.divides(stage):
                 return False
         return not self.graph.constraints or next(constraint_problems(plan, self.graph), None) is None
+
+    def divides(self, stage: Stage) -> bool:
+        """Whether a stage's layers can be divided as it says."""
+        return next(parallelism_problems(self.graph, stage), None) is None and next(share_problems(self.graph, stage), None) is None
 
     def allows_stage(self, stage: Stage) -> bool:
         """Whether a stage honours the replicas and splits in it."""

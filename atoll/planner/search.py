@@ -12,6 +12,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from atoll.plan import CodecName, Plan
+from atoll.plan.units import even_shares, split_units
 from atoll.planner.arrange import arrange, site_columns
 from atoll.planner.classes import DeviceClass, Slot, slots_of
 from atoll.planner.draft import Draft, Drafted, complete, with_names
@@ -44,7 +45,7 @@ class Tally:
 def insides(timing: Timing, rules: Rules) -> list[Inside]:
     """Parallelism inside a replica worth trying on these devices."""
     graph = timing.evaluator.graph
-    units = [layer.tensor_units for layer in graph.layers if layer.tensor_units > 1]
+    units = split_units(graph.layers)
     per_host = max(len(names) for each in timing.classes for names in each.hosts)
     largest = max(each.size for each in timing.classes)
     few = sum(each.size for each in timing.classes) <= FEW_DEVICES
@@ -53,8 +54,7 @@ def insides(timing: Timing, rules: Rules) -> list[Inside]:
     tensors = [t for t in degrees if t == 1 or any(u % t == 0 for u in units)]
     found = _lane_splits(timing, rules, largest)
     if few:  # parts that are not equal: one head more here than there
-        odd = [t for t in degrees if t > 1 and min(units) >= t and any(u % t for u in units)]
-        found += [Inside(t, tensor_shares=tuple(min(units) * (i + 1) // t - min(units) * i // t for i in range(t))) for t in odd]
+        found += [Inside(t, tensor_shares=parts) for t in degrees if t > 1 and (parts := even_shares(units, t))]
     for tensor in tensors:
         found.append(Inside(tensor))
         lanes = [lanes for lanes in _lane_counts(timing.classes, tensor, largest) if lanes > 1]

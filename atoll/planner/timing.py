@@ -33,6 +33,10 @@ class Inside(NamedTuple):
         """Devices of a replica."""
         return self.tensor * self.lanes
 
+    def replica(self, devices: tuple[str, ...]) -> Replica:
+        """A replica of these devices, each lane of which takes one sample."""
+        return Replica(devices=devices, samples=(1,) * self.lanes, tensor_shares=self.tensor_shares)
+
     def stage(self, start: int, stop: int, replicas: tuple[Replica, ...], recompute: bool) -> Stage:
         """A stage that is parallel inside in this way."""
         return Stage(

@@ -19,6 +19,9 @@ names = st.one_of(
 numbers = st.integers(-3, 300)
 
 
+SHARES = {1: [(), (1,)], 2: [(), (1, 1), (3, 1), (3, 5)], 4: [(), (1, 2, 4, 1), (1, 1, 1, 1)]}  # that divide 8 units
+
+
 @st.composite
 def runs_of_names(draw: st.DrawFn) -> list[str]:
     """Names as clusters have them: consecutive numbers, sometimes padded."""
@@ -106,7 +109,7 @@ def _stage_of(draw: st.DrawFn, start: int, stop: int, pool: list[str], micro_bat
         devices = tuple(pool.pop(0) for _ in range(lanes * tensor))
         samples = [share] * lanes
         samples[0] += share * (micro_batch - lanes)
-        shares = tuple(draw(st.lists(st.integers(1, 3), min_size=tensor, max_size=tensor))) if draw(st.booleans()) else ()
+        shares = draw(st.sampled_from(SHARES[tensor]))
         made.append(Replica(devices=devices, samples=tuple(samples), tensor_shares=shares))
     division = draw(st.sampled_from([(False, False), (True, False), (False, True)])) if lanes > 1 else (False, False)
     splittable = lanes > 1 and tensor == 1 and not division[1]

@@ -5,6 +5,7 @@ Small problems are solved exactly; larger ones by a broad search with balanced c
 
 import time
 from collections.abc import Callable
+from itertools import islice
 
 import msgspec
 from msgspec.structs import replace
@@ -23,7 +24,8 @@ from atoll.planner.mode import choose_mode, island_plan
 from atoll.planner.reasons import bottleneck, plan_reasons, relief
 from atoll.planner.refine import climb
 from atoll.planner.rules import rules_of
-from atoll.planner.search import FEW_DEVICES, Found, Tally, micro_batch_sizes, search
+from atoll.planner.search import FEW_DEVICES, Found, micro_batch_sizes, search
+from atoll.planner.tally import Tally
 from atoll.planner.timing import Timing
 from atoll.units import format_bytes
 
@@ -114,6 +116,7 @@ class _Planner:
         self.max_priced = max_priced or _prices(len(cluster.devices))
         self.progress = progress
         self.tally = Tally()
+        self.islands = Tally()  # of the search for plans in which every site holds the whole model
         self.codecs = {link.name: tuple(codecs) for link in cluster.links} if len(codecs) > 1 else {}
 
     def run(self, top: int, started: float) -> Planned:
@@ -151,14 +154,12 @@ class _Planner:
     def _annotated(self, keep: int) -> list[Found]:
         """The best of the plans in which every stage follows its own annotations."""
         found: list[Found] = []
-        budget = self.tally.priced + self.max_priced
         sizes = micro_batch_sizes(self.batch_size, self.rules)
-        for plan in annotated_plans(self.evaluator, self.rules, self.batch_size, sizes):
-            if self.tally.priced >= budget:
-                break
-            self.progress("following annotations", self.tally.priced, budget)
-            self.tally.priced += 1
+        plans = annotated_plans(self.evaluator, self.rules, self.batch_size, sizes)
+        for number, plan in enumerate(islice(plans, self.max_priced)):
+            self.progress("following annotations", number, self.max_priced)
             if self.evaluator.fits(plan):
+                self.tally.priced += 1
                 found.append(Found(self.evaluator.seconds(plan), plan))
             else:
                 self.tally.ruled_out["out of memory"] += 1
@@ -169,22 +170,9 @@ class _Planner:
         improved = []
         for number, each in enumerate(leaders):
             self.progress("refining", number, len(leaders))
-            left = self.max_priced // 6
-            improved.append(self._climbed(each, left))
+            improved.append(climb(each, self.evaluator, self.rules, self.codecs, self.max_priced // 6, self.tally))
         distinct = {one.plan: one for one in [*improved, *found]}
         return sorted(distinct.values(), key=lambda one: one.seconds)
-
-    def _climbed(self, each: Found, prices: int) -> Found:
-        left = prices
-
-        def budget() -> bool:
-            nonlocal left
-            left -= 1
-            self.tally.priced += 1
-            return left >= 0
-
-        plan, seconds = climb(each.plan, each.seconds, self.evaluator, self.rules, self.codecs, budget)
-        return Found(seconds, plan)
 
     def _exact(self, best: Plan | None, seconds: float) -> tuple[Plan | None, float, bool]:
         exact = Exact(self.evaluator, self.rules, self.batch_size, self.codecs, lambda: exact.priced < 60_000)
@@ -210,9 +198,9 @@ class _Planner:
         head = candidates[0]
         return Planned(
             candidates=tuple(candidates),
-            considered=self.tally.considered + self.tally.priced,
-            priced=self.tally.priced,
-            ruled_out=self._ruled_out(found, exact),
+            considered=self.tally.considered + self.islands.considered,
+            priced=self.tally.priced + self.islands.priced,
+            ruled_out=self._ruled_out(found, choice.plan.mode, exact),
             bottleneck=bottleneck(head.plan, head.cost, evaluator),
             relief=relief(head.plan, head.cost, evaluator),
             exact=exact,
@@ -229,16 +217,18 @@ class _Planner:
         if len(self.evaluator.cluster.sites) < 2 or self.mode not in (None, "islands"):
             return None
         apart = Timing(self.evaluator, self.timing.classes, wan_ratio=0.0)
-        found = search(apart, self.rules, self.batch_size, [{}], 1, self.max_priced // 6, self.tally, self.progress, islands=True)
+        found = search(apart, self.rules, self.batch_size, [{}], 1, self.max_priced // 6, self.islands, self.progress, islands=True)
         return island_plan(found[0].plan, self.evaluator) if found else None
 
-    def _ruled_out(self, found: list[Found], exact: bool) -> tuple[str, ...]:
-        lines = [f"{count} × {reason}" for reason, count in self.tally.ruled_out.most_common() if count]
-        if exact:
-            lines.append("every other plan of the exact search's space: none is faster")
-        elif len(found) > 1:
-            lines.append(f"{len(found) - 1} priced plans that are slower, the next by {found[1].seconds / found[0].seconds - 1:.1%}")
-        return tuple(lines)
+    def _ruled_out(self, found: list[Found], mode: Mode, exact: bool) -> tuple[str, ...]:
+        """What became of all plans considered but the one chosen: the numbers at the lines' beginnings add up to them."""
+        why_not = "priced, and not faster" if mode == "lockstep" else f"priced, and not chosen ({mode}: see above)"
+        if mode == "lockstep" and len(found) > 1:
+            why_not += f"; the next best takes {found[1].seconds / found[0].seconds - 1:.1%} longer"
+        lines = self.tally.lines(mode != "islands", why_not)
+        islands = self.islands.lines(mode == "islands", "priced, and not chosen")
+        proof = ("every other plan of the exact search's space: none is faster",) if exact else ()
+        return (*lines, *(f"{line} (islands)" for line in islands), *proof)
 
     def _nothing_fits(self, where: str = "") -> str:
         evaluator = self.evaluator

@@ -117,7 +117,8 @@ def plan_reasons(plan: Plan, cost: Cost, evaluator: Evaluator) -> tuple[str, ...
         reasons.append(f"lanes divide {names} between them: {share:.0%} of all parameters, whose gradients they need not exchange")
     if any(stage.recompute for stage in plan.stages):
         which = [str(s) for s, stage in enumerate(plan.stages) if stage.recompute]
-        reasons.append(f"stage{'s' if len(which) > 1 else ''} {_ranges(which)} recompute: their activations would not fit otherwise")
+        who = f"stages {_ranges(which)} recompute: their" if len(which) > 1 else f"stage {which[0]} recomputes: its"
+        reasons.append(f"{who} activations would not fit otherwise")
     for codec in sorted(set(plan.codecs.values())):
         links = [link for link, chosen in plan.codecs.items() if chosen == codec]
         said = ", ".join(links[:3]) + (f" and {len(links) - 3} more" if len(links) > 3 else "")

@@ -1,6 +1,6 @@
 """Local moves on whole plans, priced in full: what balance by rule leaves on the table."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from msgspec.structs import replace
@@ -9,29 +9,36 @@ from atoll.cost import Evaluator
 from atoll.plan import CodecName, Plan, Replica, Stage
 from atoll.planner.balance import shares
 from atoll.planner.rules import Rules
+from atoll.planner.search import Found
+from atoll.planner.tally import Tally
 
 __all__ = ["climb", "reshared"]
 
 _FEW_REPLICAS = 48  # above this many, moving a single replica is too small a step to be worth pricing
 
 
-def climb(
-    plan: Plan, seconds: float, evaluator: Evaluator, rules: Rules, codecs: Mapping[str, Sequence[CodecName]], budget: Callable[[], bool]
-) -> tuple[Plan, float]:
-    """Takes the first move that helps until none does, or `budget()` says stop. The plan returned fits and is never slower."""
-    improved = True
-    while improved and budget():
-        improved = False
-        for candidate in _moves(plan, evaluator, rules, codecs):
+def climb(start: Found, evaluator: Evaluator, rules: Rules, codecs: Mapping[str, Sequence[CodecName]], prices: int, tally: Tally) -> Found:
+    """Takes the first move that helps until none does, or so many were priced. The plan returned fits and is never slower."""
+    best: Found | None = start
+    while best is not None:
+        start = best
+        best = None
+        for candidate in _moves(start.plan, evaluator, rules, codecs):
             if not rules.allows(candidate):
                 continue
-            if not budget():
+            if prices == 0:
                 break
-            priced = evaluator.seconds(candidate)
-            if priced < seconds * (1 - 1e-6) and evaluator.fits(candidate):
-                plan, seconds, improved = candidate, priced, True
-                break
-    return plan, seconds
+            prices -= 1
+            seconds = evaluator.seconds(candidate)
+            if seconds < start.seconds * (1 - 1e-6):
+                if evaluator.fits(candidate):
+                    tally.priced += 1
+                    best = Found(seconds, candidate)
+                    break
+                tally.ruled_out["out of memory"] += 1
+            else:
+                tally.priced += 1
+    return start
 
 
 def _moves(plan: Plan, evaluator: Evaluator, rules: Rules, codecs: Mapping[str, Sequence[CodecName]]) -> Iterator[Plan]:

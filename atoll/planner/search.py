@@ -17,9 +17,10 @@ from atoll.planner.arrange import arrange, site_columns
 from atoll.planner.classes import DeviceClass, Slot, slots_of
 from atoll.planner.draft import Draft, Drafted, complete, with_names
 from atoll.planner.rules import Rules
+from atoll.planner.tally import Tally
 from atoll.planner.timing import Inside, Timing
 
-__all__ = ["Found", "Tally", "insides", "micro_batch_sizes", "search", "stage_counts"]
+__all__ = ["Found", "insides", "micro_batch_sizes", "search", "stage_counts"]
 
 Progress = Callable[[str, int, int], None]
 RARELY = 64  # steps between exchanges of islands, until `mode` chooses how many
@@ -31,15 +32,6 @@ class Found(NamedTuple):
 
     seconds: float
     plan: Plan
-
-
-class Tally:
-    """What was considered and why the rest was ruled out."""
-
-    def __init__(self) -> None:
-        self.considered = 0
-        self.priced = 0
-        self.ruled_out: Counter[str] = Counter()
 
 
 def insides(timing: Timing, rules: Rules) -> list[Inside]:
@@ -178,7 +170,7 @@ def search(
         progress("drafting", number, len(layouts))
         drafted.extend(_drafts(timing, rules, batch_size, inside, stages, tally))
     drafted.sort(key=lambda each: each.estimate)
-    return _price(drafted, timing, rules, batch_size, codec_sets, keep, tally.priced + budget, tally, progress, islands)
+    return _price(drafted, timing, rules, batch_size, codec_sets, keep, budget, tally, progress, islands)
 
 
 def _layouts(timing: Timing, rules: Rules, tally: Tally, islands: bool) -> Iterator[tuple[Inside, tuple[tuple[Slot, ...], ...]]]:
@@ -191,7 +183,6 @@ def _layouts(timing: Timing, rules: Rules, tally: Tally, islands: bool) -> Itera
                 continue
             possible = stage_counts(len(slots), layers, rules)
             counts = [n for n in possible if _could_fit(timing, chosen, inside, n)]
-            tally.considered += len(possible) - len(counts)
             tally.ruled_out["out of memory"] += len(possible) - len(counts)
             if inside.lanes > 1:
                 counts = [n for n in counts if n <= 8 or rules.bounds]  # sharding replaces stages more than it joins them
@@ -228,7 +219,6 @@ def _drafts(
         if micro < inside.lanes:
             continue
         for recompute in (False, True):
-            tally.considered += 1
             outcome = complete(Draft(inside, stages, micro, recompute), timing, rules, batch_size)
             if isinstance(outcome, Drafted):
                 yield outcome
@@ -251,8 +241,9 @@ def _price(
     islands: bool,
 ) -> list[Found]:
     found: list[Found] = []
+    tried = 0
     for number, each in enumerate(drafted):
-        if tally.priced >= budget:
+        if tried >= budget:
             tally.ruled_out["a worse estimate than those priced"] += len(drafted) - number
             break
         if len(found) >= keep and each.estimate > 1.3 * found[keep - 1].seconds:
@@ -269,10 +260,11 @@ def _price(
                 break
             if islands:
                 plan = replace(plan, mode="islands", outer_steps=RARELY)
-            tally.priced += 1
+            tried += 1
             if not timing.evaluator.fits(plan):
                 tally.ruled_out["out of memory"] += 1
                 break
+            tally.priced += 1
             found.append(Found(timing.evaluator.seconds(plan), plan))
             if not _crosses_sites(plan, timing):
                 break

@@ -9,7 +9,8 @@ import dataclasses
 import sysconfig
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -56,8 +57,15 @@ class Samples:
 
     def at(self, positions: Sequence[int]) -> Batch:
         """The samples at these positions of the endless row, collated."""
+        if len(self.dataset) != self.length:
+            raise JobError(
+                f"Job: data: its length changed from {self.length} to {len(self.dataset)} while it was in use; "
+                "every worker computes the order of the samples from it, so it must stay the same"
+            )
         with own_randomness(devices=False):
-            return self.collate([self._sample(position) for position in positions])
+            samples = [self._sample(position) for position in positions]
+            with _noting(lambda: f"collating samples {_few([self.index(position) for position in positions])}"):
+                return self.collate(samples)
 
     def loading_seconds(self, most: int = 64) -> float:
         """Processor time that loading a step's batch takes this process, judged by the best of three tries at up to `most` samples."""
@@ -71,7 +79,23 @@ class Samples:
 
     def _sample(self, position: int) -> Any:
         seed_everything(mix(self.seed, 1, position), devices=False)
-        return self.dataset[self.index(position)]
+        index = self.index(position)
+        with _noting(lambda: f"sample {index} of {self.length}"):
+            return self.dataset[index]
+
+
+@contextmanager
+def _noting(note: Callable[[], str]) -> Iterator[None]:
+    """What the user's code raises passes as it is, with a note of what it was given."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(note())
+        raise
+
+
+def _few(indices: list[int]) -> str:
+    return ", ".join(map(str, indices[:4])) + (f" … {indices[-1]}" if len(indices) > 4 else "")
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -3,7 +3,8 @@
 ```
 AtollError
 ├── JobError          the training script or its Job is wrong
-│   └── CaptureError  the model cannot be turned into a Graph; names the module and the reason
+│   ├── CaptureError  the model cannot be turned into a Graph; names the module and the reason
+│   └── JobFailedError  the job's own code failed in a run under way, or its numbers did; says at which step
 ├── AnnotationError   replica/split/stage/pipeline contradict each other or the devices
 ├── ClusterError      a cluster file or a catalogue entry is wrong; names the file and the key
 ├── PlanError         a plan breaks its own rules; shows the table with the wrong cell marked
@@ -11,8 +12,10 @@ AtollError
 ```
 
 All of them are mistakes a user can mend, so they are `ValueError`s and the command line prints them as
-one sentence and exits with 2. Broken invariants of our own are `assert`s.
+one sentence and exits with their `exit_code`: 2, or 1 for a run that failed. Broken invariants of our own are `assert`s.
 """
+
+from typing import ClassVar
 
 __all__ = [
     "AnnotationError",
@@ -20,6 +23,7 @@ __all__ = [
     "CaptureError",
     "ClusterError",
     "JobError",
+    "JobFailedError",
     "NoPlanError",
     "PlanError",
 ]
@@ -28,6 +32,8 @@ __all__ = [
 class AtollError(ValueError):
     """Something the user gave is wrong; the message says what, where and what to do."""
 
+    exit_code: ClassVar[int] = 2
+
 
 class JobError(AtollError):
     """The training script or the Job it defines is wrong."""
@@ -35,6 +41,12 @@ class JobError(AtollError):
 
 class CaptureError(JobError):
     """The model cannot be captured as a Graph."""
+
+
+class JobFailedError(JobError):
+    """A run under way failed: the job's own code raised, or its loss or gradient is not finite."""
+
+    exit_code: ClassVar[int] = 1
 
 
 class AnnotationError(AtollError):

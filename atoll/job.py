@@ -19,14 +19,17 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset, default_collate
 
+from atoll.blame import showing_lines, users_code
 from atoll.data import Batch, Dataset, Samples
 from atoll.errors import JobError
 from atoll.events import Evaluated, EventLog, Observer
 from atoll.randomness import mix, own_randomness
+from atoll.uncaught import SentenceIfUncaught
 
 __all__ = ["Job", "LossFunction", "LossValue", "RunResult", "read_loss"]
 
 LossFunction: TypeAlias = Callable[[Any, Batch], Tensor | tuple[Tensor, Tensor | float]]
+_SEEDS = 2**64  # what the mixing of seeds tells apart
 _PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -77,7 +80,7 @@ class Job:
     collate: Callable[[list[Any]], Batch] = default_collate
     """From a list of samples to a batch."""
     seed: int = 0
-    """Decides the starting weights, the order of the data and dropout."""
+    """Decides the starting weights, the order of the data and dropout: a whole number from 0 to 2⁶⁴ - 1."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """What matrix products are computed in (autocast); the weights stay fp32. fp16 scales the loss as it needs."""
     max_grad_norm: float | None = None
@@ -91,7 +94,7 @@ class Job:
     eval_loss: LossFunction | None = None
     """The loss for evaluation; None: `loss`."""
     metrics: Mapping[str, LossFunction] = field(default_factory=dict)
-    """More to evaluate: names, and functions like `loss`."""
+    """More to evaluate: names, and functions like `loss`, which may also return plain numbers."""
     callbacks: Sequence[Observer] = ()
     """Called with every Event (`atoll.events`); raise `atoll.StopTraining` in one to stop after the step."""
     name: str = "job"
@@ -99,38 +102,14 @@ class Job:
 
     def __new__(cls, *positional: object, **arguments: object) -> Self:
         """Refuse wrong names before Python does, with the nearest right ones."""
-        if positional:
-            raise JobError("Job takes its arguments by name: Job(model=…, loss=…, data=…, optimizer=…, batch_size=…, steps=…)")
-        known = {name: parameter for name, parameter in inspect.signature(cls.__init__).parameters.items() if name != "self"}
-        for name in arguments:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
-                hint = f"did you mean {' or '.join(near)}?" if near else f"it takes {', '.join(known)}"
-                raise JobError(f"Job has no argument '{name}'; {hint}")
-        missing = [name for name, parameter in known.items() if parameter.default is parameter.empty and name not in arguments]
-        if missing:
-            raise JobError(f"Job needs {' and '.join(missing)}: Job({', '.join(f'{name}=…' for name in missing)})")
+        with SentenceIfUncaught():
+            _check_names(cls, positional, arguments)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        _check_functions(self)
-        for name in ("batch_size", "steps", "micro_batch_size", "eval_every"):
-            _check_number(name, getattr(self, name), whole=True)
-        for name in ("epochs", "max_grad_norm"):
-            _check_number(name, getattr(self, name), whole=False)
-        if (self.steps is None) == (self.epochs is None):
-            _wrong("steps", "give either steps or epochs" + (", not both" if self.steps is not None else ""))
-        if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
-            _wrong("micro_batch_size", f"must not exceed batch_size ({self.batch_size}), got {self.micro_batch_size}")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            _wrong("seed", f"must be a whole number, got {self.seed!r}")
-        if self.precision not in _PRECISIONS:
-            _wrong("precision", f"must be 'fp32', 'bf16' or 'fp16', got {self.precision!r}")
-        if not isinstance(self.name, str) or not self.name:
-            _wrong("name", f"must be a word or two, got {self.name!r}")
-        for name in ("eval_every", "eval_loss", "metrics"):
-            if getattr(self, name) and self.eval_data is None:
-                _wrong(name, "needs eval_data to evaluate on")
+        with SentenceIfUncaught():
+            _check_functions(self)
+            _check_figures(self)
 
     @cached_property
     def dataset(self) -> Dataset:
@@ -180,7 +159,8 @@ class Job:
         if isinstance(self.model, nn.Module):
             return _meta_copy(self.model).train() if torch.device(device).type == "meta" else self.model.to(device).train()
         meta = torch.device(device).type == "meta"
-        with own_randomness(mix(self.seed, 0)), torch.device("meta") if meta else nullcontext():
+        building = users_code("Job: model: building it")
+        with building, own_randomness(mix(self.seed, 0)), torch.device("meta") if meta else nullcontext():
             model = cast(object, self.model())
         if not isinstance(model, nn.Module):
             raise JobError(f"Job: model: the callable must return a torch.nn.Module, it returned {_kind_of(model)}")
@@ -191,10 +171,32 @@ class Job:
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         if not trainable:
             raise JobError("Job: model: it has no trainable parameter; set requires_grad on what is to be trained")
-        optimizer = cast(object, self.optimizer(trainable))
+        with users_code("Job: optimizer: making it"):
+            optimizer = cast(object, self.optimizer(trainable))
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise JobError(f"Job: optimizer: the callable must return a torch.optim.Optimizer, it returned {_kind_of(optimizer)}")
+        if not _steps_without_arguments(optimizer):
+            raise JobError(
+                f"Job: optimizer: {type(optimizer).__name__} computes the loss itself, as often as it likes in a step, "
+                "which cannot be divided among devices; take one that steps once a gradient, such as torch.optim.AdamW"
+            )
         return optimizer
+
+    def build_scheduler(self, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+        """The job's learning-rate schedule, if it has one, long enough for all its steps."""
+        if self.scheduler is None:
+            return None
+        with users_code("Job: scheduler: making it"):
+            scheduler = cast(Any, self.scheduler(optimizer))
+        if not hasattr(scheduler, "step"):
+            raise JobError(f"Job: scheduler: the callable must return a learning-rate scheduler, it returned {_kind_of(scheduler)}")
+        name = type(scheduler).__name__
+        if not _steps_without_arguments(scheduler):
+            raise JobError(f"Job: scheduler: {name} must be told a metric at every step; take a schedule that depends on the step alone")
+        length = getattr(scheduler, "total_steps", None)
+        if isinstance(length, int) and length < self.total_steps:
+            raise JobError(f"Job: scheduler: {name} ends after {length} steps and the job has {self.total_steps}; make them equal")
+        return cast(LRScheduler, scheduler)
 
     def autocast(self, device: torch.device | str) -> AbstractContextManager[Any]:
         """The context forward passes run in, so that matrix products are computed in the job's precision."""
@@ -206,12 +208,13 @@ class Job:
         """Train on this machine alone: on its accelerator if it has one, else on the CPU.
 
         With `out`, a new directory gets `events.jsonl`. Ctrl-C ends the run after the current step; whatever ends it, the weights are those
-        after a whole step.
+        after a whole step. What goes wrong is a `JobError`, a `JobFailedError` once the run is under way; if the main script lets it pass,
+        the script ends with its sentence and its exit code rather than with a traceback.
         """
         from atoll.runtime.alone import train_alone  # later on the road than this file, and not needed to plan
         from atoll.watch.progress import Progress
 
-        with ExitStack() as stack:
+        with SentenceIfUncaught(), showing_lines(), ExitStack() as stack:
             observers: list[Observer] = []
             if out is not None:
                 observers.append(stack.enter_context(EventLog(Path(out))))
@@ -220,20 +223,58 @@ class Job:
             return train_alone(self, device=_device(device), observers=[*observers, *self.callbacks])
 
 
-def read_loss(result: object) -> LossValue:
-    """Check what a loss function returned and say what it is."""
+def read_loss(result: object, name: str = "loss") -> LossValue:
+    """Check what a loss function, or another of that `name`, returned and say what it is."""
     value, weight = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(value, Tensor):
-        raise JobError(f"Job: loss: it must return a tensor or (total, weight), it returned {_kind_of(result)}")
+        _wrong(name, f"it must return a tensor or (total, weight), it returned {_kind_of(result)}")
     if value.numel() != 1:
-        raise JobError(f"Job: loss: it must return one number, it returned shape {list(value.shape)}; take the mean over the batch")
+        _wrong(name, f"it must return one number, it returned shape {list(value.shape)}; take the mean over the batch")
+    if value.is_complex():
+        _wrong(name, f"it must return a floating-point number, it returned {value.dtype}")
     if weight is not None and not isinstance(weight, (Tensor, int, float)):
-        raise JobError(f"Job: loss: the weight in (total, weight) must be a number, it is {_kind_of(weight)}")
+        _wrong(name, f"the weight in (total, weight) must be a number, it is {_kind_of(weight)}")
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
-            raise JobError(f"Job: loss: the weight in (total, weight) must be one number, its shape is {list(weight.shape)}")
+            _wrong(name, f"the weight in (total, weight) must be one number, its shape is {list(weight.shape)}")
         weight = weight.detach()
     return LossValue(value, weight)
+
+
+def _check_names(cls: type[Job], positional: Sequence[object], arguments: Mapping[str, object]) -> None:
+    """All arguments are there, by names that exist."""
+    if positional:
+        raise JobError("Job takes its arguments by name: Job(model=…, loss=…, data=…, optimizer=…, batch_size=…, steps=…)")
+    known = {name: parameter for name, parameter in inspect.signature(cls.__init__).parameters.items() if name != "self"}
+    for name in arguments:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"it takes {', '.join(known)}"
+            raise JobError(f"Job has no argument '{name}'; {hint}")
+    missing = [name for name, parameter in known.items() if parameter.default is parameter.empty and name not in arguments]
+    if missing:
+        raise JobError(f"Job needs {' and '.join(missing)}: Job({', '.join(f'{name}=…' for name in missing)})")
+
+
+def _check_figures(job: Job) -> None:
+    """Numbers and words are what they should be, and agree."""
+    for name in ("batch_size", "steps", "micro_batch_size", "eval_every"):
+        _check_number(name, getattr(job, name), whole=True)
+    for name in ("epochs", "max_grad_norm"):
+        _check_number(name, getattr(job, name), whole=False)
+    if (job.steps is None) == (job.epochs is None):
+        _wrong("steps", "give either steps or epochs" + (", not both" if job.steps is not None else ""))
+    if job.micro_batch_size is not None and job.micro_batch_size > job.batch_size:
+        _wrong("micro_batch_size", f"must not exceed batch_size ({job.batch_size}), got {job.micro_batch_size}")
+    if not isinstance(job.seed, int) or isinstance(job.seed, bool) or not 0 <= job.seed < _SEEDS:
+        _wrong("seed", f"must be a whole number from 0 to 2**64 - 1, got {job.seed!r}")
+    if job.precision not in _PRECISIONS:
+        _wrong("precision", f"must be 'fp32', 'bf16' or 'fp16', got {job.precision!r}")
+    if not isinstance(job.name, str) or not job.name:
+        _wrong("name", f"must be a word or two, got {job.name!r}")
+    for name in ("eval_every", "eval_loss", "metrics"):
+        if getattr(job, name) and job.eval_data is None:
+            _wrong(name, "needs eval_data to evaluate on")
 
 
 def _check_functions(job: Job) -> None:
@@ -250,6 +291,10 @@ def _check_functions(job: Job) -> None:
     if not isinstance(job.metrics, Mapping):
         _wrong("metrics", f"must be a mapping from names to functions, got {_kind_of(job.metrics)}")
     for name, metric in job.metrics.items():
+        if not isinstance(name, str) or not name:
+            _wrong("metrics", f"names must be words, got {name!r}")
+        if name == "loss":
+            _wrong("metrics", "'loss' is what the evaluation loss is called; give this metric another name, or give it as eval_loss")
         _check_callable(f"metrics[{name!r}]", metric, 2, "a function metric(model, batch)")
     if not isinstance(job.callbacks, Sequence):
         _wrong("callbacks", f"must be a list of callables, got {_kind_of(job.callbacks)}")
@@ -285,16 +330,28 @@ def _check_number(name: str, value: object, *, whole: bool) -> None:
         _wrong(name, f"must be a positive {'whole number' if whole else 'number'}, got {value!r}")
 
 
+def _steps_without_arguments(steps: object) -> bool:
+    """Whether `.step()` can be called so; schedules patch it on the instance, so the class is asked."""
+    try:
+        inspect.signature(cast(Any, type(steps)).step).bind(steps)
+    except TypeError:
+        return False
+    return True
+
+
 def _is_dataset(value: object) -> bool:
     return not isinstance(value, type) and hasattr(value, "__len__") and hasattr(value, "__getitem__")
 
 
 def _built_dataset(name: str, data: Dataset | Callable[[], Dataset]) -> Dataset:
-    built: object = data if _is_dataset(data) else cast(Callable[[], object], data)()
+    with users_code(f"Job: {name}: building it"):
+        built: object = data if _is_dataset(data) else cast(Callable[[], object], data)()
     if not _is_dataset(built):
-        raise JobError(f"Job: {name}: the callable must return data with __len__ and __getitem__, it returned {_kind_of(built)}")
-    if len(cast(Dataset, built)) == 0:
-        raise JobError(f"Job: {name}: it is empty")
+        _wrong(name, f"the callable must return data with __len__ and __getitem__, it returned {_kind_of(built)}")
+    with users_code(f"Job: {name}: its length"):
+        length = len(cast(Dataset, built))
+    if length == 0:
+        _wrong(name, "it is empty")
     return cast(Dataset, built)
 
 

@@ -1,30 +1,45 @@
 """Script: from the path of a training script to the Job it defines, or to an error that shows the user's own line."""
 
+import argparse
 import ast
 import importlib.util
-import linecache
 import sys
 import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from atoll.blame import in_words, own_frames
 from atoll.errors import AtollError, JobError
 from atoll.job import Job
 from atoll.randomness import own_randomness
 
-__all__ = ["load_job"]
+__all__ = ["load_job", "seen_arguments"]
 
 _EXAMPLE = "job = atoll.Job(model=…, loss=…, data=…, optimizer=…, batch_size=…, steps=…)"
 
 
-def load_job(path: str | Path) -> Job:
+@contextmanager
+def seen_arguments(path: str | Path, arguments: Sequence[str] = ()) -> Iterator[None]:
+    """Inside, `sys.argv` is what `python path arguments…` would make it, not the command line of Atoll."""
+    before = sys.argv
+    sys.argv = [str(path), *arguments]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def load_job(path: str | Path, arguments: Sequence[str] = ()) -> Job:
     """Import a training script (not as `__main__`, so it does not train) and return the one Job it defines.
 
-    The script sees `sys.argv` as it is and can import its neighbours. Its randomness starts from a fixed seed, so that a model built at
-    import time has the same weights on every host.
+    While it is imported, `sys.argv` is the script and its own arguments. It can import its neighbours. Its randomness starts from a fixed
+    seed, so that a model built at import time has the same weights on every host.
     """
     file = Path(path)
-    module = _import_script(file, _source(file))
+    with seen_arguments(path, arguments):
+        module = _import_script(file, _source(file))
     jobs = {name: value for name, value in vars(module).items() if isinstance(value, Job)}
     if isinstance(jobs.get("job"), Job):
         return jobs["job"]
@@ -76,21 +91,20 @@ def _import_script(file: Path, source: str) -> ModuleType:
 
 def _explain(file: Path, error: BaseException) -> str:
     """The error at the innermost line of the user's own code: in the script, or in a file beside it."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(Path(frame.filename), file)]
-    message = str(error) if isinstance(error, AtollError) else f"{type(error).__name__}: {error}"
-    if isinstance(error, SystemExit):
-        message = f'it exits ({error.code}) while being imported; move what runs under `if __name__ == "__main__":`'
+    frames = own_frames(error)
+    message = _exits(error) if isinstance(error, SystemExit) else str(error) if isinstance(error, AtollError) else in_words(error)
     if not frames:
         return f"{file}: {message}"
     frame = frames[-1]
     shown = file if Path(frame.filename).resolve() == file.resolve() else Path(frame.filename)
-    line = linecache.getline(frame.filename, frame.lineno or 0).strip()
-    return f"{shown}:{frame.lineno}: {message}" + (f"\n    {line}" if line else "")
+    return f"{shown}:{frame.lineno}: {message}\n    {frame.line}"
 
 
-def _is_own(code: Path, script: Path) -> bool:
-    ours = Path(__file__).parent in code.resolve().parents
-    return script.resolve().parent in code.resolve().parents and "site-packages" not in code.parts and not ours
+def _exits(error: SystemExit) -> str:
+    """Why a script that exits cannot be imported; argparse has said on stderr what it wanted."""
+    if any(frame.filename == argparse.__file__ for frame in traceback.extract_tb(error.__traceback__)):
+        return f"it does not accept its arguments, {' '.join(sys.argv[1:]) or 'of which there are none'}; give them after `--`"
+    return f'it exits ({error.code}) while being imported; move what runs under `if __name__ == "__main__":`'
 
 
 def _assigned_at(file: Path, name: str) -> int | str:

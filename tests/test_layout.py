@@ -9,8 +9,8 @@ import atoll
 
 ROOT = Path(atoll.__file__).parent
 ROAD = (
-    "errors", "units", "randomness", "events", "data", "job", "script", "graph", "cluster", "codec", "plan", "cost", "planner",
-    "fabric", "control", "runtime", "simulate", "lab", "watch", "cli",
+    "errors", "blame", "uncaught", "units", "randomness", "events", "data", "job", "script", "graph", "cluster", "codec", "plan", "cost",
+    "planner", "fabric", "control", "runtime", "simulate", "lab", "watch", "cli",
 )  # fmt: skip
 """A file or folder imports only from those before it: docs/layout.md."""
 

@@ -43,9 +43,11 @@ def test_job_wins_over_others(tmp_path: Path) -> None:
 
 def test_it_is_imported_not_run_and_sees_its_neighbours_and_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["atoll", "plan", "x"])
-    script(tmp_path, "import sys\nSTEPS = len(sys.argv)\n", "a_neighbour_of_the_script.py")
+    script(tmp_path, "import sys\nSTEPS = 10 * len(sys.argv) + int(sys.argv[-1])\n", "a_neighbour_of_the_script.py")
     text = GOOD + "import a_neighbour_of_the_script as n\njob = make(n.STEPS)\nif __name__ == '__main__':\n    raise SystemExit('ran')\n"
-    assert load_job(script(tmp_path, text)).steps == 3
+    path = script(tmp_path, f"import sys\n{text}SEEN = sys.argv\n")
+    assert load_job(path, ["--steps", "3"]).steps == 33
+    assert [str(path), "--steps", "3"] == sys.modules["atoll_script_train"].SEEN
     assert sys.argv == ["atoll", "plan", "x"]
 
 
@@ -113,6 +115,13 @@ def test_a_wrong_job_shows_its_line(tmp_path: Path) -> None:
 def test_a_script_that_exits_is_told_where_to_put_that(tmp_path: Path) -> None:
     message = failure(script(tmp_path, "import sys\nsys.exit(3)\n"))
     assert "train.py:2: it exits (3) while being imported; move what runs under" in message
+
+
+def test_arguments_that_a_script_refuses_are_not_taken_for_an_exit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = script(tmp_path, "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--layers')\nparser.parse_args()\n")
+    with pytest.raises(JobError, match=r"train\.py:4: it does not accept its arguments, --depth 3; give them after `--`"):
+        load_job(path, ["--depth", "3"])
+    assert "unrecognized arguments: --depth 3" in capsys.readouterr().err
 
 
 def test_a_failed_script_can_be_mended_and_loaded_again(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
     except AtollError as error:
         _complain(str(error))
-        return 2
+        return error.exit_code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atoll.cli.blame import located, users_code
+from atoll.blame import located, users_code
 from atoll.cli.status import working
 from atoll.cost import OPTIMIZERS
 from atoll.errors import JobError

@@ -11,15 +11,15 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
+from atoll.blame import users_code
 from atoll.cluster.memory import keep_freed_memory
 from atoll.data import Dataset, to_device
-from atoll.errors import JobError
+from atoll.errors import JobError, JobFailedError
 from atoll.events import AnyEvent, Evaluated, NonFinite, Observer, RunFinished, RunStarted, StepFinished, StopTraining
 from atoll.job import Job, LossFunction, LossValue, RunResult, read_loss
 from atoll.randomness import mix, own_randomness, seed_everything
@@ -62,11 +62,11 @@ class _Trainer:
         self.job, self.device, self.observers = job, device, observers
         self.began = time.perf_counter()
         self.steps = job.total_steps
-        self.data_length = len(job.dataset)
+        self.data_length = job.samples.length
         self.model = _on_device(job, device)
         self.optimizer = job.build_optimizer(self.model.parameters())
         self.parameters: list[nn.Parameter] = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.scheduler = _scheduler(job, self.optimizer)
+        self.scheduler = job.build_scheduler(self.optimizer)
         self.scaler = torch.amp.GradScaler(device.type, enabled=job.precision == "fp16")
         self.losses: list[float] = []
         self.evaluations: list[Evaluated] = []
@@ -78,10 +78,11 @@ class _Trainer:
         """Tell every observer, even after one of them asked to stop."""
         stop: StopTraining | None = None
         for observer in self.observers:
-            try:
-                observer(event)
-            except StopTraining as request:
-                stop = request
+            with users_code(f"step {len(self.losses)}: {_name_of(observer)}, told of {event.kind},", JobFailedError):
+                try:
+                    observer(event)
+                except StopTraining as request:
+                    stop = request
         if stop is not None:
             raise stop
 
@@ -158,7 +159,8 @@ class _Trainer:
         for number, (start, stop) in enumerate(parts):
             value = self._forward(step, number, start, stop)
             share, deferred = _share(value, samples=stop - start, batch_size=self.job.batch_size, alone=len(parts) == 1)
-            self.scaler.scale(share).backward()  # type: ignore[no-untyped-call]
+            with users_code(f"step {step}: backward", JobFailedError):
+                self.scaler.scale(share).backward()  # type: ignore[no-untyped-call]
             total += share.detach()
             weight += (stop - start) if value.weight is None else value.weight
         divisor = _checked_weight(f"step {step}", float(weight))
@@ -172,9 +174,10 @@ class _Trainer:
         return loss, divisor
 
     def _forward(self, step: int, number: int, start: int, stop: int) -> LossValue:
-        batch = to_device(self.job.samples.batch(step - 1, start, stop), self.device)
+        with users_code(f"step {step}: loading the batch", JobFailedError):
+            batch = to_device(self.job.samples.batch(step - 1, start, stop), self.device)
         seed_everything(mix(self.job.seed, 5, step, number), devices=self.device.type != "cpu")
-        with self.job.autocast(self.device):
+        with self.job.autocast(self.device), users_code(f"step {step}: the loss", JobFailedError):
             value = read_loss(self.job.loss(self.model, batch))
         if not value.value.requires_grad:
             raise JobError("Job: loss: no gradient flows from it to the model; is it computed under no_grad, or detached?")
@@ -192,18 +195,21 @@ class _Trainer:
 
     def _apply(self) -> bool:
         """Step the optimizer and the schedule; False when fp16 overflowed and neither moved."""
+        step = len(self.losses) + 1
         scale = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
+        with users_code(f"step {step}: the optimizer", JobFailedError):
+            self.scaler.step(self.optimizer)
         self.scaler.update()
         applied = self.scaler.get_scale() >= scale
         if applied and self.scheduler is not None:
-            self.scheduler.step()
+            with users_code(f"step {step} of {self.steps}: the learning-rate schedule", JobFailedError):
+                self.scheduler.step()
         return applied
 
     def _not_finite(self, step: int, what: Literal["loss", "gradient"], value: float) -> None:
         self.emit(NonFinite(at_seconds=self.elapsed(), step=step, what=what, value=str(value)))
         advice = "lower the learning rate, clip gradients with max_grad_norm, or look for bad samples in the data"
-        raise JobError(f"step {step}: the {what} is {value}; the weights are still those after step {step - 1}. To go on: {advice}")
+        raise JobFailedError(f"step {step}: the {what} is {value}; the weights are still those after step {step - 1}. To go on: {advice}")
 
     def _evaluate_when_due(self, step: int) -> None:
         dataset, every = self.job.eval_dataset, self.job.eval_every
@@ -217,13 +223,14 @@ class _Trainer:
         functions: dict[str, LossFunction] = {"": self.job.eval_loss or self.job.loss, **self.job.metrics}
         sums = {name: [0.0, 0.0] for name in functions}
         size = self.job.micro_batch_size or self.job.batch_size
+        length = len(dataset)
         self.model.eval()
-        for start in range(0, len(dataset), size):
-            indices = range(start, min(start + size, len(dataset)))
-            batch = to_device(self.job.collate([dataset[i] for i in indices]), self.device)
+        for start in range(0, length, size):
+            indices = range(start, min(start + size, length))
+            with users_code(f"evaluation after step {step}: loading samples {indices[0]} to {indices[-1]}", JobFailedError):
+                batch = to_device(self.job.collate([dataset[i] for i in indices]), self.device)
             for name, function in functions.items():
-                with self.job.autocast(self.device):
-                    value, weight = read_loss(function(self.model, batch))
+                value, weight = self._measured(step, name, function, batch)
                 amount = len(indices) if weight is None else float(weight)
                 sums[name][0] += float(value) * (amount if weight is None else 1.0)
                 sums[name][1] += amount
@@ -235,9 +242,16 @@ class _Trainer:
             step=step,
             loss=loss,
             metrics=means,
-            samples=len(dataset),
+            samples=length,
             seconds=time.perf_counter() - began,
         )
+
+    def _measured(self, step: int, name: str, function: LossFunction, batch: Any) -> LossValue:
+        """What the evaluation loss (its name is empty) or a metric says of a batch; here a plain number will do."""
+        known = f"metrics[{name!r}]" if name else "eval_loss" if self.job.eval_loss else "loss"
+        with self.job.autocast(self.device), users_code(f"evaluation after step {step}: {known}", JobFailedError):
+            result: object = function(self.model, batch)
+        return read_loss(torch.tensor(float(result)) if isinstance(result, (int, float)) else result, known)
 
 
 def _share(value: LossValue, *, samples: int, batch_size: int, alone: bool) -> tuple[Tensor, bool]:
@@ -265,18 +279,13 @@ def _on_device(job: Job, device: torch.device) -> nn.Module:
     try:
         return job.build_model(device)
     except (RuntimeError, AssertionError) as error:
-        if device.type == "cpu" or "out of memory" in str(error):
-            raise
+        if "out of memory" in str(error):
+            raise JobError(f"run: the model does not fit on '{device}': {error}") from error
         raise JobError(f"run: device '{device}' cannot be used here: {error}") from error
 
 
-def _scheduler(job: Job, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-    if job.scheduler is None:
-        return None
-    scheduler = cast(Any, job.scheduler(optimizer))
-    if not hasattr(scheduler, "step"):
-        raise JobError(f"Job: scheduler: the callable must return a learning-rate scheduler, it returned {type(scheduler).__name__}")
-    return cast(LRScheduler, scheduler)
+def _name_of(observer: object) -> str:
+    return str(getattr(observer, "__qualname__", None) or type(observer).__name__)
 
 
 def _peak_memory_bytes(device: torch.device) -> int | None:

@@ -112,7 +112,7 @@ def _summary(event: RunFinished, first_loss: float | None) -> str:
     first = f"{first_loss:.4f} → " if first_loss is not None and event.steps > 1 else ""
     loss = f", loss {first}{event.loss:.4f}" if event.loss is not None else ""
     rate = f", {_rate(event.samples / event.seconds)}" if event.seconds and event.samples else ""
-    why = f" ({event.message})" if event.message else ""
+    why = f" ({event.message})" if event.message and event.reason != "failed" else ""  # the error that is raised says it
     return f"{how}: {event.steps} steps in {_clock(event.seconds)}{loss}{rate}{why}"
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from atoll.data import Shapes, SortedDigits
-from atoll.errors import JobError
+from atoll.errors import JobError, JobFailedError
 from atoll.events import AnyEvent, Evaluated, NonFinite, RunFinished, RunStarted, StepFinished, StopTraining, read_events
 from atoll.job import Job, RunResult
 from atoll.randomness import mix, own_randomness
@@ -284,7 +284,9 @@ def test_a_callback_that_fails_fails_the_run_with_its_own_error(tmp_path: Path) 
     def broken(event: AnyEvent) -> None:
         raise ZeroDivisionError("mine")
 
-    with pytest.raises(ZeroDivisionError, match="mine"):
+    with pytest.raises(
+        JobFailedError, match=r"(?s)step 0: .*broken, told of run_started, failed: ZeroDivisionError: mine\n.*in broken: raise Zero"
+    ):
         replace(JOB, callbacks=[broken]).run(out=tmp_path, progress=False)
     assert [event.kind for event in read_events(tmp_path / "events.jsonl")] == ["run_started", "run_finished"]
 
@@ -300,6 +302,14 @@ def test_a_callback_that_fails_fails_the_run_with_its_own_error(tmp_path: Path) 
         ({"loss": lambda m, b: (mean_loss(m, b), torch.ones(2))}, r"must be one number, its shape is \[2\]"),
         ({"model": lambda: 3}, "model: the callable must return a torch.nn.Module, it returned int 3"),
         ({"model": nn.ReLU}, "it has no trainable parameter"),
+        ({"optimizer": lambda p: torch.optim.LBFGS(p)}, "LBFGS computes the loss itself, .* such as torch.optim.AdamW"),
+        ({"optimizer": lambda p: torch.optim.SGD(p, lr=-1)}, "Job: optimizer: making it failed: ValueError: Invalid learning rate: -1"),
+        ({"scheduler": lambda o: OneCycleLR(o, 1.0, total_steps=5)}, "OneCycleLR ends after 5 steps and the job has 10; make them equal"),
+        ({"scheduler": lambda o: OneCycleLR(o, 1.0)}, "Job: scheduler: making it failed: ValueError"),
+        ({"scheduler": ReduceLROnPlateau}, "ReduceLROnPlateau must be told a metric at every step"),
+        ({"data": lambda: [][0]}, "Job: data: building it failed: IndexError"),
+        ({"model": lambda: nn.Linear("a", 1)}, "Job: model: building it failed: TypeError"),
+        ({"loss": lambda m, b: mean_loss(m, b) * 1j}, "loss: it must return a floating-point number, it returned torch.complex64"),
         ({"optimizer": list}, "optimizer: the callable must return a torch.optim.Optimizer, it returned list"),
         ({"scheduler": id}, "scheduler: the callable must return a learning-rate scheduler, it returned int"),
         ({"data": lambda: 3}, "data: the callable must return data with __len__ and __getitem__, it returned int 3"),
@@ -309,6 +319,13 @@ def test_a_callback_that_fails_fails_the_run_with_its_own_error(tmp_path: Path) 
 def test_what_callables_return_wrongly_is_explained(change: dict[str, Any], message: str) -> None:
     with pytest.raises(JobError, match=message):
         run(replace(JOB, **change))
+
+
+def test_a_schedule_as_long_as_the_job_is_long_enough() -> None:
+    def one_cycle(optimizer: torch.optim.Optimizer) -> LRScheduler:
+        return OneCycleLR(optimizer, 0.1, total_steps=10)
+
+    assert run(replace(JOB, scheduler=one_cycle))[0].reason == "done"
 
 
 def test_a_device_that_is_not_there_is_explained() -> None:

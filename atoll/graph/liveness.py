@@ -18,7 +18,7 @@ from torch import fx
 from atoll.graph.flops import TensorSpec
 from atoll.graph.operators import OperatorTable
 
-__all__ = ["Liveness", "StagePart", "find_liveness"]
+__all__ = ["Liveness", "StagePart", "find_liveness", "is_random"]
 
 aten = torch.ops.aten
 
@@ -45,7 +45,8 @@ def _written(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _is_random(node: fx.Node) -> bool:
+def is_random(node: fx.Node) -> bool:
+    """Whether the operator may draw random numbers."""
     tags = getattr(node.target, "tags", ())
     return torch.Tag.nondeterministic_seeded in tags or "dropout" in str(node.target) or "rand" in str(node.target)
 
@@ -57,11 +58,11 @@ def _has_effect(node: fx.Node) -> bool:
 
 def _is_unrepeatable(node: fx.Node, table: OperatorTable) -> bool:
     """Random, or with an effect; for a region (`no_grad`) whatever runs inside it."""
-    if _is_random(node) or _has_effect(node):
+    if is_random(node) or _has_effect(node):
         return True
     inside = [table.specs.get(value) for value in node.all_input_nodes if value.op == "get_attr"]
     return any(
-        inner.op == "call_function" and (_is_random(inner) or _has_effect(inner))
+        inner.op == "call_function" and (is_random(inner) or _has_effect(inner))
         for module in inside
         if isinstance(module, fx.GraphModule)
         for inner in module.graph.nodes
@@ -124,6 +125,19 @@ class Liveness:
                     if root in self._mutators:
                         tainted.add(root)
         return tainted
+
+    @property
+    def table(self) -> OperatorTable:
+        """The program's operators."""
+        return self._table
+
+    def place(self, node: fx.Node) -> int:
+        """Position at which a value exists; the parts of a tuple exist when the tuple does."""
+        return self._place[node]
+
+    def is_changed(self, value: fx.Node) -> bool:
+        """Whether some operator writes to its memory."""
+        return self._table.memory[value] in self._mutators
 
     def recomputable(self, node: fx.Node) -> bool:
         """Whether every stage can make this value from the batch."""

@@ -1,4 +1,4 @@
-"""Holding: which part of a parameter a rank holds. Tensor, expert and split parallelism all say it this way; so do checkpoints and norms."""
+"""Holding: which part of a parameter a rank holds. All that divides parameters says it this way; so do checkpoints and norms."""
 
 import math
 

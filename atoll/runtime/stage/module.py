@@ -1,0 +1,177 @@
+"""A stage as a module: the units of a StageProgram with the parameters a rank holds, run one after another for a micro-batch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from atoll.runtime.stage.drawing import Draw, DrawKey
+from atoll.runtime.stage.holding import Holding
+from atoll.runtime.stage.program import StageProgram, Unit
+from atoll.runtime.stage.state import InitialState
+
+__all__ = ["StageModule", "UnitModule", "build_stage"]
+
+
+class UnitModule(nn.Module):
+    """One unit with its state. With `recompute` its activations are not kept: backward runs it again."""
+
+    def __init__(self, unit: Unit, graph_module: fx.GraphModule, recompute: bool) -> None:
+        super().__init__()
+        self.inputs, self.outputs = unit.inputs, unit.outputs
+        self.graph_module = graph_module
+        self.recompute = recompute
+        self._changes = unit.changes
+
+    def forward(self, *inputs: Any) -> tuple[Any, ...]:
+        if not self.recompute:
+            return self.graph_module(*inputs)  # type: ignore[no-any-return]
+        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=self._contexts)
+        return again(self.graph_module, *inputs)  # type: ignore[no-any-return]
+
+    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), self._unchanged() if self._changes else nullcontext()
+
+    @contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Running a unit again must not move its running statistics again."""
+        before = [getattr(self.graph_module, name).clone() for name in self._changes]
+        try:
+            yield
+        finally:
+            for name, value in zip(self._changes, before, strict=True):
+                getattr(self.graph_module, name).copy_(value)
+
+
+class StageModule(nn.Module):
+    """All units of a stage. Called with the values it receives and the batch's leaves, by name; returns what it sends, or its results."""
+
+    def __init__(self, program: StageProgram, prologue: UnitModule, units: Sequence[UnitModule], holdings: Mapping[str, Holding]) -> None:
+        super().__init__()
+        self.prologue = prologue
+        self.units = nn.ModuleList(units)
+        self.holdings = dict(holdings)  # of every parameter, by the user's name
+        self._sends = [crossing.name for crossing in program.sends]
+        self._results = program.results
+        self._dead = _last_uses(program)
+
+    def forward(self, values: dict[str, Any]) -> tuple[Any, ...]:
+        """Run the micro-batch whose values these are; the dict is used up."""
+        with torch.no_grad():
+            self._run(self.prologue, values)
+        for unit, dead in zip(self.units, self._dead, strict=True):
+            assert isinstance(unit, UnitModule)
+            self._run(unit, values)
+            for name in dead:
+                values.pop(name, None)
+        wanted = self._results or self._sends
+        return tuple(values[name] if isinstance(name, str) else name for name in wanted)
+
+    @staticmethod
+    def _run(unit: UnitModule, values: dict[str, Any]) -> None:
+        made = unit(*[values[name] for name in unit.inputs])
+        values.update(zip(unit.outputs, made, strict=True))
+
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        """What the rank holds of each parameter, by the user's name."""
+        found: dict[str, nn.Parameter] = {}
+        for unit in self.units:
+            assert isinstance(unit, UnitModule)
+            for attribute, name in unit.graph_module.meta["parameters"].items():
+                found[name] = getattr(unit.graph_module, attribute)
+        return found
+
+    def buffers_by_name(self) -> dict[str, Tensor]:
+        """Buffers the rank's units read, by the user's name."""
+        found: dict[str, Tensor] = {}
+        for unit in (self.prologue, *self.units):
+            assert isinstance(unit, UnitModule)
+            for attribute, name in unit.graph_module.meta["buffers"].items():
+                found[name] = getattr(unit.graph_module, attribute)
+        return found
+
+
+def _last_uses(program: StageProgram) -> list[list[str]]:
+    """For every unit the values nobody needs after it."""
+    kept = {crossing.name for crossing in program.sends} | {name for name in program.results if isinstance(name, str)}
+    dead: list[list[str]] = []
+    for unit in reversed(program.units):
+        dead.append([name for name in (*unit.inputs, *unit.outputs) if name not in kept])
+        kept |= set(unit.inputs)
+    return dead[::-1]
+
+
+class _Builder:
+    def __init__(self, state: InitialState, key: DrawKey, device: torch.device, holdings: Mapping[str, Holding]) -> None:
+        self.state, self.key, self.device = state, key, device
+        self.holdings = dict(holdings)
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.buffers: dict[str, Tensor] = {}
+
+    def unit(self, unit: Unit, recompute: bool) -> UnitModule:
+        root = nn.Module()
+        for attribute, name in unit.parameters.items():
+            root.register_parameter(attribute, self._parameter(name))
+        for attribute, placeholder in unit.buffers.items():
+            root.register_buffer(attribute, self._buffer(placeholder), persistent=False)
+        for attribute, module in unit.modules.items():
+            root.add_module(attribute, module)
+        if unit.draws:
+            root.add_module("draw", Draw(self.key, self.device))
+        _seed_before_draws(unit)
+        _place_on(unit.graph, self.device)
+        graph_module = fx.GraphModule(root, unit.graph)
+        graph_module.meta["parameters"] = dict(unit.parameters)
+        names = {attribute: self.state.buffer_name(placeholder) for attribute, placeholder in unit.buffers.items()}
+        graph_module.meta["buffers"] = {attribute: name for attribute, name in names.items() if name is not None}
+        return UnitModule(unit, graph_module, recompute)
+
+    def _parameter(self, name: str) -> nn.Parameter:
+        """One object a name, so that a parameter two units share stays shared."""
+        if name not in self.parameters:
+            whole = self.state.parameter(name)
+            holding = self.holdings.setdefault(name, Holding(name=name, shape=tuple(whole.shape)))
+            own = holding.take(whole.detach()).to(self.device, copy=True).contiguous()
+            self.parameters[name] = nn.Parameter(own, requires_grad=whole.requires_grad)
+        return self.parameters[name]
+
+    def _buffer(self, placeholder: str) -> Tensor:
+        if placeholder not in self.buffers:
+            self.buffers[placeholder] = self.state.value(placeholder).to(self.device, copy=True)
+        return self.buffers[placeholder]
+
+
+def _seed_before_draws(unit: Unit) -> None:
+    for node in list(unit.graph.nodes):
+        if node.name in unit.draws:
+            with unit.graph.inserting_before(node):
+                unit.graph.call_module("draw", (unit.draws[node.name],))
+
+
+def _place_on(graph: fx.Graph, device: torch.device) -> None:
+    """Capture ran on the CPU; what the program creates is to be created where the stage runs."""
+    for node in graph.nodes:
+        if any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values())):
+            node.args = tuple(device if isinstance(value, torch.device) else value for value in node.args)
+            node.kwargs = {name: device if isinstance(value, torch.device) else value for name, value in node.kwargs.items()}
+
+
+def build_stage(
+    program: StageProgram,
+    state: InitialState,
+    *,
+    device: torch.device,
+    key: DrawKey,
+    recompute: Sequence[bool] = (),
+    holdings: Mapping[str, Holding] | None = None,
+) -> StageModule:
+    """The stage with the parameters (or the parts that `holdings` name) that a rank holds; `recompute` says it for every unit."""
+    builder = _Builder(state, key, device, holdings or {})
+    flags = recompute or [False] * len(program.units)
+    prologue = builder.unit(program.prologue, False)
+    units = [builder.unit(unit, flag) for unit, flag in zip(program.units, flags, strict=True)]
+    return StageModule(program, prologue, units, builder.holdings)

@@ -1,0 +1,241 @@
+"""The captured program cut into a stage: what it receives, the units it runs one after another, and what it sends.
+
+A unit is a layer (several, where values are changed in place across them). What can be made from the batch alone — masks, positions,
+rotary tables — is made once a micro-batch in a prologue. Everything is still described by names of the program's values; nothing
+here holds a parameter.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export.graph_signature import OutputKind
+
+from atoll.graph.capture import Captured
+from atoll.graph.flops import TensorSpec
+from atoll.graph.liveness import is_random
+
+__all__ = ["Crossing", "StageProgram", "Unit", "cut_stage"]
+
+aten = torch.ops.aten
+_NORMS = ("batch_norm", "instance_norm")  # they change their running statistics without saying so in their schema
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value on its way from one stage to the next."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[Any, ...]  # numbers, and symbolic expressions of the batch's sizes
+    wants_gradient: bool
+
+
+@dataclass
+class Unit:
+    """Some operators as a graph of their own. Parameters and buffers are `get_attr` nodes; `state` says what stands behind each."""
+
+    name: str
+    layers: range
+    graph: fx.Graph
+    copies: dict[fx.Node, fx.Node]  # the program's nodes → this graph's
+    inputs: tuple[str, ...]  # values it takes, in order
+    outputs: tuple[str, ...]  # values it returns, in order
+    parameters: dict[str, str] = field(default_factory=dict)  # attribute → the user's name
+    buffers: dict[str, str] = field(default_factory=dict)  # attribute → the program's name of the buffer or constant
+    modules: dict[str, fx.GraphModule] = field(default_factory=dict)  # attribute → region (`no_grad` and the like)
+    draws: dict[str, int] = field(default_factory=dict)  # random node → its number among the program's
+    changes: tuple[str, ...] = ()  # attributes of buffers that running the unit changes
+
+
+@dataclass
+class StageProgram:
+    """A run of layers as one rank executes it for a micro-batch."""
+
+    receives: tuple[Crossing, ...]
+    prologue: Unit
+    units: list[Unit]
+    sends: tuple[Crossing, ...]
+    numbers: dict[str, Any]  # sizes that earlier stages computed: symbolic expressions of the batch's sizes, so nobody sends them
+    results: tuple[Any, ...]  # of the last stage: names of values, or plain numbers, as the loss returned them
+    batch: tuple[str, ...]  # names of the batch's leaves, in the order pytree flattens them
+    last: bool
+
+
+class _Cutter:
+    def __init__(self, captured: Captured, start: int, stop: int) -> None:
+        self.captured = captured
+        self.live = captured.liveness
+        self.table = captured.liveness.table
+        self.first, self.end = start, stop
+        layers = captured.graph.layers
+        self.part = captured.stage(start, stop)
+        self.nodes: dict[str, fx.Node] = {node.name: node for node in captured.program.graph.nodes}
+        self.run = [self.nodes[name] for name in self.part.run]
+        self.last = stop == len(layers)
+        self.canonical = {node: self.nodes[name] for node_name, name in self.live.aliases().items() if (node := self.nodes[node_name])}
+        self.random = _random_nodes(captured)
+
+    def stage(self) -> StageProgram:
+        groups = self._groups()
+        again = [node for node in self.run if self.live.recomputable(node)]
+        results = self._results() if self.last else ()
+        wanted = {self.nodes[name] for name in self.part.sends if not self._is_number(name)} | {
+            value for value in results if isinstance(value, fx.Node)
+        }
+        units, later = [], wanted
+        for layers, nodes in reversed(groups):
+            unit = self._unit(self.captured.graph.layers[layers.start].name, layers, nodes, later)
+            units.append(unit)
+            later = later | {self.nodes[name] for name in unit.inputs}
+        prologue = self._unit("prologue", range(self.first, self.first), again, later)
+        return StageProgram(
+            receives=tuple(self._crossing(name) for name in self.part.receives if not self._is_number(name)),
+            prologue=prologue,
+            units=units[::-1],
+            sends=tuple(self._crossing(name) for name in self.part.sends if not self._is_number(name)),
+            numbers={name: self._expression(name) for name in self.part.receives if self._is_number(name)},
+            results=tuple(value.name if isinstance(value, fx.Node) else value for value in results),
+            batch=tuple(str(name) for name in self._batch_names()),
+            last=self.last,
+        )
+
+    def _groups(self) -> list[tuple[range, list[fx.Node]]]:
+        """Operators by unit: layers that may not be cut apart are one."""
+        layers = self.captured.graph.layers
+        bounds = [self.first] + [i for i in range(self.first + 1, self.end) if layers[i - 1].cut] + [self.end]
+        groups = []
+        for a, b in pairwise(bounds):
+            start, stop = layers[a].nodes[0], layers[b - 1].nodes[1]
+            groups.append((range(a, b), [n for n in self.run if not self.live.recomputable(n) and start <= self.live.place(n) < stop]))
+        return groups
+
+    def _batch_names(self) -> list[Any]:
+        return list(self.captured.program.graph_signature.user_inputs)
+
+    def _results(self) -> tuple[Any, ...]:
+        program = self.captured.program
+        returned = next(node for node in program.graph.nodes if node.op == "output").args[0]
+        outputs = zip(program.graph_signature.output_specs, returned, strict=True)
+        return tuple(self._same(value) if isinstance(value, fx.Node) else value for s, value in outputs if s.kind is OutputKind.USER_OUTPUT)
+
+    def _same(self, node: fx.Node) -> fx.Node:
+        """The value that is kept and sent for this one: itself, or what it is an alias of."""
+        return self.canonical.get(node, node)
+
+    def _is_number(self, name: str) -> bool:
+        return not isinstance(self.nodes[name].meta.get("val"), torch.Tensor)
+
+    def _expression(self, name: str) -> Any:
+        value = self.nodes[name].meta.get("val")
+        return value.node.expr if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
+
+    def _crossing(self, name: str) -> Crossing:
+        node = self.nodes[name]
+        value = node.meta["val"]
+        shape = tuple(size if isinstance(size, int) else size.node.expr for size in value.shape)
+        return Crossing(name, value.dtype, shape, self.live.wants_gradient(node))
+
+    def _unit(self, name: str, layers: range, nodes: list[fx.Node], later: set[fx.Node]) -> Unit:
+        unit = Unit(name, layers, fx.Graph(), {}, (), ())
+        own = set(nodes)
+        inputs: dict[fx.Node, fx.Node] = {}
+        for value in self._read_from_outside(nodes, own):
+            inputs[value] = unit.copies[value] = unit.graph.placeholder(value.name)
+            if "val" in value.meta:
+                unit.copies[value].meta["val"] = value.meta["val"]
+        for value in _sources(nodes, ("placeholder", "get_attr")):
+            if value not in inputs:
+                unit.copies[value] = self._attribute(unit, value)
+        for node in nodes:
+            unit.copies[node] = unit.graph.node_copy(node, lambda value: self._copy_of(unit, value))
+            if node in self.random:
+                unit.draws[unit.copies[node].name] = self.random[node]
+        made = {self._same(node) for node in nodes if self._same(node) in own}
+        returned = [node for node in nodes if node in made and node in later]
+        unit.graph.output(tuple(unit.copies[node] for node in returned))
+        unit.inputs, unit.outputs = tuple(value.name for value in inputs), tuple(node.name for node in returned)
+        unit.changes = tuple(attribute for attribute in unit.buffers if self._is_changed(nodes, unit, attribute))
+        return unit
+
+    def _read_from_outside(self, nodes: list[fx.Node], own: set[fx.Node]) -> list[fx.Node]:
+        """Values made elsewhere and leaves of the batch, in the order they are first read."""
+        batch = set(self.table.batch)
+        found: dict[fx.Node, None] = {}
+        for node in nodes:
+            for value in node.all_input_nodes:
+                if value in own:
+                    continue
+                if value.op == "call_function":
+                    found[self._same(value)] = None
+                elif value in batch:
+                    found[value] = None
+        return list(found)
+
+    def _copy_of(self, unit: Unit, value: fx.Node) -> fx.Node:
+        return unit.copies[value] if value in unit.copies else unit.copies[self._same(value)]
+
+    def _attribute(self, unit: Unit, value: fx.Node) -> fx.Node:
+        if value in self.table.parameters:
+            name = self.table.parameters[value]
+            attribute = next((key for key, known in unit.parameters.items() if known == name), f"p{len(unit.parameters)}")
+            unit.parameters[attribute] = name
+        elif value in self.table.buffers:
+            attribute = f"b{len(unit.buffers)}"
+            unit.buffers[attribute] = value.name
+        else:
+            module = self.captured.program.graph_module.get_submodule(str(value.target))
+            assert isinstance(module, fx.GraphModule)
+            attribute = f"m{len(unit.modules)}"
+            unit.modules[attribute] = module
+        copy = unit.graph.create_node("get_attr", attribute)
+        if "val" in value.meta:
+            copy.meta["val"] = value.meta["val"]
+        return copy
+
+    def _is_changed(self, nodes: list[fx.Node], unit: Unit, attribute: str) -> bool:
+        buffer = self.nodes[unit.buffers[attribute]]
+        normed = any(buffer in node.all_input_nodes and any(name in str(node.target) for name in _NORMS) for node in nodes)
+        return normed or self.live.is_changed(buffer)
+
+
+def _sources(nodes: Iterable[fx.Node], kinds: tuple[str, ...]) -> list[fx.Node]:
+    found: dict[fx.Node, None] = {}
+    for node in nodes:
+        for value in node.all_input_nodes:
+            if value.op in kinds:
+                found[value] = None
+    return list(found)
+
+
+def _random_nodes(captured: Captured) -> dict[fx.Node, int]:
+    """Every node that really draws random numbers → its number in program order: the same whatever the cuts."""
+    drawing = [node for node in captured.program.graph.nodes if node.op == "call_function" and is_random(node) and _draws(node)]
+    return {node: number for number, node in enumerate(drawing)}
+
+
+def _draws(node: fx.Node) -> bool:
+    """Dropout that is off draws nothing."""
+    args: Any = node.args
+    name = str(node.target)
+    if "scaled_dot_product_attention" in name:
+        probability = args[4] if len(args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return bool(probability)
+    if "dropout" in name and len(args) > 2:
+        return bool(args[1]) and bool(args[2])
+    return True
+
+
+def spec_of(captured: Captured, node: fx.Node) -> TensorSpec:
+    """What the captured batch makes of a value."""
+    spec = captured.liveness.table.specs[node]
+    assert isinstance(spec, TensorSpec)
+    return spec
+
+
+def cut_stage(captured: Captured, start: int, stop: int) -> StageProgram:
+    """Layers `start` to `stop` as a stage of their own."""
+    return _Cutter(captured, start, stop).stage()

@@ -8,6 +8,7 @@ AtollError
 ├── AnnotationError   replica/split/stage/pipeline contradict each other or the devices
 ├── ClusterError      a cluster file or a catalogue entry is wrong; names the file and the key
 ├── PlanError         a plan breaks its own rules; shows the table with the wrong cell marked
+├── ScheduleError     a schedule cannot be read or run; shows the table with the wrong cell marked
 └── NoPlanError       nothing fits; says what came closest and what would help
 ```
 
@@ -26,6 +27,7 @@ __all__ = [
     "JobFailedError",
     "NoPlanError",
     "PlanError",
+    "ScheduleError",
 ]
 
 
@@ -59,6 +61,10 @@ class ClusterError(AtollError):
 
 class PlanError(AtollError):
     """A plan breaks its own rules or does not belong to this graph and cluster."""
+
+
+class ScheduleError(AtollError):
+    """A schedule cannot be read, does not do what its plan asks, or would wait for ever."""
 
 
 class NoPlanError(AtollError):

@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
+from atoll.errors import PlanError
+from atoll.plan import Plan, load_plan, validate
 from atoll.plan import diff as plan_diff
-from atoll.plan import load_plan
 
 __all__ = ["diff"]
 
@@ -17,5 +18,15 @@ def diff(
     as_json: Annotated[bool, typer.Option("--json", help="Print the changes as JSON.")] = False,
 ) -> None:
     """Say in words what differs between two plans."""
-    changes = plan_diff(load_plan(before), load_plan(after))
+    changes = plan_diff(_possible(before), _possible(after))
     print(changes.to_json() if as_json else changes)
+
+
+def _possible(path: Path) -> Plan:
+    """The plan in a file, which breaks no rule that can be checked without its graph and its cluster."""
+    plan = load_plan(path)
+    try:
+        validate(plan)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from None
+    return plan

@@ -3,26 +3,21 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from atoll.cli.stages import StagesTable
 from atoll.cluster import Cluster
-from atoll.cluster.cluster import device_index
 from atoll.cost import Cost
 from atoll.graph import Graph
-from atoll.plan import Plan, Replica, Stage
-from atoll.plan.names import shorten
-from atoll.plan.table import inside_text
+from atoll.plan import Plan
 from atoll.units import format_bytes, format_count, format_seconds
 
-__all__ = ["heading", "links_table", "plan_table", "plan_view", "show", "step_view"]
+__all__ = ["heading", "links_table", "plan_view", "show", "step_view"]
 
 _WIDTH = 100
-_MOST_GROUPS = 8  # rows of one stage
-_MOST_PATTERNS = 3  # device patterns in one cell
 _MOST_LINKS = 10
 _MOST_SITES = 4
 _BAR = 40
@@ -42,7 +37,7 @@ def show(*views: RenderableType) -> None:
 
 def plan_view(plan: Plan, cost: Cost, graph: Graph, cluster: Cluster) -> RenderableType:
     """Everything about one plan but the reasons: what it is for, the table, the step and the links."""
-    parts: list[RenderableType] = [heading(plan, graph, cluster), plan_table(plan, cost, cluster), step_view(cost, graph, plan)]
+    parts: list[RenderableType] = [heading(plan, graph, cluster), StagesTable(plan, cost, cluster), step_view(cost, graph, plan)]
     if cost.link_bytes:
         parts.append(links_table(plan, cost, cluster))
     return Group(*parts)
@@ -76,87 +71,6 @@ def _plural(count: int, noun: str) -> str:
 def _counted(names: Iterable[str]) -> str:
     parts = [f"{count:,} × {name}" for name, count in Counter(names).most_common()]
     return ", ".join(parts[:4]) + (f" and {len(parts) - 4} more kinds" if len(parts) > 4 else "")
-
-
-def plan_table(plan: Plan, cost: Cost, cluster: Cluster) -> Table:
-    """A row for each group of alike replicas: stage, layers, devices, share of the batch, parallelism inside, memory, time."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for name in ("stage", "layers"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("devices", overflow="fold")
-    table.add_column("batch share", justify="right", no_wrap=True)
-    table.add_column("inside", no_wrap=True)
-    table.add_column("memory", justify="right", no_wrap=True)
-    table.add_column("time", justify="right", no_wrap=True)
-    for index, stage in enumerate(plan.stages):
-        _add_stage(table, plan, cost, cluster, index, stage)
-    return table
-
-
-def _add_stage(table: Table, plan: Plan, cost: Cost, cluster: Cluster, index: int, stage: Stage) -> None:
-    groups = _alike(stage, cluster)
-    shown = groups[:_MOST_GROUPS]
-    last_of_stage = index + 1 < len(plan.stages) and len(groups) > 1
-    for number, group in enumerate(shown):
-        first = number == 0
-        table.add_row(
-            Text(str(index) if first else ""),
-            Text(f"{stage.start}–{stage.stop - 1}" if first else ""),
-            _devices_cell(group, cluster),
-            _share_cell(group, plan.batch_size, percent=len(groups) > 1),
-            Text(inside_text(stage) if first else "", style="cyan"),
-            _memory_cell(group, cost),
-            Text(format_seconds(cost.stages[index].busy_seconds) if first else ""),
-            end_section=last_of_stage and number == len(shown) - 1 and len(groups) <= _MOST_GROUPS,
-        )
-    if len(groups) > _MOST_GROUPS:
-        rest = [replica for group in groups[_MOST_GROUPS:] for replica in group]
-        cell = Text(f"… {len(rest)} more replicas", style="dim")
-        table.add_row(
-            "", "", cell, _share_cell(rest, plan.batch_size, percent=True), "", _memory_cell(rest, cost), "", end_section=last_of_stage
-        )
-
-
-def _alike(stage: Stage, cluster: Cluster) -> list[list[Replica]]:
-    """Replicas of the same kinds of device; their shares may differ."""
-    devices = device_index(cluster)
-    by_kind: dict[tuple[str, ...], list[Replica]] = {}
-    for replica in stage.replicas:
-        by_kind.setdefault(tuple(devices[name].kind.name for name in replica.devices), []).append(replica)
-    return list(by_kind.values())
-
-
-def _devices_cell(group: list[Replica], cluster: Cluster) -> Text:
-    devices = device_index(cluster)
-    names = tuple(name for replica in group for name in replica.devices)
-    size = len(group[0].devices)
-    counts = Counter(devices[name].kind.name for name in group[0].devices)
-    kinds = " + ".join(kind if size == 1 else f"{count} {kind}" for kind, count in counts.items())
-    if len(group) > 1:
-        kinds = f"{len(group)} × ({kinds})" if len(counts) > 1 else f"{len(group)} × {kinds}"
-    patterns = shorten(names)
-    where = " ".join(patterns) if len(patterns) <= _MOST_PATTERNS else f"{' '.join(patterns[: _MOST_PATTERNS - 1])} … {patterns[-1]}"
-    return Text.assemble((kinds, "bold"), " ", (where, "dim"))
-
-
-def _share_cell(group: list[Replica], batch_size: int, *, percent: bool) -> Text:
-    totals = [replica.total_samples for replica in group]
-    low, high = min(totals), max(totals)
-    each = f"{low:,}" if low == high else f"{low:,}–{high:,}"
-    times = f"{len(group)} × " if len(group) > 1 else ""
-    return Text.assemble(f"{times}{each}", (f" {sum(totals) / batch_size:4.0%}" if percent else "", "dim"))
-
-
-def _memory_cell(group: list[Replica], cost: Cost) -> Text:
-    """The fullest device of the group: used / available."""
-    uses = [(cost.memory[name].total_bytes, cost.memory_available[name]) for replica in group for name in replica.devices]
-    used, available = max(uses, key=lambda pair: pair[0] / pair[1] if pair[1] else float("inf"))
-    style = "bold red" if used > available else "yellow" if used > 0.9 * available else ""
-    return Text(f"{_gigabytes(used)}/{format_bytes(available)}", style=style)
-
-
-def _gigabytes(value: float) -> str:
-    return f"{value / 1e9:.3g}" if value < 999.5e9 else format_bytes(value)
 
 
 def step_view(cost: Cost, graph: Graph, plan: Plan) -> RenderableType:

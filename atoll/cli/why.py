@@ -55,7 +55,7 @@ def alternatives_table(planned: "Planned", *, long: bool) -> RenderableType:
     table.add_column("differs from the best in", ratio=1)
     for number, candidate in enumerate(planned.candidates[1:], start=2):
         slower = candidate.cost.step_seconds / best.cost.step_seconds - 1 if best.cost.step_seconds else 0.0
-        changes = [change.text for change in diff(best.plan, candidate.plan).changes]
+        changes = diff(best.plan, candidate.plan).lines()
         shown = changes if long else [_short(change) for change in changes[:2]]
         more = [f"… {len(changes) - len(shown)} more"] if len(changes) > len(shown) else []
         step = format_seconds(candidate.cost.step_seconds)

@@ -13,6 +13,9 @@ from atoll.plan.text import samples_text, to_text
 
 __all__ = ["Change", "PlanDiff", "diff"]
 
+_FOLDED = 4  # differences of one kind, in so many stages in a row, make one line
+_MOST_CUTS = 8  # stages whose layers are listed
+
 ChangeKind = Literal["plan", "codec", "stages", "layers", "inside", "devices", "samples", "shares"]
 
 
@@ -25,7 +28,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanDiff(msgspec.Struct, frozen=True, kw_only=True):
-    """All differences, the plan's own first, then stage by stage. False when there are none; `str()` is a line for each."""
+    """All differences, the plan's own first, then stage by stage. False when there are none; `str()` is what `lines` says."""
 
     changes: tuple[Change, ...] = ()
 
@@ -33,11 +36,41 @@ class PlanDiff(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.changes)
 
     def __str__(self) -> str:
-        return "\n".join(change.text for change in self.changes) or "the plans are equal"
+        return "\n".join(self.lines()) or "the plans are equal"
+
+    def lines(self) -> tuple[str, ...]:
+        """A line for each difference, and one for differences of the same kind in four or more stages in a row."""
+        at: dict[int, str] = {}  # by the position of the first change a line speaks of
+        for run in _runs(self.changes):
+            if len(run) < _FOLDED:
+                at.update((position, self.changes[position].text) for position in run)
+            else:
+                at[run[0]] = _folded([self.changes[position] for position in run])
+        return tuple(at[position] for position in sorted(at))
 
     def to_json(self) -> str:
         """The differences as JSON."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
+
+
+def _runs(changes: tuple[Change, ...]) -> list[list[int]]:
+    """Positions of changes that are about the same thing in stages that follow one another."""
+    runs: list[list[int]] = []
+    latest: dict[tuple[str, bool, bool], list[int]] = {}
+    for position, change in enumerate(changes):
+        about = (change.kind, " added: " in change.text, " removed: " in change.text)
+        run = latest.get(about)
+        if run is None or change.stage < 0 or changes[run[-1]].stage + 1 != change.stage:
+            runs.append(run := [])
+        run.append(position)
+        latest[about] = run
+    return runs
+
+
+def _folded(run: list[Change]) -> str:
+    first, last = (change.text.removeprefix(f"stage {change.stage}: ") for change in (run[0], run[-1]))
+    alike = all(change.text == f"stage {change.stage}: {first}" for change in run)
+    return f"stages {run[0].stage}–{run[-1].stage}: {first if alike else f'{first} … {last}'}"
 
 
 def diff(a: Plan, b: Plan) -> PlanDiff:
@@ -72,7 +105,9 @@ def _stages(a: Plan, b: Plan) -> Iterator[Change]:
 
 
 def _cuts(plan: Plan) -> str:
-    return " | ".join(f"{stage.start}-{stage.stop - 1}" for stage in plan.stages) or "none"
+    cuts = [f"{stage.start}-{stage.stop - 1}" for stage in plan.stages]
+    few = cuts if len(cuts) <= _MOST_CUTS else [*cuts[: _MOST_CUTS - 2], "…", cuts[-1]]
+    return " | ".join(few) or "none"
 
 
 def _all_devices(plan: Plan) -> tuple[str, ...]:

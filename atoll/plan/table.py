@@ -10,6 +10,7 @@ from atoll.plan.text import numbers_text, replica_groups, samples_text
 __all__ = ["Mark", "Problem", "inside_text", "stage_table"]
 
 _COLUMNS = ("stage", "layers", "inside", "of batch", "replicas", "devices", "samples", "shares")
+_MOST_STAGES = 12
 _MOST_GROUPS = 6  # rows of one stage; a plan of a thousand unlike replicas still fits on a screen
 _MOST_PATTERNS = 4  # device patterns in one cell
 
@@ -35,12 +36,23 @@ def stage_table(plan: Plan, mark: Mark | None = None) -> str:
     """The plan's fields on a line, then a row for each group of alike replicas; the marked cell stands between ▶ and ◀."""
     rows = [list(_COLUMNS)]
     for index, stage in enumerate(plan.stages):
-        rows += _stage_rows(plan, index, stage, mark)
+        if index in (shown := _shown(len(plan.stages), mark)):
+            rows += _stage_rows(plan, index, stage, mark)
+        elif index - 1 in shown:
+            rows.append(["…", *[""] * (len(_COLUMNS) - 1)])
     unequal = any(row[-1] for row in rows[1:])
     rows = rows if unequal else [row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join(f"  {line}" for line in [_fields(plan, mark), *lines])
+
+
+def _shown(stages: int, mark: Mark | None) -> set[int]:
+    """The stages to show: all where they are few, else the first, the last and those around the marked one."""
+    if stages <= _MOST_STAGES:
+        return set(range(stages))
+    middle = mark.stage if mark and mark.stage >= 0 else 0
+    return {0, stages - 1, *range(max(0, middle - 3), min(stages, middle + 4))}
 
 
 def inside_text(stage: Stage) -> str:

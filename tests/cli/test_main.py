@@ -31,6 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("tiny.toml").write_text(TINY)
     Path("good.plan").write_text(PLAN)
     Path("wrong.plan").write_text(PLAN.replace(")=4", ")=3"))
+    Path("other.plan").write_text(PLAN.replace("2x(oslo-0/[0-1])=4", "oslo-0/0=3 oslo-0/1=5"))
     Path("broken.toml").write_text("name = \n")
     Path("broken.json").write_text('{"graph": ')
     Path("script.py").write_text("import atoll\nraise RuntimeError('boom')\n")
@@ -58,6 +59,8 @@ BAD_INPUT = {
     "plan bert-large": "--cluster",
     "plan bert-large --clustr tiny.toml": "--cluster",
     "pla bert-large": "plan",
+    "diff good.plan wrong.plan": "error: wrong.plan: stage 0: its replicas take 6 samples, but the batch has 8",
+    "diff wrong.plan good.plan --json": "error: wrong.plan: stage 0: its replicas take 6 samples, but the batch has 8",
     "diff good.plan none.plan": "error: none.plan: cannot read the plan",
 }
 
@@ -85,7 +88,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_reader_that_leaves_is_no_error(folder: Path) -> None:
-    process = subprocess.Popen([*COMMAND, "diff", "good.plan", "wrong.plan"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen([*COMMAND, "diff", "good.plan", "other.plan"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.close()
@@ -95,7 +98,7 @@ def test_a_reader_that_leaves_is_no_error(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("redirection", "words"), [(">&-", "standard output is closed"), (">/dev/full", "No space left on device")])
-@pytest.mark.parametrize("command", ["diff good.plan wrong.plan", "presets --json", "--help"])
+@pytest.mark.parametrize("command", ["diff good.plan other.plan", "presets --json", "--help"])
 def test_output_that_cannot_be_printed_is_exit_code_1_and_a_sentence(folder: Path, redirection: str, words: str, command: str) -> None:
     shell = f"{shlex.join(COMMAND)} {command} {redirection}"
     done = subprocess.run(["sh", "-c", shell], stderr=subprocess.PIPE, text=True, check=False)
@@ -133,7 +136,7 @@ def test_a_fault_of_our_own_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, fold
 
 
 def test_diff_says_what_changed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["diff", "good.plan", "wrong.plan"]) == 0
-    assert capsys.readouterr().out == "stage 0: samples 2×(4) → 2×(3)\n"
+    assert run(["diff", "good.plan", "other.plan"]) == 0
+    assert capsys.readouterr().out == "stage 0: samples 2×(4) → 3 5\n"
     assert run(["diff", "good.plan", "good.plan", "--json"]) == 0
     assert '"changes": []' in capsys.readouterr().out

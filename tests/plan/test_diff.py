@@ -79,3 +79,27 @@ def test_another_number_of_stages_is_told_by_its_layers_and_devices() -> None:
 def test_differences_are_json() -> None:
     raw = json.loads(diff(parse_plan(GOOD), parse_plan(GOOD.replace("0-1 t", "0-2 t"))).to_json())
     assert raw == {"changes": [{"kind": "layers", "stage": 0, "text": "stage 0: layers 0-1 → 0-2 (1 more)"}]}
+
+
+def deep(stages: int, samples: str, shift: int = 0, size: int = 1) -> Plan:
+    rows = [f"stage {s}: layers {s * size}-{s * size + size - 1}: a-{(s + shift) % 60}/0={samples}" for s in range(stages)]
+    return parse_plan("\n".join(["plan graph=g cluster=c batch=8 micro_batch=2", *rows]))
+
+
+def test_the_same_difference_in_many_stages_is_one_line() -> None:
+    assert str(diff(deep(48, "8"), deep(48, "6"))) == "stages 0–47: samples 8 → 6"
+    assert len(diff(deep(48, "8"), deep(48, "6")).changes) == 48
+    assert diff(deep(48, "8"), deep(48, "6", shift=2)).lines() == (
+        "stages 0–47: 1 device added: a-2/0 … 1 device added: a-49/0",
+        "stages 0–47: 1 device removed: a-0/0 … 1 device removed: a-47/0",
+        "stages 0–47: samples 8 → 6",
+    )
+    assert len(diff(deep(3, "8"), deep(3, "6")).lines()) == 3
+
+
+def test_many_stages_are_not_all_listed() -> None:
+    (line, *_) = diff(deep(48, "8"), deep(24, "8", size=2)).lines()
+    assert line == (
+        "stages: 48 → 24, now of layers 0-1 | 2-3 | 4-5 | 6-7 | 8-9 | 10-11 | … | 46-47 "
+        "(were 0-0 | 1-1 | 2-2 | 3-3 | 4-4 | 5-5 | … | 47-47)"
+    )

@@ -1,5 +1,6 @@
 """Who holds which units of a divided layer."""
 
+from itertools import pairwise
 from math import gcd
 
 import pytest
@@ -36,7 +37,7 @@ def test_runs_of_units_cover_every_dimension_once(multiple: int, shares: list[in
     parts = [part_of(size, units, run) for run in runs]
     assert parts[0].start == 0
     assert parts[-1].stop == size
-    assert all(a.stop == b.start for a, b in zip(parts, parts[1:], strict=False))
+    assert all(a.stop == b.start for a, b in pairwise(parts))
 
 
 def test_heads_and_columns_go_together() -> None:

@@ -271,3 +271,12 @@ def test_the_table_of_a_large_plan_is_short_and_shows_the_wrong_device() -> None
         validate(Plan(graph="g", cluster="c", batch_size=128 * 129 // 2, micro_batch_size=1, stages=(stage,)))
     assert "▶n-0/3◀ n-77/[1-7]" in str(caught.value)
     assert len(str(caught.value).splitlines()) < 15
+
+
+def test_of_many_stages_those_around_the_wrong_one_are_shown() -> None:
+    rows = [f"stage {s}: layers {s}-{s}: s0-{s}/0={7 if s == 30 else 8}" for s in range(48)]
+    with pytest.raises(PlanError) as caught:
+        validate(parse_plan("\n".join(["plan graph=g cluster=c batch=8 micro_batch=2", *rows])))
+    table = str(caught.value).splitlines()[4:]
+    assert [line.split()[0] for line in table] == ["0", "…", "27", "28", "29", "30", "31", "32", "33", "…", "47"]
+    assert "▶7/8◀" in table[5]

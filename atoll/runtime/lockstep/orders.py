@@ -12,9 +12,10 @@ wait in a circle, one takes another task that is ready. There always is one: a m
 needs no other's, and going back needs none.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
+from itertools import accumulate
 from typing import NamedTuple
 
 from atoll.cost.in_flight import device_limits, in_flight_bounds, micro_batch_counts
@@ -262,20 +263,24 @@ def with_communication(orders: Sequence[Sequence[Action]], workers: Workers) -> 
     """Adds sends, receives, gradient synchronisation and the optimizer to the forwards and backwards of each worker.
 
     A send follows what made it; a receive stands before what needs it, or before the first that needs something sent later by the same
-    worker, since receives are posted in the order of sends. Gradients are synchronised once the last of them is there.
+    worker, since receives are posted in the order of sends. Gradients are synchronised once the last of them is there, and those of
+    later stages are: so that workers with the same stages do so in the same order.
     """
     received = _receives(orders, workers)
     rows = []
     for worker, order in enumerate(orders):
-        last = {action.stage: index for index, action in enumerate(order) if action.kind == "B"}
-        row = [Action("G", stage) for stage in workers.stages_of[worker] if stage not in last]  # no micro-batch, but its peers have some
+        row: list[Action] = []
+        left = Counter(action.stage for action in order if action.kind == "B")
+        unsynchronised = list(workers.stages_of[worker])
         for index, action in enumerate(order):
             row += received[worker][index]
             row.append(action)
             if (send := _send_after(action, workers)) is not None:
                 row.append(send)
-            if last.get(action.stage) == index:
-                row.append(Action("G", action.stage))
+            left[action.stage] -= action.kind == "B"
+            while action.kind == "B" and unsynchronised and not left[unsynchronised[-1]]:  # from the last stage, so that all agree
+                row.append(Action("G", unsynchronised.pop()))
+        row += [Action("G", stage) for stage in reversed(unsynchronised)]  # a worker without a micro-batch has peers that have some
         rows.append((*row, Action("O")))
     return Schedule(tuple(rows))
 
@@ -303,22 +308,46 @@ def _receives(orders: Sequence[Sequence[Action]], workers: Workers) -> list[list
     return received
 
 
-def post_receives_early(schedule: Schedule, ahead: int = 1) -> Schedule:
-    """The schedule with every receive moved up by `ahead` forwards or backwards, in the same order among themselves."""
-    return Schedule(tuple(_moved_up(row, ahead) for row in schedule.actions))
+def post_receives_early(schedule: Schedule, ahead: int = 1, *, workers: Workers | None = None, limits: Limits | None = None) -> Schedule:
+    """The schedule with every receive moved up by `ahead` forwards or backwards, so that it is under way while those are computed.
+
+    With `workers` and `limits`, an input that is waited for counts as a micro-batch held, and moves up only as far as limits allow.
+    """
+    rows = []
+    for worker, row in enumerate(schedule.actions):
+        room: dict[int, int] = {}
+        if workers is not None and limits is not None:
+            room = {stage: limits[stage][workers.homes[stage].index(worker)] for stage in workers.stages_of[worker]}
+        rows.append(_moved_up(row, ahead, room))
+    return Schedule(tuple(rows))
 
 
-def _moved_up(row: Sequence[Action], ahead: int) -> tuple[Action, ...]:
-    computes = [index for index, action in enumerate(row) if action.computes]
-    before: dict[int, list[Action]] = {}
+def _moved_up(row: Sequence[Action], ahead: int, room: dict[int, int]) -> tuple[Action, ...]:
+    """A worker's actions with its receives moved up; `room` is what each stage may hold, of stages that have a limit."""
+    computes = [action for action in row if action.computes]
+    index_of = {action: index for index, action in enumerate(computes)}
+    held = {stage: [0, *accumulate((1 if a.kind == "F" else -1) * (a.stage == stage) for a in computes)] for stage in room}
+    before: list[list[Action]] = [[] for _ in computes]
+    least = {"RF": 0, "RB": 0}  # what arrives from one worker stays in order
     passed = 0  # forwards and backwards so far
     for action in row:
         if action.receives:
-            before.setdefault(computes[max(0, passed - ahead)], []).append(action)
+            index = max(least[action.kind], passed - ahead)
+            if action.kind == "RF" and action.stage in room:
+                holding, needed = held[action.stage], index_of[Action("F", action.stage, action.micro_batch)]
+                while index < passed and max(holding[index:needed], default=0) >= room[action.stage]:
+                    index += 1
+                for k in range(index, needed):
+                    holding[k] += 1
+            least[action.kind] = index
+            before[index].append(action)
         passed += action.computes
     moved: list[Action] = []
-    for index, action in enumerate(row):
-        moved += before.get(index, [])
+    passed = 0
+    for action in row:
+        if action.computes:
+            moved += before[passed]
+            passed += 1
         if not action.receives:
             moved.append(action)
     return tuple(moved)

@@ -4,7 +4,6 @@ Exit code 0: done. 1: the job failed. 2: what the user gave was wrong, with a se
 """
 
 import errno
-import io
 import os
 import sys
 import traceback
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from atoll.cli.diff import diff
+from atoll.cli.output import show_what_the_terminal_can
 from atoll.cli.plan import plan
 from atoll.cli.presets import presets
 from atoll.cli.probe import probe
@@ -24,6 +24,7 @@ from atoll.errors import AtollError
 
 __all__ = ["build_app", "main", "run"]
 
+_TAKES_SCRIPTS = ("plan",)
 _CANNOT_PRINT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)  # a full or broken disk behind stdout
 
 
@@ -45,12 +46,15 @@ def build_app() -> typer.Typer:
 
 
 def _options(
+    context: typer.Context,
     show_version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=lambda on: _version(on))
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error in Atoll itself.")] = False,
 ) -> None:
     """Plan and run PyTorch training on whatever devices there are."""
+    if context.obj and context.invoked_subcommand not in _TAKES_SCRIPTS:
+        raise AtollError(f"{' '.join(context.obj)}: `atoll {context.invoked_subcommand}` runs no script that could take what follows `--`")
 
 
 def _version(wanted: bool) -> None:
@@ -80,7 +84,7 @@ def run(arguments: Sequence[str]) -> int:
             _drop_output()
             _complain(f"cannot write to standard output: {error.strerror}")
             return 1
-        if "--debug" in arguments:
+        if "--debug" in _split(list(arguments))[0]:
             traceback.print_exc()
         _complain(f"{type(error).__name__}: {error}\nThis is a fault in Atoll, not in what you gave it; `atoll --debug …` shows where.")
         return 1
@@ -93,11 +97,18 @@ def _drop_output() -> None:
 
 
 def _call(arguments: Sequence[str]) -> int:
+    own, scripts = _split(list(arguments))
     try:
-        build_app()(args=list(arguments), prog_name="atoll")
+        build_app()(args=own, prog_name="atoll", obj=scripts)
     except SystemExit as end:  # how typer ends, well or not
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Atoll's own arguments, and those after the first `--`, which are the script's."""
+    place = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:place], arguments[place + 1 :]
 
 
 def _complain(message: str) -> None:
@@ -108,7 +119,5 @@ def _complain(message: str) -> None:
 
 def main() -> None:
     """The entry point of the `atoll` command."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows `?`, and the command goes on
+    show_what_the_terminal_can()
     sys.exit(run(sys.argv[1:]))

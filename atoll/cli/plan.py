@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from rich.console import RenderableType
 
+from atoll.cli.output import notes_view, print_json
 from atoll.cli.plan_json import checked_json, planned_json
 from atoll.cli.render import plan_view, show
 from atoll.cli.status import say, working
@@ -25,6 +27,7 @@ PlannedMode = Literal["lockstep", "swarm", "islands"]  # a plan may have more mo
 
 
 def plan(
+    context: typer.Context,
     target: Annotated[str, typer.Argument(help="A training script, or a published model by name, such as gpt3-175b.", metavar="TARGET")],
     cluster: Annotated[
         Path,
@@ -42,21 +45,23 @@ def plan(
     calibration: Annotated[Path | None, typer.Option(help="Measured constants of the cost model.", metavar="FILE")] = None,
     check: Annotated[Path | None, typer.Option(help="Instead of planning, check this plan and predict its cost.", metavar="FILE")] = None,
 ) -> None:
-    """Choose which layers run where, and say why."""
+    """Choose which layers run where, and say why. What follows `--` are the script's own arguments."""
+    if check is not None:
+        _refuse_with_check({"--output": output, "--why": why, "--mode": mode, "--lossless": lossless})
     if output is not None:
         _check_writable(output)
     devices = load_cluster(cluster)
     constants = load_calibration(calibration) if calibration else None
-    model = load_target(target, batch_size)
+    model = load_target(target, batch_size, context.obj or ())
     constants = constants or _here(model, devices)
     if check is not None:
-        _check(check, model, devices, constants, as_json)
+        _check(check, model, devices, constants, as_json, batch_size)
         return
     planned = _make(model, devices, constants, top, mode, lossless)
     if output is not None:
         save_plan(planned.candidates[0].plan, output)
     if as_json:
-        print(planned_json(planned, model, devices))
+        print_json(planned_json(planned, model, devices))
     else:
         _show(planned, model, devices, why)
     if output is not None:
@@ -99,21 +104,34 @@ def _make(
 def _show(planned: "Planned", model: Target, cluster: Cluster, long: bool) -> None:
     best = planned.candidates[0]
     others = [alternatives_table(planned, long=long)] if len(planned.candidates) > 1 else []
-    show(plan_view(best.plan, best.cost, model.graph, cluster), why_view(planned, long=long), *others)
+    show(plan_view(best.plan, best.cost, model.graph, cluster), why_view(planned, long=long), *_notes(model), *others)
 
 
-def _check(path: Path, model: Target, cluster: Cluster, calibration: Calibration | None, as_json: bool) -> None:
+def _notes(model: Target) -> list[RenderableType]:
+    return [notes_view(model.notes)] if model.notes else []
+
+
+def _refuse_with_check(options: dict[str, object]) -> None:
+    """Options that make a plan mean nothing where one is given."""
+    for name, value in options.items():
+        if value:
+            raise PlanError(f"{name}: has no meaning with --check, which makes no plan; leave one of them out")
+
+
+def _check(path: Path, model: Target, cluster: Cluster, calibration: Calibration | None, as_json: bool, batch_size: int | None) -> None:
     """Validate a plan someone else made and predict what it costs. One that does not fit the devices' memory is a failure (exit 1)."""
     given = load_plan(path)
+    if batch_size is not None and batch_size != given.batch_size:
+        raise PlanError(f"--batch-size {batch_size}: {path} is a plan of a batch of {given.batch_size}; leave it out, or plan anew")
     try:
         validate(given, model.graph, cluster)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
     predicted = cost(model.graph, cluster, given, optimizer=model.optimizer, calibration=calibration)
     if as_json:
-        print(checked_json(given, predicted, model, cluster))
+        print_json(checked_json(given, predicted, model, cluster))
     else:
-        show(plan_view(given, predicted, model.graph, cluster))
+        show(plan_view(given, predicted, model.graph, cluster), *_notes(model))
     if not predicted.fits:
         device, lacking = max(predicted.over_memory.items(), key=lambda item: item[1])
         say(f"{path}: the plan does not fit: {len(predicted.over_memory)} devices lack memory, {device} the most ({format_bytes(lacking)})")

@@ -47,6 +47,7 @@ def _document(model: Target, cluster: Cluster, plan_seconds: float, plans: list[
         "graph": {"name": graph.name, "layers": len(graph.layers), "parameters": graph.parameters, "precision": graph.precision},
         "cluster": {"name": cluster.name, "sites": len(cluster.sites), "hosts": len(cluster.hosts), "devices": len(cluster.devices)},
         "batch_size": plans[0]["batch_size"],
+        "notes": model.notes,
         **more,
         "plans": plans,
     }

@@ -8,6 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from atoll.cli.output import print_json
 from atoll.cli.render import show
 from atoll.graph import PRESETS
 from atoll.graph.preset_entry import PresetEntry
@@ -19,7 +20,7 @@ __all__ = ["presets"]
 def presets(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """List the published models that can be planned by name."""
     if as_json:
-        print(msgspec.json.format(msgspec.json.encode([_fields(entry) for entry in PRESETS]), indent=1).decode())
+        print_json(msgspec.json.format(msgspec.json.encode([_fields(entry) for entry in PRESETS]), indent=1).decode())
     else:
         show(_table())
 

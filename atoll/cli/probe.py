@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from atoll import units
+from atoll.cli.output import print_json
 from atoll.cli.render import show
 from atoll.cli.status import say
 from atoll.cluster import Cluster, DeviceKind, MatmulRate, dump_cluster
@@ -66,7 +67,7 @@ def probe(
     if output is not None:
         _write(output, dump_cluster(cluster))
     if as_json:
-        print(_json(cluster, links))
+        print_json(_json(cluster, links))
     else:
         _show(here.devices[0].kind, here, links)
     if probed.busy > _BUSY:

@@ -18,7 +18,8 @@ def working(message: str) -> Iterator[Callable[[str], None]]:
     """Show `message` until the block ends; the callable it yields replaces what follows the message."""
     console = Console(stderr=True, highlight=False)
     if console.is_terminal:
-        with console.status(Text(f"{message} …")) as status:
+        spinner = "dots" if console.encoding.startswith("utf") else "line"
+        with console.status(Text(f"{message} …"), spinner=spinner) as status:
             yield lambda detail: status.update(Text(f"{message}: {detail} …"))
         return
     timer = threading.Timer(_PATIENCE_SECONDS, lambda: print(f"{message} …", file=sys.stderr, flush=True))

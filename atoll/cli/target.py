@@ -1,14 +1,14 @@
 """What `atoll plan TARGET` speaks of: a training script, or a published model by name."""
 
 import os
-import sys
 import time
-from contextlib import redirect_stdout
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.blame import located, users_code
+from atoll.cli.output import stdout_to_stderr
 from atoll.cli.status import working
 from atoll.cost import OPTIMIZERS
 from atoll.errors import JobError
@@ -30,14 +30,20 @@ class Target:
     capture_seconds: float
     description: str = ""
     loading_seconds: float = 0.0  # processor time of a batch, where the data is at hand
+    notes: tuple[str, ...] = ()  # what was assumed or estimated, in sentences
 
 
-def load_target(name: str, batch_size: int | None = None) -> Target:
-    """The model that `name` means: a script when it looks like a path or is a file and no preset, else a preset."""
+def load_target(name: str, batch_size: int | None = None, arguments: Sequence[str] = ()) -> Target:
+    """The model that `name` means: a script when it looks like a path or is a file and no preset, else a preset.
+
+    The arguments are the script's own; presets take none.
+    """
     looks_like_path = name.endswith(".py") or os.sep in name
     is_preset = any(entry.name == name.lower() for entry in PRESETS)
     if looks_like_path or (not is_preset and Path(name).is_file()):
-        return _from_script(name, batch_size)
+        return _from_script(name, batch_size, arguments)
+    if arguments:
+        raise JobError(f"{' '.join(arguments)}: what follows `--` is for a training script, and {name} is no path of one")
     started = time.perf_counter()
     try:
         found = preset(name, batch_size=batch_size)
@@ -48,35 +54,36 @@ def load_target(name: str, batch_size: int | None = None) -> Target:
     return Target(found.graph, found.batch_size, found.optimizer, time.perf_counter() - started, found.description)
 
 
-def _from_script(path: str, batch_size: int | None) -> Target:
+def _from_script(path: str, batch_size: int | None, arguments: Sequence[str]) -> Target:
     """Import the script and capture its job. What the script prints goes to stderr, so that `--json` stays JSON."""
-    with working(f"capturing {path}"), redirect_stdout(sys.stderr):
-        from atoll.graph.capture import capture  # PyTorch takes seconds to load, and presets do without it
-        from atoll.script import load_job
+    with working(f"capturing {path}"), stdout_to_stderr():
+        from atoll.graph.capture import capture_program  # PyTorch takes seconds to load, and presets do without it
+        from atoll.script import load_job, seen_arguments
 
         started = time.perf_counter()
-        job = load_job(path)
-        with located(path):
-            graph = capture(job)
+        job = load_job(path, arguments)
+        with located(path), seen_arguments(path, arguments):
+            captured = capture_program(job)
             seconds = time.perf_counter() - started
             size = batch_size or job.batch_size
             with users_code("loading a batch"):
                 loading_seconds = job.samples.loading_seconds() * size / job.batch_size
             with users_code("making the optimizer and stepping it"):
-                optimizer = _optimizer_name(job)
-        return Target(graph, size, optimizer, seconds, loading_seconds=loading_seconds)
+                optimizer, notes = _optimizer(job)
+        return Target(captured.graph, size, optimizer, seconds, loading_seconds=loading_seconds, notes=(*captured.notes, *notes))
 
 
-def _optimizer_name(job: "Job") -> str:
-    """The cost model's name for the job's optimizer; one it does not know is taken for one that keeps as much state."""
+def _optimizer(job: "Job") -> tuple[str, tuple[str, ...]]:
+    """The cost model's name for the job's optimizer; one it does not know is taken for one that keeps as much state, with a note."""
     import torch
 
     parameter = torch.nn.Parameter(torch.zeros(64, 64))
     optimizer = job.build_optimizer([parameter])
     name = type(optimizer).__name__.lower()
     if name in OPTIMIZERS and name != "sgd":
-        return name
+        return name, ()
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     state = sum(value.numel() for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor))
-    return ("sgd", "momentum", "adamw")[min(2, round(state / parameter.numel()))]
+    alike = ("sgd", "momentum", "adamw")[min(2, round(state / parameter.numel()))]
+    return alike, () if name == "sgd" else (f"the cost model does not know {type(optimizer).__name__}; it is priced as {alike}",)

@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -73,9 +74,25 @@ def capture_program(job: TrainingJob) -> Captured:
         varying=exported.varying,
         fixed=exported.fixed,
         assumptions=exported.assumptions,
-        notes=(*exported.notes, *table.notes),
+        notes=(*exported.notes, *_assumed(exported.assumptions), *dict.fromkeys(table.notes)),
         liveness=liveness,
     )
+
+
+def _assumed(assumptions: Sequence[Assumption]) -> list[str]:
+    """A sentence for each place in the model's code where a value was taken for granted."""
+    values: dict[tuple[str, bool], dict[str, int]] = {}
+    for one in assumptions:
+        found = values.setdefault((one.where, one.seen), {})
+        found[one.value[:60]] = found.get(one.value[:60], 0) + 1
+    sentences = []
+    for (where, seen), found in values.items():
+        taken = ", ".join(value if times == 1 else f"{value} ({times} times)" for value, times in list(found.items())[:4])
+        source = "as on the first samples" if seen else "unseen"
+        sentences.append(
+            f"{where} asks a tensor for its value: {taken} is taken for granted, {source}; a run stops where that does not hold"
+        )
+    return sentences
 
 
 def _check_loss(program: ExportedProgram, table: OperatorTable) -> None:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from atoll.errors import AtollError, CaptureError, JobError
 from atoll.graph.custom_function import keep_custom_functions
-from atoll.graph.fake import build_model, fake_model, new_fake_mode, plain_batch, real_model
+from atoll.graph.fake import build_model, fake_model, first_line, new_fake_mode, plain_batch, real_model
 from atoll.graph.graph import Precision
 from atoll.graph.oracle import Answers, Assumption, Recorder, Replayer, find_random_assumption
 
@@ -134,17 +134,12 @@ def module_of_error(error: BaseException, model: nn.Module) -> str:
     return found
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__
-
-
 def _capture_error(job: TrainingJob, error: BaseException, model: nn.Module, advice: str) -> CaptureError:
     path = module_of_error(error, model)
     where = (
         f"module {path!r} ({type(model.get_submodule(path)).__name__})" if path else f"the loss or top-level code of {type(model).__name__}"
     )
-    return CaptureError(f"job {job.name!r} cannot be captured: {where}: {type(error).__name__}: {_first_line(error)}. {advice}")
+    return CaptureError(f"job {job.name!r} cannot be captured: {where}: {type(error).__name__}: {first_line(error)}. {advice}")
 
 
 _DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException", "UserError")
@@ -232,7 +227,7 @@ class _Attempts:
                 raise
             advice = _ADVICE_ON_VALUES if _is_data_dependent(error) else _ADVICE
             raise _capture_error(self.job, error, self._last, advice) from error
-        self.notes.append(f"captured at one batch size, because: {_first_line(first)}")
+        self.notes.append(f"captured at one batch size, because: {first_line(first)}")
         return result
 
     def _export(self, growing: dict[str, tuple[int, ...]], mode: Callable[[], Any]) -> tuple[ExportedProgram, nn.Module]:
@@ -281,7 +276,7 @@ def _running_the_users_code(job: TrainingJob, doing: str) -> Iterator[None]:
     except AtollError:
         raise
     except Exception as error:
-        raise CaptureError(f"job {job.name!r} cannot be captured: {doing} failed: {type(error).__name__}: {_first_line(error)}") from error
+        raise CaptureError(f"job {job.name!r} cannot be captured: {doing} failed: {type(error).__name__}: {first_line(error)}") from error
 
 
 def _check_parameters(job: TrainingJob, model: nn.Module) -> None:
@@ -296,7 +291,7 @@ def _check_parameters(job: TrainingJob, model: nn.Module) -> None:
 def export_job(job: TrainingJob) -> Exported:
     """Capture `job.loss(job.model, batch)` without allocating the model; raises `CaptureError` with the module and the reason."""
     with _running_the_users_code(job, "building the model"):
-        model = build_model(job.model)
+        model, building = build_model(job.model)
     _check_parameters(job, model)
     with _running_the_users_code(job, "loading a batch"):
         batch, other = plain_batch(job.example_batch(SAMPLES)), plain_batch(job.example_batch(OTHER_SAMPLES))
@@ -316,5 +311,5 @@ def export_job(job: TrainingJob) -> Exported:
         varying={name: dims for name, dims in varying.items() if dims},
         fixed=fixed,
         assumptions=attempts.assumptions,
-        notes=tuple(attempts.notes),
+        notes=tuple(filter(None, (building, *attempts.notes))),
     )

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from atoll.errors import CaptureError
 
-__all__ = ["build_model", "fake_model", "new_fake_mode", "plain_batch", "real_model"]
+__all__ = ["build_model", "fake_model", "first_line", "new_fake_mode", "plain_batch", "real_model"]
 
 _REAL_MODEL_LIMIT_BYTES = 2**30  # above this no eager run is made to answer data-dependent questions
 
@@ -22,13 +22,14 @@ def new_fake_mode() -> FakeTensorMode:
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
-def build_model(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-    """The module itself, or what the builder makes on the meta device.
+def build_model(model: nn.Module | Callable[[], nn.Module]) -> tuple[nn.Module, str]:
+    """The module itself, or what the builder makes on the meta device; and a note, if that allocated the weights.
 
     A builder that needs values (`.item()` in a constructor) cannot run on meta; it is then run for real.
     """
     if isinstance(model, nn.Module):
-        return model
+        return model, ""
+    note = ""
     try:
         with torch.device("meta"):
             built = model()
@@ -36,9 +37,16 @@ def build_model(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
         if "meta" not in str(error).lower():
             raise CaptureError(f"building the model failed: {error}") from error
         built = model()
+        note = f"the model was built with real weights, because its constructor needs values: {first_line(error)}"
     if not isinstance(built, nn.Module):
         raise CaptureError(f"the job's model must be a torch.nn.Module or a function that returns one, got {type(built).__name__}")
-    return built
+    return built, note
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without the pages that PyTorch may add."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__
 
 
 def _tensors_of(model: nn.Module) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from atoll.graph.export import ambient_precision
+from atoll.graph.fake import first_line
 from atoll.graph.graph import Precision
 
 __all__ = ["Kernel", "OperatorCost", "TensorSpec", "measure", "storage_bytes"]
@@ -80,7 +81,7 @@ class OperatorCost:
     saved_fresh: float = 0.0  # bytes kept that are neither an argument's nor a result's
     aliases: tuple[int, ...] = ()  # by output: the tensor argument whose memory it shares, or -1
     requires_grad: tuple[bool, ...] = ()  # by output
-    note: str = ""  # why the backward could not be measured, if so
+    note: str = ""  # what could not be measured, and why
 
 
 @dataclass
@@ -260,7 +261,7 @@ def _with_backward(cost: OperatorCost, inputs: list[torch.Tensor], outputs: list
         with _Counter() as backward:
             torch.autograd.grad(results, wanted, gradients, allow_unused=True)
     except (RuntimeError, NotImplementedError, AssertionError) as error:
-        note = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
+        note = f"its backward is taken for twice its forward, because it cannot be measured: {type(error).__name__}: {first_line(error)}"
         return replace(cost, backward_flops=2 * cost.flops, backward_bytes=2 * cost.bytes, note=note)
     return replace(cost, backward_flops=backward.count.flops, backward_bytes=backward.count.bytes)
 

@@ -13,6 +13,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from atoll.graph.export import Exported
+from atoll.graph.fake import first_line
 from atoll.graph.flops import OperatorCost, TensorSpec, measure, storage_bytes
 from atoll.graph.graph import Precision
 
@@ -224,7 +225,7 @@ class _Builder:
         if found is None:
             found = self.memo[key] = self._measure(target, args, kwargs, leaves)
             if found.note:
-                self.table.notes.append(f"backward of {target} was estimated: {found.note}")
+                self.table.notes.append(f"operator {target}: {found.note}")
         return found
 
     def _measure(self, target: Any, args: Any, kwargs: Any, leaves: list[Any]) -> OperatorCost:
@@ -236,7 +237,7 @@ class _Builder:
         except Exception as error:  # an operator that cannot run on fake tensors is estimated, and said so
             gradient = any(spec.requires_grad for spec in specs)
             traffic = float(sum(spec.bytes for spec in specs))
-            note = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200] if gradient else ""
+            note = f"it is priced by the bytes it reads, because it cannot be measured: {type(error).__name__}: {first_line(error)}"
             return OperatorCost(
                 bytes=traffic,
                 backward_bytes=2 * traffic * gradient,

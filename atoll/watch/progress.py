@@ -98,7 +98,7 @@ class Progress:
         return table
 
     def _say(self, line: str) -> None:
-        self.console.print(line, markup=False)
+        self.console.print(line if self.console.encoding.startswith("utf") else line.replace("→", "->"), markup=False)
 
     def _stop_live(self) -> None:
         if self._live is not None:

@@ -343,6 +343,10 @@ def test_a_model_too_large_to_run_is_captured_with_the_default_answer() -> None:
     captured = capture_program(job_of(Large, batch=lambda n: torch.randint(0, 9, (n, 3))))
     assert [assumption.seen for assumption in captured.assumptions] == [False, False]
     assert any("too large to be run here" in note for note in captured.notes)
+    place = captured.assumptions[0].where
+    assert f"{place} asks a tensor for its value: False (2 times) is taken for granted, unseen; a run stops where that does not hold" in (
+        captured.notes
+    )
     assert captured.graph.parameters > 8e9
 
 
@@ -537,3 +541,29 @@ def test_a_failing_capture_logs_nothing_and_leaves_the_loggers_as_they_were() ->
         logger.removeHandler(handler)
     assert not seen
     assert logger.level == level
+
+
+def test_what_cannot_be_measured_is_noted_once_with_what_was_done_instead() -> None:
+    @torch.library.custom_op("atoll_test::doubled", mutates_args=())
+    def doubled(x: Tensor) -> Tensor:
+        return x * 2
+
+    doubled.register_fake(torch.empty_like)
+
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        raise RuntimeError("only on Tuesdays")
+
+    doubled.register_autograd(backward)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return doubled(doubled(self.layer(x)))
+
+    notes = capture_program(job_of(Model)).notes
+    assert len(notes) == 1
+    assert "its backward is taken for twice its forward, because it cannot be measured: RuntimeError: only on Tuesdays" in notes[0]
+    assert "atoll_test.doubled" in notes[0]

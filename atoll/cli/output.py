@@ -1,0 +1,98 @@
+"""Where a command's output goes and which characters it may use: JSON stays JSON, and a terminal without Unicode gets ASCII."""
+
+import codecs
+import ctypes
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["notes_view", "print_json", "show_what_the_terminal_can", "stdout_to_stderr"]
+
+_PLAIN = dict(zip("█▏·–—─━│›▶◀•×µμ≈", "#|-----|>><*xuu~", strict=True)) | {
+    "…": "...",
+    "→": "->",
+    "≤": "<=",
+    "≥": ">=",
+    "²": "^2",
+    "³": "^3",
+}
+_ERRORS = "atoll-plain"
+
+
+def show_what_the_terminal_can() -> None:
+    """Characters that the encoding of stdout and stderr lacks are printed as ASCII that means the same, and all of them under `LC_ALL=C`.
+
+    Python itself speaks UTF-8 there, whatever the terminal was said to understand.
+    """
+    codecs.register_error(_ERRORS, _plain)
+    locale = next(filter(None, (os.environ.get(name) for name in ("LC_ALL", "LC_CTYPE", "LANG"))), "")
+    asked_otherwise = os.environ.get("PYTHONIOENCODING") or os.environ.get("PYTHONUTF8")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            ascii_only = locale in ("C", "POSIX") and not asked_otherwise
+            stream.reconfigure(encoding="ascii" if ascii_only else None, errors=_ERRORS)
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError), "asked only of streams that are written"
+    return "".join(_PLAIN.get(character, "?") for character in error.object[error.start : error.end]), error.end
+
+
+def print_json(document: str) -> None:
+    """Print JSON, with escapes for what the encoding of stdout might lack: they are the same document."""
+    if not (sys.stdout.encoding or "").lower().startswith("utf"):
+        document = re.sub(r"[^\x00-\x7f]", lambda character: json.dumps(character[0])[1:-1], document)
+    print(document)
+
+
+@contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Inside, whatever prints — Python, a library's C code, a child process — prints to stderr, so that stdout holds the answer alone."""
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # there is no such file: nothing can be printed there either
+        with redirect_stdout(sys.stderr):
+            yield
+        return
+    try:
+        _point_stdout_at(2)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _flush_c()
+        _point_stdout_at(kept)
+        os.close(kept)
+
+
+def _point_stdout_at(descriptor: int) -> None:
+    try:
+        os.dup2(descriptor, 1)
+    except OSError:  # stderr is closed
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+
+
+def _flush_c() -> None:
+    """What C code printed may still be in its own buffer."""
+    if os.name == "posix":
+        ctypes.CDLL(None).fflush(None)
+
+
+def notes_view(notes: tuple[str, ...]) -> RenderableType:
+    """What was assumed or estimated on the way to a plan."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True)
+    table.add_column(ratio=1)
+    for note in notes:
+        table.add_row("·", Text(note))
+    return Group(Text("Notes", style="bold"), Padding(table, (0, 0, 1, 2)))

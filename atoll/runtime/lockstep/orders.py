@@ -76,7 +76,8 @@ def compute_order(
             if limit < 1 and r in route:
                 raise ScheduleError(f"limits: stage {s}, replica {r} takes micro-batches, so it must be allowed to hold one, not {limit}")
     room = _worker_limits(plan_schedule, workers, bounds)
-    return _Clock(workers, bounds, room, forward_seconds, backward_seconds).play()
+    played = [_Clock(workers, bounds, room, policy, forward_seconds, backward_seconds).play() for policy in _policies(workers)]
+    return min(played, key=lambda pair: pair[0])[1]  # the first of equals
 
 
 def _worker_limits(plan_schedule: PlanSchedule, workers: Workers, bounds: Limits) -> list[int]:
@@ -90,6 +91,30 @@ def _worker_limits(plan_schedule: PlanSchedule, workers: Workers, bounds: Limits
     plan = _shape(plan_schedule, workers)
     groups: dict[tuple[str, ...], int] = {(str(worker),): worker for worker in range(workers.count)}
     return [max(1, min(pair)) for pair in zip(room, device_limits(plan, micro_batch_counts(plan), groups), strict=True)]
+
+
+class _Policy(NamedTuple):
+    """What a worker prefers where it has a choice."""
+
+    block: int  # micro-batches that go through a stage before a worker with several turns to its next
+    in_turn: bool = True  # a worker with several stages waits for what is next in its order, rather than take what has arrived
+    eager: bool = False  # a worker that would wait takes what is ready
+
+
+def _policies(workers: Workers) -> list[_Policy]:
+    """The policies to try; one where micro-batches stay in columns, since it is known to be right there."""
+    depth = len({workers.home(s, 0) for s in range(workers.stages)}) if workers.micro_batches else 1
+    if _in_columns(workers):
+        return [_Policy(depth)]
+    blocks = [depth]
+    if any(len(stages) > 1 for stages in workers.stages_of):
+        blocks.append(depth * max(len(set(row)) for row in workers.route))
+    in_turn = [_Policy(block) for block in dict.fromkeys(blocks)]
+    return [*in_turn, _Policy(blocks[-1], in_turn=False), _Policy(blocks[-1], in_turn=False, eager=True)]
+
+
+def _in_columns(workers: Workers) -> bool:
+    return all(row == workers.route[0] for row in workers.route)
 
 
 class _Input(NamedTuple):
@@ -149,11 +174,17 @@ class _Clock:
     """A step, played in order of time."""
 
     def __init__(
-        self, workers: Workers, limits: Limits, room: Sequence[int], forward_seconds: Table | None, backward_seconds: Table | None
+        self,
+        workers: Workers,
+        limits: Limits,
+        room: Sequence[int],
+        policy: _Policy,
+        forward_seconds: Table | None,
+        backward_seconds: Table | None,
     ) -> None:
-        self.workers, self.limits, self.room = workers, limits, room
+        self.workers, self.limits, self.room, self.policy = workers, limits, room, policy
         self.seconds = {"F": forward_seconds, "B": backward_seconds}
-        self.blocks = _blocks(workers)
+        self.blocks = _blocks(workers, policy.block)
         self.inboxes = [(_Inbox(), _Inbox()) for _ in range(workers.count)]  # forwards, backwards
         self.orders: list[list[Action]] = [[] for _ in range(workers.count)]
         self.holding = [[0] * len(homes) for homes in workers.homes]
@@ -167,14 +198,15 @@ class _Clock:
                 tasks[home].append(_Input(self.blocks[m], s, m))
             self.inboxes[workers.home(0, m)][0].put((-1, -1), _Input(self.blocks[m], 0, m))
         self.turns = [
-            (_Turns(items), _Turns([item._replace(stage=-item.stage) for item in items])) if len(stages) > 1 else None
+            (_Turns(items), _Turns([item._replace(stage=-item.stage) for item in items])) if len(stages) > 1 and policy.in_turn else None
             for items, stages in zip(tasks, workers.stages_of, strict=True)
         ]
         self.ends: list[tuple[float, int, Action]] = []
         self.idle = set(range(workers.count))
 
-    def play(self) -> list[list[Action]]:
-        """Takes the ends of tasks in order of time: what was made is handed on, and whoever is free and has an input begins a task."""
+    def play(self) -> tuple[float, list[list[Action]]]:
+        """Takes the ends of tasks in order of time: what was made is handed on, and whoever is free and has an input begins a task.
+        Returns how long the step is, and what each worker did."""
         now, looking = 0.0, sorted(self.idle)
         while True:
             for worker in looking:
@@ -182,7 +214,7 @@ class _Clock:
                     self._begin(worker, *choice, now)
             if not self.ends:
                 if not any(map(any, self.holding)) and not any(self.forwards_left):
-                    return self.orders
+                    return now, self.orders
                 self._begin(*self._whatever_is_ready(), now)
             now = self.ends[0][0]
             touched = set()
@@ -195,6 +227,9 @@ class _Clock:
     def _choice(self, worker: int) -> tuple[bool, _Input] | None:
         """What the policy says a free worker does now: backward or not, and which; `None`: wait."""
         backward = not (self.forwards_left[worker] and self.held[worker] < self.room[worker])
+        return self._preferred(worker, backward) or (self._preferred(worker, not backward) if self.policy.eager else None)
+
+    def _preferred(self, worker: int, backward: bool) -> tuple[bool, _Input] | None:
         heads = [item for item in self.inboxes[worker][backward].heads() if backward or self._fits(item)]
         turns = self.turns[worker]
         if turns is None:
@@ -246,16 +281,15 @@ class _Clock:
         return home
 
 
-def _blocks(workers: Workers) -> list[int]:
+def _blocks(workers: Workers, size: int) -> list[int]:
     """The block each micro-batch belongs to: a worker with several stages turns to the next one after a block."""
-    columns = all(row == workers.route[0] for row in workers.route)
+    columns = _in_columns(workers)
     seen: dict[int, int] = {}
     blocks = []
     for m, replica in enumerate(workers.route[0]):
         number = seen.get(replica, 0) if columns else m  # in its column
         seen[replica] = number + 1
-        depth = len({workers.home(s, m if columns else 0) for s in range(workers.stages)})
-        blocks.append(number // depth)
+        blocks.append(number // size)
     return blocks
 
 

@@ -9,6 +9,8 @@ AtollError
 ├── ClusterError      a cluster file or a catalogue entry is wrong; names the file and the key
 ├── PlanError         a plan breaks its own rules; shows the table with the wrong cell marked
 ├── ScheduleError     a schedule cannot be read or run; shows the table with the wrong cell marked
+├── CheckpointError   a checkpoint or a file of weights cannot be read, or is not this job's; names the file and the tensor
+├── RoleError         the environment of a launched process is partial or contradicts itself; names the variables
 └── NoPlanError       nothing fits; says what came closest and what would help
 ```
 
@@ -22,11 +24,13 @@ __all__ = [
     "AnnotationError",
     "AtollError",
     "CaptureError",
+    "CheckpointError",
     "ClusterError",
     "JobError",
     "JobFailedError",
     "NoPlanError",
     "PlanError",
+    "RoleError",
     "ScheduleError",
 ]
 
@@ -65,6 +69,14 @@ class PlanError(AtollError):
 
 class ScheduleError(AtollError):
     """A schedule cannot be read, does not do what its plan asks, or would wait for ever."""
+
+
+class CheckpointError(AtollError):
+    """A checkpoint or a file of weights cannot be read, or belongs to another job."""
+
+
+class RoleError(AtollError):
+    """What a launcher left in the environment is partial or contradicts itself."""
 
 
 class NoPlanError(AtollError):

@@ -16,6 +16,8 @@ from atoll.errors import AtollError
 
 __all__ = [
     "AnyEvent",
+    "CheckpointFailed",
+    "CheckpointSaved",
     "Evaluated",
     "Event",
     "EventLog",
@@ -23,8 +25,10 @@ __all__ = [
     "Observer",
     "RunFinished",
     "RunStarted",
+    "Restarted",
     "StepFinished",
     "StopTraining",
+    "WorkerFailed",
     "read_events",
 ]
 
@@ -83,6 +87,23 @@ class Evaluated(Event, frozen=True, kw_only=True):
     seconds: float
 
 
+class CheckpointSaved(Event, frozen=True, kw_only=True):
+    """The state after `step` steps is on disk, whole, and the run can be resumed from it."""
+
+    step: int
+    path: str
+    size_bytes: int
+    blocked_seconds: float  # training stood still: waiting for the save before, and copying
+    seconds: float  # from the start of the copy until it was in place
+
+
+class CheckpointFailed(Event, frozen=True, kw_only=True):
+    """The state after `step` steps could not be saved. The run goes on; the checkpoint before it is still good."""
+
+    step: int
+    message: str
+
+
 class NonFinite(Event, frozen=True, kw_only=True):
     """A number that must be finite was not; the run ends with an error and the weights of the step before."""
 
@@ -102,7 +123,27 @@ class RunFinished(Event, frozen=True, kw_only=True):
     message: str = ""
 
 
-AnyEvent: TypeAlias = RunStarted | StepFinished | Evaluated | NonFinite | RunFinished
+class WorkerFailed(Event, frozen=True, kw_only=True):
+    """A process of a distributed run died, hung or raised; every other rank stops."""
+
+    rank: int
+    device: str
+    stage: str  # in words, such as "stage 1"; empty when it had not said
+    step: int | None  # it was at; None: it had not begun
+    doing: str
+    message: str  # the whole sentence
+    generation: int = 0  # how often everybody had been started anew before
+
+
+class Restarted(Event, frozen=True, kw_only=True):
+    """Every rank is started anew after a failure, from the last checkpoint."""
+
+    generation: int  # of the ranks that start now; the first were 0
+    max_restarts: int
+    reason: str
+
+
+AnyEvent: TypeAlias = RunStarted | StepFinished | Evaluated | CheckpointSaved | CheckpointFailed | NonFinite | RunFinished | WorkerFailed | Restarted
 Observer: TypeAlias = Callable[[AnyEvent], None]
 
 

@@ -1,0 +1,374 @@
+"""Failure: how a rank learns that another one died, hung or raised, and how it then ends within seconds.
+
+Every rank has a `Watcher`: a thread with its own connection to the store that tells what the rank is doing and looks after its neighbours.
+The first to notice a failure writes it under one key; everybody who reads it ends with `os._exit`, because a thread that is blocked in a
+collective can be woken by nothing else. The sentence therefore names the rank that failed, not the ones that lost their connection to it.
+"""
+
+import contextlib
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import ClassVar, Literal, TypeAlias
+
+import msgspec
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from atoll.blame import in_words, own_frames
+from atoll.errors import AtollError
+from atoll.runtime.lockstep.role import Role
+
+__all__ = ["FAILED", "STOP", "VICTIM_EXIT_CODE", "Beat", "Failure", "Freshness", "Watcher", "beat_key", "condemn", "prepare", "read_beats"]
+
+FAILED, STOP = "atoll/failed", "atoll/stop"
+_SUSPECT, _TOLD = "atoll/suspect", "atoll/told"
+_NOTHING = b"-"  # what a key holds before anybody wrote to it: reading a missing key would block
+VICTIM_EXIT_CODE = 76  # of a rank that ended because another failed
+_NEIGHBOURS = 4  # each rank looks after the next few only, so that the traffic grows with the ranks and not with their square
+_LINGER_SECONDS = 2.0  # how long the host of the store waits for the others to read the verdict
+
+
+_Kind: TypeAlias = Literal["died", "silent", "raised", "lost"]
+
+
+class Beat(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank last said of itself."""
+
+    rank: int
+    device: str
+    stage: str
+    place: str  # processes with the same place see each other's pids
+    pid: int
+    count: int
+    step: int | None = None
+    doing: str = "starting"
+    checkpoint: int | None = None  # the last step that is saved
+    left: bool = False  # it ended well
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank that failed: who, where, doing what, and how it was noticed."""
+
+    rank: int
+    kind: _Kind
+    message: str
+    device: str = ""
+    stage: str = ""
+    step: int | None = None
+    doing: str = ""
+    checkpoint: int | None = None
+    exit_code: int = 1  # what the run should end with
+
+    @property
+    def sentence(self) -> str:
+        """Everything a user needs to know, in one sentence."""
+        names = ", ".join(filter(None, (self.device, self.stage)))
+        who = f"rank {self.rank}" + (f" ({names})" if names else "")
+        when = f" at step {self.step}" if self.step is not None else ""
+        what = f" while {_spoken(self.doing)}" if self.doing else ""
+        saved = f"the last checkpoint is step {self.checkpoint}" if self.checkpoint is not None else "there is no checkpoint"
+        said = {
+            "died": f"{who} died{when}{what} ({self.message})",
+            "silent": f"{who} fell silent{when}{what} ({self.message})",
+            "raised": f"{who} failed{when}{what}: {self.message}",
+            "lost": f"{who}{when}{what}: {self.message}",
+        }
+        return f"{said[self.kind]}; every rank stops; {saved}"
+
+    @classmethod
+    def of(cls, rank: int, beats: Mapping[int, Beat], kind: _Kind, message: str, exit_code: int = 1) -> "Failure":
+        """The failure of a rank, with what it last said of itself."""
+        saved = max((beat.checkpoint for beat in beats.values() if beat.checkpoint is not None), default=None)
+        beat = beats.get(rank)
+        if beat is None:
+            return cls(rank=rank, kind=kind, message=message, checkpoint=saved, exit_code=exit_code, doing="starting")
+        return cls(
+            rank=rank,
+            kind=kind,
+            message=message,
+            device=beat.device,
+            stage=beat.stage,
+            step=beat.step,
+            doing=beat.doing,
+            checkpoint=saved,
+            exit_code=exit_code,
+        )
+
+
+def _spoken(doing: str) -> str:
+    """`1B3` → `running backward of micro-batch 3`; other texts stay."""
+    match = re.fullmatch(r"(?:step \d+, )?\d+([FB])(\d+)", doing)
+    if match is None:
+        return doing if doing == "starting" else f"doing {doing}"
+    return f"running {'forward' if match[1] == 'F' else 'backward'} of micro-batch {match[2]}"
+
+
+def beat_key(rank: int) -> str:
+    """Where a rank's heart-beat is kept."""
+    return f"atoll/beat/{rank}"
+
+
+def prepare(store: Store, ranks: range) -> None:
+    """Make every key readable without blocking. Anybody may do it at any time: it never overwrites."""
+    for key in (FAILED, STOP, _SUSPECT, *map(beat_key, ranks)):
+        store.compare_set(key, "", _NOTHING.decode())
+
+
+def read_beats(store: Store, ranks: range) -> dict[int, Beat]:
+    """What the ranks last said, of those that said anything."""
+    values = store.multi_get([beat_key(rank) for rank in ranks])
+    return {rank: _beat(value) for rank, value in zip(ranks, values, strict=True) if value != _NOTHING}
+
+
+def condemn(store: Store, failure: Failure) -> Failure:
+    """Tell everybody of the failure; the first one told stays, and is returned."""
+    written = store.compare_set(FAILED, _NOTHING.decode(), msgspec.json.encode(failure).decode())
+    return msgspec.json.decode(written, type=Failure)
+
+
+def _beat(value: bytes) -> Beat:
+    return msgspec.json.decode(value, type=Beat)
+
+
+class Freshness:
+    """Which ranks have been silent for too long, by this process's own clock: no clocks are compared."""
+
+    def __init__(self, deadline_seconds: float) -> None:
+        self.deadline_seconds = deadline_seconds
+        self._heard: dict[int, tuple[int, float]] = {}
+        self._looked_at: float | None = None
+
+    def silent(self, counts: Mapping[int, int], now: float) -> list[int]:
+        """The ranks whose count has not changed within the deadline. After a pause of its own it starts its clocks anew."""
+        paused = self._looked_at is None or now - self._looked_at > self.deadline_seconds / 2
+        self._looked_at = now
+        for rank, count in counts.items():
+            known = self._heard.get(rank)
+            if paused or known is None or known[0] != count:
+                self._heard[rank] = (count, now)
+        return [rank for rank in counts if now - self._heard[rank][1] > self.deadline_seconds]
+
+
+class Watcher:
+    """Tells the others what this rank does, and ends this process when one of them fails. `store` must be a connection of its own."""
+
+    _quiet_sources: ClassVar[set[str]] = {"atoll"}  # Atoll's launcher prints the sentence once for all
+
+    def __init__(
+        self,
+        role: Role,
+        store: Store,
+        *,
+        device: str,
+        stage: str = "",
+        beat_seconds: float = 0.5,
+        deadline_seconds: float = 10.0,
+        end_process: Callable[[int], None] = os._exit,
+    ) -> None:
+        self.role, self._store = role, store
+        self.device, self.stage = device, stage
+        self.beat_seconds, self.deadline_seconds = beat_seconds, deadline_seconds
+        self.action: object = "starting"  # plain attributes, written by the training thread and read by the watcher's
+        self.step: int | None = None
+        self.checkpoint: int | None = None
+        self.stop_asked = False
+        self._end_process = end_process
+        self._place = _place()
+        self._count = 0
+        self._talked_at = time.monotonic()
+        self._freshness = Freshness(deadline_seconds)
+        self._last_beats: dict[int, Beat] = {}
+        self._suspecting = threading.Event()
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=run, daemon=True, name=f"atoll-{run.__name__}") for run in (self._talk, self._guard)]
+
+    def start(self) -> None:
+        """Begin to tell and to look. The process may end at any moment from now on."""
+        prepare(self._store, range(self.role.world_size))
+        self._store.set(beat_key(self.role.rank), msgspec.json.encode(self._own_beat()).decode())
+        for thread in self._threads:
+            thread.start()
+
+    def leave(self) -> None:
+        """This rank ended well: its silence means nothing from now on."""
+        if self._stop_threads():
+            self._store.set(beat_key(self.role.rank), msgspec.json.encode(self._own_beat(left=True)).decode())
+
+    def failed_here(self, error: BaseException) -> Failure:
+        """This rank raised. The others learn of it; if it was the victim of another's failure, this process ends here."""
+        if _is_about_peers(error):
+            self._suspecting.set()
+            self._over.wait(self._patience() + 4 * self.beat_seconds)  # the verdict ends this process meanwhile
+        failure = Failure.of(self.role.rank, {self.role.rank: self._own_beat()}, "raised", _told(error), _exit_code(error))
+        if self._stop_threads():
+            with contextlib.suppress(dist.DistError):  # the launcher, or the heart-beat that stops, tells then
+                failure = condemn(self._store, failure)
+                self._linger()
+        return failure
+
+    def _stop_threads(self) -> bool:
+        """Whether the store's connection is free again."""
+        self._over.set()
+        self._threads[0].join(2 * self.beat_seconds)
+        return not self._threads[0].is_alive()
+
+    def _own_beat(self, *, left: bool = False) -> Beat:
+        self._count += 1
+        return Beat(
+            rank=self.role.rank,
+            device=self.device,
+            stage=self.stage,
+            place=self._place,
+            pid=os.getpid(),
+            count=self._count,
+            step=self.step,
+            doing=str(self.action),
+            checkpoint=self.checkpoint,
+            left=left,
+        )
+
+    def _talk(self) -> None:
+        """The watcher's thread: one round of heart-beats after the other."""
+        while not self._over.wait(self.beat_seconds):
+            try:
+                failure = self._round()
+            except dist.DistError:
+                failure = None if self._over.is_set() else self._store_lost("it no longer answers")
+            self._talked_at = time.monotonic()
+            if failure is not None:
+                self._end(failure)
+                return
+
+    def _guard(self) -> None:
+        """A second thread: a store whose host is stopped blocks the first one for ever."""
+        before = time.monotonic()
+        while not self._over.wait(self.beat_seconds):
+            now = time.monotonic()
+            if now - before > self.deadline_seconds / 2:  # this process was stopped itself
+                self._talked_at = now
+            before = now
+            if now - self._talked_at > self.deadline_seconds + 2 * self.beat_seconds:
+                self._end(self._store_lost(f"it has not answered for {self.deadline_seconds:g} s"))
+                return
+
+    def _round(self) -> Failure | None:
+        """Say what this rank does; hear what the neighbours do and whether anybody failed."""
+        self._store.set(beat_key(self.role.rank), msgspec.json.encode(self._own_beat()).decode())
+        if self._suspecting.is_set():
+            self._store.set(_SUSPECT, "1")
+        watched = self._watched()
+        failed, stop, suspect, *values = self._store.multi_get([FAILED, STOP, _SUSPECT, *map(beat_key, watched)])
+        if self.stop_asked and stop == _NOTHING:
+            self._store.set(STOP, "1")
+        self.stop_asked = self.stop_asked or stop != _NOTHING
+        if failed != _NOTHING:
+            self._store.add(_TOLD, 1)
+            return msgspec.json.decode(failed, type=Failure)
+        if suspect != _NOTHING:
+            self._freshness.deadline_seconds = self._patience()
+        beats = {rank: _beat(value) for rank, value in zip(watched, values, strict=True) if value != _NOTHING}
+        self._last_beats |= beats
+        return self._judge({rank: beat for rank, beat in beats.items() if not beat.left})
+
+    def _watched(self) -> list[int]:
+        """The next few ranks, and the host of the store."""
+        size, rank = self.role.world_size, self.role.rank
+        neighbours = {(rank + distance) % size for distance in range(1, min(_NEIGHBOURS, size - 1) + 1)}
+        host = set() if self.role.store_outside else {0}
+        return sorted((neighbours | host) - {rank})
+
+    def _patience(self) -> float:
+        """How long silence is borne once somebody lost a connection: something is wrong for certain."""
+        return min(self.deadline_seconds, max(2.0, 4 * self.beat_seconds))
+
+    def _judge(self, beats: Mapping[int, Beat]) -> Failure | None:
+        """The neighbour that failed, if one did; everybody is told."""
+        saved = self._last_beats | {self.role.rank: self._own_beat()}
+        for rank in self._freshness.silent({rank: beat.count for rank, beat in beats.items()}, time.monotonic()):
+            deadline = self._freshness.deadline_seconds
+            return condemn(self._store, Failure.of(rank, saved, "silent", f"no sign of life for {deadline:g} s: stopped, hung or cut off"))
+        if self.role.source == "atoll":
+            return None  # its launcher sees processes end, and knows how
+        for rank, beat in beats.items():
+            if beat.place == self._place and not _is_alive(beat.pid) and not read_beats(self._store, range(rank, rank + 1))[rank].left:
+                return condemn(self._store, Failure.of(rank, saved, "died", "its process is gone"))
+        return None
+
+    def _store_lost(self, how: str) -> Failure:
+        """The store lives with rank 0 or with the launcher: whichever it is has failed, and nobody can be told any more."""
+        saved = self._last_beats | {self.role.rank: self._own_beat()}
+        where = f"{self.role.master_addr}:{self.role.master_port}"
+        if not self.role.store_outside:
+            return Failure.of(0, saved, "died", f"the store at {where} is its: {how}")
+        whose = "Atoll's launcher" if self.role.source == "atoll" else "torchrun"
+        return Failure.of(self.role.rank, saved, "lost", f"the store of {whose} at {where} is lost: {how}")
+
+    def _end(self, failure: Failure) -> None:
+        """Say why, and end this process whatever its other threads are doing."""
+        printing = threading.Thread(target=self._say, args=(failure,), daemon=True)
+        printing.start()
+        printing.join(1.0)  # a full pipe must not keep the process alive
+        with contextlib.suppress(dist.DistError):
+            self._linger()
+        self._end_process(VICTIM_EXIT_CODE)
+
+    def _say(self, failure: Failure) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            if self.role.source not in self._quiet_sources or failure.kind == "lost":
+                print(f"atoll: rank {self.role.rank} stops: {failure.sentence}", file=sys.stderr, flush=True)
+
+    def _linger(self) -> None:
+        """The host of the store stays until the others have read the verdict, within bounds."""
+        if not self.role.hosts_store:
+            return
+        until = time.monotonic() + _LINGER_SECONDS
+        while time.monotonic() < until and self._store.add(_TOLD, 0) < self.role.world_size - 1:
+            time.sleep(self.beat_seconds / 5)
+
+
+def _is_about_peers(error: BaseException) -> bool:
+    """Whether the error may be the echo of another rank's end: a lost connection or a time-out in `torch.distributed`."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and re.search(r"gloo|nccl|xccl|c10d|connection|timed out", str(error), re.IGNORECASE) is not None
+
+
+def _told(error: BaseException) -> str:
+    """The error in words, with the user's own line."""
+    if isinstance(error, AtollError):
+        return str(error)
+    frames = own_frames(error)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}: {frames[-1].line})" if frames else ""
+    return in_words(error) + where
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, AtollError):
+        return error.exit_code
+    if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code:
+        return error.code
+    return 1
+
+
+def _place() -> str:
+    """The same for processes that see each other's pids."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # no Linux: the host has one space of pids
+        return f"host {os.uname().nodename}"
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

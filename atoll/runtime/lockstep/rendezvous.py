@@ -1,0 +1,221 @@
+"""Rendezvous: a rank meets the others, works with them under a watcher's eye, and leaves together with them.
+
+```
+with joined(role, "oslo-1/gpu0", "stage 1") as run:
+    for step in range(1, steps + 1):
+        run.doing(action, step)  # for every action: an attribute is written, no more
+        ...
+        if run.stops_after(step):
+            break
+```
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from atoll.errors import AtollError
+from atoll.runtime.lockstep.failure import VICTIM_EXIT_CODE, Watcher
+from atoll.runtime.lockstep.role import Role
+
+__all__ = ["Run", "connect", "join", "joined"]
+
+DEFAULT_TIMEOUT_SECONDS = 600.0  # of a collective; a dead peer is noticed by the watcher long before
+_LEAVING, _ALL_LEAVE, _GONE = "atoll/leaving", "atoll/all_leave", "atoll/gone"
+_GOING_SECONDS = 5.0  # the host of the store waits for the last one to go
+_KEPT_DECISIONS = 64  # steps: far more than ranks can be apart
+
+
+def connect(role: Role, generation: int, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, *, host: bool = False) -> Store:
+    """A connection to the store of this generation of ranks; `host` it when this rank has to."""
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            role.master_addr,
+            role.master_port,
+            is_master=host,
+            timeout=timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,
+        )
+    except dist.DistError as error:
+        where = f"{role.master_addr}:{role.master_port}"
+        what = "cannot be hosted there" if host else f"does not answer within {timeout_seconds:g} s"
+        raise AtollError(
+            f"rank {role.rank}: the store at {where} {what} ({_first_line(error)}); check MASTER_ADDR, MASTER_PORT and rank 0"
+        ) from error
+    return PrefixStore(f"generation-{generation}", store)
+
+
+def join(
+    role: Role,
+    generation: int,
+    *,
+    backend: str | None = None,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    device: torch.device | None = None,
+    store: Store | None = None,
+) -> Store:
+    """Make this process a member of the default process group, and return the store.
+
+    `device` is the one it computes on: by default the accelerator, if there is one.
+    """
+    device = device or _own_device(role)
+    store = store or connect(role, generation, timeout_seconds, host=role.hosts_store)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+    try:
+        dist.init_process_group(
+            backend or _backend(device),
+            store=store,
+            rank=role.rank,
+            world_size=role.world_size,
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=device if device.type != "cpu" else None,
+        )
+    except dist.DistError as error:
+        raise AtollError(
+            f"rank {role.rank}: the {role.world_size} ranks did not meet within {timeout_seconds:g} s ({_first_line(error)})"
+        ) from error
+    return store
+
+
+def _own_device(role: Role) -> torch.device:
+    """The accelerator with this rank's local number, if there is one."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, role.local_rank % torch.accelerator.device_count())
+
+
+def _backend(device: torch.device) -> str:
+    """Tensors of the CPU travel too: counters, flags and what is checkpointed."""
+    if device.type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
+class Run:
+    """A rank's membership in a run: it says what it does, and hears when to stop."""
+
+    def __init__(self, role: Role, generation: int, store: Store, watcher: Watcher) -> None:
+        self.role, self.generation, self.store, self._watcher = role, generation, store, watcher
+        self._decided_ahead, self._next_stops = False, False
+
+    def doing(self, action: object, step: int | None = None) -> None:
+        """This rank does `action` now. Cheap: its `str()` is taken by the watcher's thread, every half a second."""
+        self._watcher.action = action
+        if step is not None:
+            self._watcher.step = step
+
+    def saved(self, step: int) -> None:
+        """The checkpoint after `step` steps is complete: a failure's sentence will say so."""
+        self._watcher.checkpoint = step
+
+    @property
+    def stop_asked(self) -> bool:
+        """Whether somebody asked this rank to stop politely. Ranks hear it at different moments: `stops_after` is what they agree on."""
+        return self._watcher.stop_asked
+
+    def ask_to_stop(self) -> None:
+        """Ask every rank to stop after a step; which one is agreed by `stops_after`."""
+        self._watcher.stop_asked = True
+
+    def stops_after(self, step: int) -> bool:
+        """Whether every rank stops after this step: the same answer on all of them. Call it once after each step, on every rank.
+
+        Rank 0 decides a step ahead, so that nobody waits for it: a request takes effect at the end of the next step.
+        """
+        stops = self._decided_ahead and (self._next_stops if self.role.rank == 0 else self.store.get(_stop_key(step)) == b"1")
+        self._decided_ahead = True
+        if self.role.rank == 0:
+            self._next_stops = self.stop_asked
+            self.store.set(_stop_key(step + 1), "1" if self._next_stops else "0")
+            self.store.delete_key(_stop_key(step - _KEPT_DECISIONS))
+        return stops
+
+
+def _stop_key(step: int) -> str:
+    return f"atoll/stops_after/{step}"
+
+
+@contextmanager
+def joined(
+    role: Role,
+    device_name: str,
+    stage: str = "",
+    *,
+    generation: int | None = None,
+    backend: str | None = None,
+    device: torch.device | None = None,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    deadline_seconds: float = 10.0,
+) -> Iterator[Run]:
+    """Meet the other ranks, work with them, and leave when all are ready to leave.
+
+    When another rank dies, hangs or raises, this process ends within seconds (a silent one is borne for `deadline_seconds`) and says who it
+    was. When this one raises, the others are told and the error goes on; if another was first, this one exits instead.
+    """
+    generation = role.generation if generation is None else generation
+    store = connect(role, generation, timeout_seconds, host=role.hosts_store)
+    watcher = Watcher(role, connect(role, generation, timeout_seconds), device=device_name, stage=stage, deadline_seconds=deadline_seconds)
+    watcher.start()
+    try:
+        join(role, generation, backend=backend, timeout_seconds=timeout_seconds, device=device, store=store)
+        with _polite_signals(watcher):
+            yield Run(role, generation, store, watcher)
+        watcher.action = "leaving"
+        _wait_for_all(role, store)
+        dist.destroy_process_group()
+    except BaseException as error:
+        failure = watcher.failed_here(error)
+        if failure.rank != role.rank:
+            raise SystemExit(VICTIM_EXIT_CODE) from error
+        raise
+    watcher.leave()
+    _go(role, store)
+
+
+def _wait_for_all(role: Role, store: Store) -> None:
+    """Nobody closes its connections while another still works; the watcher goes on looking meanwhile."""
+    if store.add(_LEAVING, 1) == role.world_size:
+        store.set(_ALL_LEAVE, "1")
+    store.wait([_ALL_LEAVE])
+
+
+def _go(role: Role, store: Store) -> None:
+    """The host of the store goes last."""
+    store.add(_GONE, 1)
+    until = time.monotonic() + _GOING_SECONDS
+    while role.hosts_store and store.add(_GONE, 0) < role.world_size and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+@contextmanager
+def _polite_signals(watcher: Watcher) -> Iterator[None]:
+    """The first Ctrl-C, and every SIGTERM, let the step end on all ranks; a second Ctrl-C interrupts at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and watcher.stop_asked:
+            raise KeyboardInterrupt
+        watcher.stop_asked = True
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -102,15 +102,18 @@ class _Policy(NamedTuple):
 
 
 def _policies(workers: Workers) -> list[_Policy]:
-    """The policies to try; one where micro-batches stay in columns, since it is known to be right there."""
+    """The policies to try: one where it is known to be right, in columns whose micro-batches make whole blocks."""
     depth = len({workers.home(s, 0) for s in range(workers.stages)}) if workers.micro_batches else 1
-    if _in_columns(workers):
+    virtual = any(len(stages) > 1 for stages in workers.stages_of)
+    columns = Counter(workers.route[0]) if _in_columns(workers) else Counter()
+    if columns and not (virtual and any(count % depth for count in columns.values())):
         return [_Policy(depth)]
-    blocks = [depth]
-    if any(len(stages) > 1 for stages in workers.stages_of):
-        blocks.append(depth * max(len(set(row)) for row in workers.route))
-    in_turn = [_Policy(block) for block in dict.fromkeys(blocks)]
-    return [*in_turn, _Policy(blocks[-1], in_turn=False), _Policy(blocks[-1], in_turn=False, eager=True)]
+    blocks = {depth}
+    if virtual and columns:
+        blocks |= {-(-count // max(1, count // depth)) for count in columns.values()}  # as many blocks, of nearly the same size
+    elif virtual:
+        blocks.add(depth * max(len(set(row)) for row in workers.route))
+    return [_Policy(block, in_turn, eager) for in_turn, eager in ((True, False), (False, False), (False, True)) for block in sorted(blocks)]
 
 
 def _in_columns(workers: Workers) -> bool:

@@ -1,0 +1,86 @@
+"""Who writes what: every number of every tensor exactly once, the work spread evenly over the ranks that hold it. Pure."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from atoll.errors import CheckpointError
+from atoll.runtime.checkpoint.rectangles import Rectangle, intersect, split_longest, uncovered, whole
+
+__all__ = ["Assigned", "Layout", "Outline", "assign"]
+
+_SPLIT_BYTES = 16 * 2**20  # what several ranks hold is divided between them from this size on
+
+
+class Outline(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank has of one stored tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    rectangles: tuple[Rectangle, ...]
+
+
+Layout = Mapping[str, Outline]  # a rank's, by key
+
+
+class Assigned(NamedTuple):
+    """A rectangle that a rank writes."""
+
+    key: str
+    rectangle: Rectangle
+
+
+def assign(layouts: Sequence[Layout], itemsizes: Mapping[str, int]) -> list[list[Assigned]]:
+    """What each rank writes, given what each rank holds. The same on every rank that computes it.
+
+    Largest first, each to the holder with the least to write so far. Where ranks hold overlapping but different rectangles (replicas of a
+    stage that split tensors differently), what is already spoken for is left out.
+    """
+    key_holders = _holders(layouts)
+    load = [0] * len(layouts)
+    result: list[list[Assigned]] = [[] for _ in layouts]
+    taken: dict[str, list[Rectangle]] = defaultdict(list)
+    parts = [
+        (math.prod(part.sizes) * itemsizes[key], key, part, ranks)
+        for key, holders in key_holders.items()
+        for rectangle, ranks in holders.items()
+        for part in _divided(rectangle, rectangle.elements * itemsizes[key], len(ranks))
+    ]
+    for _, key, part, ranks in sorted(parts, key=lambda entry: (-entry[0], entry[1:])):
+        overlapping = [other for other in taken[key] if intersect(part, other)]
+        for rest in uncovered(part, overlapping):
+            rank = min(ranks, key=lambda r: (load[r], r))
+            load[rank] += rest.elements * itemsizes[key]
+            result[rank].append(Assigned(key, rest))
+            taken[key].append(rest)
+    _check_complete(layouts, taken)
+    return [sorted(assigned) for assigned in result]
+
+
+def _holders(layouts: Sequence[Layout]) -> dict[str, dict[Rectangle, tuple[int, ...]]]:
+    holders: dict[str, dict[Rectangle, tuple[int, ...]]] = defaultdict(dict)
+    first: dict[str, tuple[int, Outline]] = {}
+    for rank, layout in enumerate(layouts):
+        for key, outline in layout.items():
+            before, known = first.setdefault(key, (rank, outline))
+            if (known.shape, known.dtype) != (outline.shape, outline.dtype):
+                one, other = f"{known.dtype} {list(known.shape)}", f"{outline.dtype} {list(outline.shape)}"
+                raise CheckpointError(f"{key}: rank {before} has it as {one}, rank {rank} as {other}")
+            for rectangle in outline.rectangles:
+                holders[key][rectangle] = (*holders[key].get(rectangle, ()), rank)
+    return holders
+
+
+def _divided(rectangle: Rectangle, size_bytes: int, holders: int) -> list[Rectangle]:
+    return [rectangle] if holders == 1 else split_longest(rectangle, max(1, min(holders, size_bytes // _SPLIT_BYTES)))
+
+
+def _check_complete(layouts: Sequence[Layout], taken: Mapping[str, Sequence[Rectangle]]) -> None:
+    shapes = {key: outline.shape for layout in layouts for key, outline in layout.items()}
+    for key, shape in shapes.items():
+        held = sum(rectangle.elements for rectangle in taken.get(key, ()))
+        if held != whole(shape).elements:
+            raise CheckpointError(f"{key}: all ranks together hold {held} of its {whole(shape).elements} elements; nothing was saved")

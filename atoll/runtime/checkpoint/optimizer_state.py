@@ -1,0 +1,150 @@
+"""An optimizer's state, by the user's parameter names: tensors that are divided as their parameters are, and small values.
+
+State of a parameter's own shape (moments) follows the parameter. Single numbers (step counters) are small values. A tensor of any other
+shape (the factors of Adafactor) can be kept only when the rank holds the whole parameter, since nothing says how it would be divided.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from atoll.errors import CheckpointError
+from atoll.runtime.checkpoint.held import Held
+from atoll.runtime.checkpoint.manifest import Index, SmallState
+from atoll.runtime.checkpoint.rectangles import whole
+from atoll.runtime.checkpoint.safetensors_file import DTYPES
+from atoll.runtime.checkpoint.values import from_plain, to_plain
+from atoll.runtime.stage.holding import Holding
+
+__all__ = ["OptimizerState", "allocate_state", "merge_small", "optimizer_state", "restore_groups"]
+
+_PREFIX = "optimizer/"  # then the state's name, a slash, and the parameter's name
+
+
+class OptimizerState(NamedTuple):
+    """Tensors by key and small values of the parameters that a rank holds."""
+
+    tensors: dict[str, Held]
+    small: SmallState
+
+
+def optimizer_state(optimizers: Sequence[torch.optim.Optimizer], held: Sequence[Held]) -> OptimizerState:
+    """What there is to save of the optimizers, for the parameters among `held`."""
+    by_parameter = {id(part.known_as): part for part in held}
+    tensors: dict[str, Held] = {}
+    small = SmallState()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            names = [_known(by_parameter, parameter, optimizer).name for parameter in group["params"]]
+            options = {key: to_plain(value, f"optimizer: {key}") for key, value in group.items() if key not in ("params", "param_names")}
+            small.group_of.update(dict.fromkeys(names, _number_of(small.groups, options)))
+        for parameter, state in optimizer.state.items():
+            part = _known(by_parameter, parameter, optimizer)
+            for name, value in state.items():
+                _add(tensors, small, part, str(name), value)
+    return OptimizerState(tensors, small)
+
+
+def _number_of(groups: list[dict[str, Any]], options: dict[str, Any]) -> int:
+    if options not in groups:
+        groups.append(options)
+    return groups.index(options)
+
+
+def _known(by_parameter: Mapping[int, Held], parameter: Tensor, optimizer: torch.optim.Optimizer) -> Held:
+    part = by_parameter.get(id(parameter))
+    assert part is not None, f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that is not among the tensors"
+    return part
+
+
+def _add(tensors: dict[str, Held], small: SmallState, part: Held, name: str, value: object) -> None:
+    where = f"optimizer: {name!r} of {part.name!r}"
+    if "/" in name:
+        raise CheckpointError(f"{where}: state with a slash in its name cannot be saved")
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if isinstance(local, Tensor) and local.shape == part.tensor.shape and name != "step":
+        tensors[f"{_PREFIX}{name}/{part.name}"] = part.like(local)
+    elif not isinstance(local, Tensor) or local.numel() == 1:
+        small.parameters.setdefault(part.name, {})[name] = to_plain(local, where)
+    elif part.holding.dim is None and part.flat is None:
+        shape = tuple(local.shape)
+        tensors[f"{_PREFIX}{name}/{part.name}"] = Held(Holding(name=part.name, shape=shape), local)
+    else:
+        raise CheckpointError(
+            f"{where}: it has the shape {list(local.shape)}, not the parameter's, so it cannot be saved where the parameter is divided; "
+            "use an optimizer whose state has the parameters' shapes, such as AdamW, or a plan that does not divide parameters"
+        )
+
+
+def merge_small(all_ranks: Iterable[SmallState], extra: dict[str, Any]) -> SmallState:
+    """What all ranks know of their parameters, together."""
+    merged = SmallState(extra=extra)
+    for state in all_ranks:
+        merged.parameters.update(state.parameters)
+        numbers = [_number_of(merged.groups, options) for options in state.groups]
+        merged.group_of.update({name: numbers[number] for name, number in state.group_of.items()})
+    return merged
+
+
+def allocate_state(
+    optimizers: Sequence[torch.optim.Optimizer], held: Sequence[Held], index: Index, small: SmallState
+) -> tuple[dict[str, Held], Callable[[], None]]:
+    """Room for the stored state of the optimizers' parameters, to be filled; and a function that then puts it into the optimizers."""
+    by_parameter = {id(part.known_as): part for part in held}
+    stored: dict[str, list[str]] = {}
+    for key in index.tensors:
+        if key.startswith(_PREFIX):
+            stored.setdefault(key.removeprefix(_PREFIX).partition("/")[2], []).append(key)
+    room: dict[str, Held] = {}
+    ready: list[tuple[torch.optim.Optimizer, Tensor, dict[str, Any]]] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                part = _known(by_parameter, parameter, optimizer)
+                state = _small_values(part.name, parameter, group, small)
+                for key in stored.get(part.name, ()):
+                    state[key.removeprefix(_PREFIX).partition("/")[0]], room[key] = _room(key, part, parameter, index)
+                ready.append((optimizer, parameter, state))
+
+    def put() -> None:
+        for optimizer, parameter, state in ready:
+            if state:
+                optimizer.state[parameter] = state
+
+    return room, put
+
+
+def _room(key: str, part: Held, parameter: Tensor, index: Index) -> tuple[Tensor, Held]:
+    """An empty tensor for stored state, as the optimizer wants it and as the reader does."""
+    stored = index.tensors[key]
+    if stored.shape == part.holding.shape:
+        value = torch.zeros_like(parameter, dtype=DTYPES[stored.dtype], requires_grad=False)
+        return value, part.like(value.to_local() if isinstance(value, DTensor) else value)
+    if part.holding.dim is not None or part.flat is not None:
+        shapes = f"{list(stored.shape)}, not the parameter's {list(part.holding.shape)}"
+        raise CheckpointError(f"{key!r}: it has the shape {shapes}, so it cannot be loaded where the parameter is divided")
+    value = torch.zeros(stored.shape, dtype=DTYPES[stored.dtype], device=parameter.device)
+    assert whole(stored.shape).elements == value.numel()
+    return value, Held(Holding(name=part.name, shape=stored.shape), value)
+
+
+def _small_values(name: str, parameter: Tensor, group: Mapping[str, Any], small: SmallState) -> dict[str, Any]:
+    values = {key: from_plain(value, f"optimizer: {key!r} of {name!r}") for key, value in small.parameters.get(name, {}).items()}
+    on_device = bool(group.get("capturable") or group.get("fused"))  # where such optimizers want their counters
+    return {key: value.to(parameter.device) if on_device and isinstance(value, Tensor) else value for key, value in values.items()}
+
+
+def restore_groups(optimizers: Sequence[torch.optim.Optimizer], held: Sequence[Held], small: SmallState) -> None:
+    """Give every group the hyperparameters its parameters had. A group without parameters here keeps its own."""
+    by_parameter = {id(part.known_as): part.name for part in held}
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            names = [by_parameter[id(parameter)] for parameter in group["params"]]
+            numbers = {small.group_of[name] for name in names if name in small.group_of}
+            if len(numbers) > 1:
+                raise CheckpointError(f"optimizer: the parameters of group {number} had different hyperparameters when they were saved")
+            for options in (small.groups[number] for number in numbers):
+                group.update({key: from_plain(value, f"optimizer: {key}") for key, value in options.items()})

@@ -1,0 +1,179 @@
+"""Saving: agreeing on who writes what, then, in the background, writing, reporting and putting the checkpoint in place."""
+
+import hashlib
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from atoll.errors import CheckpointError
+from atoll.runtime.checkpoint.assignment import Assigned, Outline, assign
+from atoll.runtime.checkpoint.directory import commit, partial_path, prune, step_path
+from atoll.runtime.checkpoint.exchange import Ranks
+from atoll.runtime.checkpoint.held import Held, Piece
+from atoll.runtime.checkpoint.manifest import (
+    FORMAT,
+    Index,
+    Manifest,
+    RunIdentity,
+    SmallState,
+    StoredTensor,
+    fingerprint,
+    model_shapes,
+    write_description,
+)
+from atoll.runtime.checkpoint.optimizer_state import merge_small
+from atoll.runtime.checkpoint.safetensors_file import DTYPES, dtype_name
+from atoll.runtime.checkpoint.storage import Written, write_pieces
+
+__all__ = ["Agreement", "Background", "explain", "outlines"]
+
+
+def outlines(tensors: Mapping[str, Held], mine: Sequence[Piece]) -> dict[str, Outline]:
+    """What this rank holds, for the others to know."""
+    rectangles: dict[str, list[Any]] = {key: [] for key in tensors}
+    for piece in mine:
+        rectangles[piece.key].append(piece.rectangle)
+    return {
+        key: Outline(shape=held.holding.shape, dtype=dtype_name(held.tensor.dtype, key), rectangles=tuple(rectangles[key]))
+        for key, held in tensors.items()
+    }
+
+
+class _Greeting(msgspec.Struct):
+    """What a rank says before a save: a hash of what it holds, or why it cannot take part."""
+
+    digest: str
+    problem: str | None
+
+
+class Agreement:
+    """Who writes what. It is worked out when a rank's holdings change, and remembered."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._digests: list[str] = []
+        self._mine: list[Assigned] = []
+
+    def reach(self, mine: Mapping[str, Outline], problem: str | None) -> list[Assigned]:
+        """What this rank is to write. When any rank has a problem, every rank raises it."""
+        digest = hashlib.sha256(msgspec.json.encode(dict(mine), order="sorted")).hexdigest()
+        greetings = self._ranks.gather(_Greeting(digest, problem), _Greeting)
+        for rank, greeting in enumerate(greetings):
+            if greeting.problem is not None:
+                raise CheckpointError(_of_rank(rank, len(greetings), greeting.problem))
+        if self._digests != [greeting.digest for greeting in greetings]:
+            layouts = self._ranks.gather(dict(mine), dict[str, Outline])
+            sizes = {key: DTYPES[outline.dtype].itemsize for layout in layouts for key, outline in layout.items()}
+            self._mine = assign(layouts, sizes)[self._ranks.rank]
+            self._digests = [greeting.digest for greeting in greetings]
+        return self._mine
+
+
+class _Report(msgspec.Struct):
+    """What a rank says after writing its part."""
+
+    written: Written | None
+    error: str | None
+    small: SmallState
+    outlines: dict[str, Outline]  # without rectangles
+
+
+class _Verdict(msgspec.Struct):
+    error: str | None
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Background:
+    """A save that has been copied and is to be written. `run` is called in its own thread, on every rank."""
+
+    ranks: Ranks
+    directory: Path
+    step: int
+    identity: RunIdentity
+    copies: Sequence[Piece]
+    outlines: Mapping[str, Outline]
+    small: SmallState
+    extra: dict[str, Any]
+    keep_last: int | None
+
+    def run(self) -> tuple[str | None, int]:
+        """Why it failed, or None; and how many bytes the checkpoint has. All ranks get the same answer, unless one of them is gone."""
+        try:
+            reports = self.ranks.gather(self._write(), _Report)
+            verdicts = self.ranks.gather(self._conclude(reports), _Verdict)
+        except RuntimeError as error:  # what torch.distributed raises
+            return f"{step_path(self.directory, self.step)}: another rank is gone: {error}", 0
+        return verdicts[0].error, verdicts[0].size_bytes
+
+    def _write(self) -> _Report:
+        partial = partial_path(self.directory, self.step)
+        plain = {key: msgspec.structs.replace(outline, rectangles=()) for key, outline in self.outlines.items()}
+        try:
+            written = write_pieces(partial, self.ranks.rank, self.copies)
+        except Exception as error:  # the other ranks wait for this report, whatever happened
+            return _Report(None, explain(partial, error), SmallState(), {})
+        return _Report(written, None, self.small, plain)
+
+    def _conclude(self, reports: Sequence[_Report]) -> _Verdict:
+        """Rank 0 puts the checkpoint in place, or removes what there is of it; the others leave it to that."""
+        if self.ranks.rank != 0:
+            return _Verdict(None, 0)
+        partial = partial_path(self.directory, self.step)
+        errors = [_of_rank(rank, len(reports), report.error) for rank, report in enumerate(reports) if report.error is not None]
+        try:
+            if not errors:
+                return _Verdict(None, self._commit(partial, reports))
+        except Exception as error:  # as above
+            errors = [explain(partial, error)]
+        shutil.rmtree(partial, ignore_errors=True)
+        return _Verdict(errors[0], 0)
+
+    def _commit(self, partial: Path, reports: Sequence[_Report]) -> int:
+        index = _index(reports)
+        manifest = Manifest(
+            format=FORMAT,
+            step=self.step,
+            run=self.identity,
+            fingerprint=fingerprint(model_shapes(index), self.identity.optimizer),
+            torch=str(torch.__version__),
+            atoll=version("atoll"),
+            unix_seconds=time.time(),
+            ranks=self.ranks.count,
+            sha256={},
+        )
+        write_description(partial, manifest, index, merge_small([report.small for report in reports], self.extra))
+        commit(self.directory, self.step)
+        if self.keep_last is not None:
+            prune(self.directory, self.step, self.keep_last)
+        return sum(index.files.values())
+
+
+def _index(reports: Sequence[_Report]) -> Index:
+    tensors: dict[str, StoredTensor] = {}
+    files: dict[str, int] = {}
+    for report in reports:
+        assert report.written is not None
+        files.update(report.written.files)
+        for key, outline in report.outlines.items():
+            known = tensors.get(key) or StoredTensor(shape=outline.shape, dtype=outline.dtype, chunks=())
+            tensors[key] = msgspec.structs.replace(known, chunks=(*known.chunks, *report.written.chunks.get(key, ())))
+    return Index(tensors=dict(sorted(tensors.items())), files=files)
+
+
+def _of_rank(rank: int, count: int, text: str) -> str:
+    return text if count == 1 else f"rank {rank}: {text}"
+
+
+def explain(path: Path, error: Exception) -> str:
+    """An error while writing as a sentence."""
+    if isinstance(error, OSError):
+        return f"{error.filename or path}: cannot write it: {error.strerror or error}"
+    return f"{path}: {error}" if isinstance(error, CheckpointError) else f"{path}: cannot write it: {type(error).__name__}: {error}"

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["probe"]
 
 _BUSY = 1.3
+_ALONE = """# One host, so its site needs no network. To add others, say what joins them,
+# network = { bandwidth = "10 Gbit/s", latency = "50 us" }, and write a [[site.host]] for each.
+"""
 
 
 def probe(
@@ -65,7 +68,7 @@ def probe(
     here = probed.cluster
     cluster = join_peers(here, links)
     if output is not None:
-        _write(output, dump_cluster(cluster))
+        _write(output, (_ALONE if len(cluster.hosts) == 1 else "") + dump_cluster(cluster))
     if as_json:
         print_json(_json(cluster, links))
     else:
@@ -99,10 +102,25 @@ def _progress(what: str) -> Iterator[Callable[[float], None]]:
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         say(f"{what} …")
+        yield _quarters(what)
+        return
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(what, total=1.0)
         yield lambda share: progress.update(task, completed=share)
+
+
+def _quarters(what: str) -> Callable[[float], None]:
+    """A plain line at every quarter of the way, where no bar can be drawn."""
+    told = 0
+
+    def tick(share: float) -> None:
+        nonlocal told
+        if share < 1 and int(share * 4) > told:
+            told = int(share * 4)
+            say(f"{what}: {told / 4:.0%}")
+
+    return tick
 
 
 def _check_writable(path: Path) -> None:

@@ -1,5 +1,6 @@
 """Plans and their cost as people read them, a hundred columns wide. Names come from files and scripts, so nothing here is markup."""
 
+import os
 from collections import Counter
 from collections.abc import Iterable
 
@@ -24,12 +25,12 @@ _BAR = 40
 
 
 def show(*views: RenderableType) -> None:
-    """Print to stdout: as wide as the terminal; elsewhere in 100 columns and without the blanks that fill lines up."""
+    """Print to stdout: as wide as the terminal; elsewhere as wide as COLUMNS says, or 100, and without the blanks that fill lines up."""
     console = Console(highlight=False)
     if console.is_terminal:
         console.print(*views, sep="\n")
         return
-    console = Console(highlight=False, width=_WIDTH)
+    console = Console(highlight=False, width=console.width if os.environ.get("COLUMNS", "").isdigit() else _WIDTH)
     with console.capture() as capture:
         console.print(*views, sep="\n")
     print("\n".join(line.rstrip() for line in capture.get().splitlines()))

@@ -36,7 +36,10 @@ def _figures(bytes_per_s: float, latency_s: float) -> str:
 
 
 def _site(site: Site) -> list[str]:
-    lines = ["[[site]]", f"name = {_text(site.name)}", f"network = {_figures(site.link.bytes_per_s, site.link.latency_s)}"]
+    lines = ["[[site]]", f"name = {_text(site.name)}"]
+    inside = site.hosts[0].link
+    if len(site.hosts) > 1 or (site.link.bytes_per_s, site.link.latency_s) != (inside.bytes_per_s, inside.latency_s):
+        lines.append(f"network = {_figures(site.link.bytes_per_s, site.link.latency_s)}")
     numbered = all(host.name == f"{site.name}-{i}" for i, host in enumerate(site.hosts))
     position = 0
     while position < len(site.hosts):

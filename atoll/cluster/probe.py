@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 
+from atoll import units
 from atoll.cluster.build import DEFAULT_RESERVE, assemble
 from atoll.cluster.cluster import Cluster, Device, DeviceKind, Host, Link, Site
 from atoll.cluster.file import parse_cluster
@@ -20,7 +22,7 @@ from atoll.cluster.memory import host_memory, keep_freed_memory
 from atoll.cluster.peer import PeerLink
 from atoll.cluster.timing import interleaved
 
-__all__ = ["Probed", "join_peers", "probe_host"]
+__all__ = ["Probed", "join_peers", "probe_host", "rounded"]
 
 _SITE = "here"
 _NEAR_S = 2e-3  # a round trip shorter than this is a network inside a site
@@ -49,7 +51,7 @@ def probe_host(*, quick: bool = False, budget_s: float | None = None, tick: Tick
     link = _inside_link(name, devices)
     host = Host(name=name, site=_SITE, devices=tuple(devices), link=link)
     interface = Link(between=(_SITE, _SITE), bytes_per_s=link.bytes_per_s, latency_s=link.latency_s)
-    return Probed(Cluster(name=name, sites=(Site(name=_SITE, hosts=(host,), link=interface),)), busy)
+    return Probed(rounded(Cluster(name=name, sites=(Site(name=_SITE, hosts=(host,), link=interface),))), busy)
 
 
 def _host_name() -> str:
@@ -155,7 +157,25 @@ def join_peers(here: Cluster, peers: Sequence[PeerLink]) -> Cluster:
     links = [_link((site.name, place), peer.bytes_per_s, peer.round_trip_s / 2) for place, peer in far.items()]
     for (a, one), (b, other) in combinations(far.items(), 2):
         links.append(_link((a, b), min(one.bytes_per_s, other.bytes_per_s), (one.round_trip_s + other.round_trip_s) / 2))
-    return assemble(here.name, [Site(name=site.name, hosts=tuple(hosts), link=own), *sites], links, None, "probe")
+    return rounded(assemble(here.name, [Site(name=site.name, hosts=tuple(hosts), link=own), *sites], links, None, "probe"))
+
+
+def rounded(cluster: Cluster) -> Cluster:
+    """The cluster in three significant digits, which is more than a measurement is worth and what a person can read in a file."""
+    return msgspec.convert(_rounded("", msgspec.to_builtins(cluster)), Cluster)
+
+
+def _rounded(name: str, value: Any) -> Any:
+    """Fields say their units, so each number becomes what the text of it in the cluster file reads back as."""
+    if isinstance(value, dict):
+        return {key: _rounded(key, inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(name, inner) for inner in value]
+    if not isinstance(value, float) or not value:
+        return value
+    if (name.endswith(("_seconds", "_s")) and not name.endswith("_per_s")) or name == "seconds":
+        return units.parse_seconds(units.format_seconds(value))
+    return units.parse_bytes(units.format_bytes(value))  # rates of bytes and of operations have the same prefixes
 
 
 def _link(between: tuple[str, str], bytes_per_s: float, latency_s: float) -> Link:

@@ -14,6 +14,7 @@ __all__ = ["Case", "Timing", "interleaved"]
 _MOST_TURNS = 60
 _TURN_S = 0.004  # about a scheduler's time slice: longer turns are rarely left alone
 _MINOR_EVERY = 4
+_FIRST_ROUND = 0.1  # of the whole, as it is told: cases run for the first time then, which takes longer than later turns
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,16 @@ def interleaved(
     """
     stopwatch = stopwatch or clock
     start = clock()
-    turns = [[_turn(case.run, 1, synchronize, stopwatch, clock)] for case in cases]
+    turns = []
+    for i, case in enumerate(cases):
+        turns.append([_turn(case.run, 1, synchronize, stopwatch, clock)])
+        tick(_FIRST_ROUND * (i + 1) / len(cases))
     order = ((turn, i) for turn in range(_MOST_TURNS) for i, case in enumerate(cases) if not (case.minor and turn % _MINOR_EVERY))
     for turn, i in order:
         elapsed = clock() - start
         if elapsed >= budget_s:
             break
-        tick(max(elapsed / budget_s, turn / _MOST_TURNS))
+        tick(_FIRST_ROUND + (1 - _FIRST_ROUND) * max(elapsed / budget_s, turn / _MOST_TURNS))
         repeats = max(1, round(_TURN_S / max(min(turns[i])[0], 1e-9)))
         turns[i].append(_turn(cases[i].run, repeats, synchronize, stopwatch, clock))
     tick(1.0)

@@ -109,3 +109,14 @@ def test_json_means_the_same_in_every_encoding(setting: dict[str, str]) -> None:
     command = [*COMMAND, "plan", "bert-large", "-c", "tiny.toml", "--check", "good.plan", "--json"]
     ended = subprocess.run(command, capture_output=True, timeout=120, check=True, env={**os.environ, **setting})
     assert json.loads(ended.stdout)["cluster"]["name"] == "små → øyer"
+
+
+@pytest.mark.parametrize(("columns", "widest"), [("140", 140), ("70", 70), (None, 100), ("wide", 100)])
+def test_piped_output_is_as_wide_as_columns_says(
+    columns: str | None, widest: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    assert run(["presets"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) == pytest.approx(widest, abs=12)

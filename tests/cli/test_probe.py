@@ -86,3 +86,10 @@ def test_the_file_is_written(tmp_path):
     assert load_cluster(tmp_path / "here.toml").devices[0].memory_bytes == 7e9
     with pytest.raises(ClusterError, match="cannot be written: Is a directory"):
         command._write(tmp_path, HERE)
+
+
+def test_progress_is_told_in_plain_lines_where_there_is_no_terminal(capsys):
+    with command._progress("measuring") as tick:
+        for share in (0.1, 0.26, 0.3, 0.5, 0.99, 1.0):
+            tick(share)
+    assert capsys.readouterr().err.splitlines() == ["measuring …", "measuring: 25%", "measuring: 50%", "measuring: 75%"]

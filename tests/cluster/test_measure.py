@@ -1,10 +1,15 @@
 """Measuring: turns interleave, disturbances do not count, and what is measured can be written and read back."""
 
+import re
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from atoll.cluster import dump_cluster, parse_cluster
-from atoll.cluster.probe import probe_host
+from atoll.cluster import Cluster, dump_cluster, parse_cluster
+from atoll.cluster.cluster import Link, Site
+from atoll.cluster.probe import probe_host, rounded
 from atoll.cluster.timing import Case, interleaved
 
 
@@ -78,6 +83,9 @@ def test_this_machine_can_be_measured_written_and_read_back():
     assert shares[-1] == 1.0
     assert probed.busy >= 1.0
     assert parse_cluster(dump_cluster(probed.cluster)) == probed.cluster
+    written = dump_cluster(probed.cluster)
+    assert "network" not in written, "there is no other host"
+    assert not re.search(r'"[\d.]{5,} ', written), "three digits and a point at most"
     (device,) = probed.cluster.devices
     measured = device.kind.measured
     assert device.kind.cpu
@@ -92,3 +100,16 @@ def test_this_machine_can_be_measured_written_and_read_back():
     assert {time.optimizer for time in measured.updates} == {"adamw", "momentum", "sgd"}
     assert [rate.bytes for rate in measured.memory] == sorted(rate.bytes for rate in measured.memory)
     assert 0 < device.memory_bytes < device.kind.memory_bytes
+
+
+@given(st.floats(1e3, 1e14), st.floats(1e-8, 10.0))
+def test_rounding_keeps_three_digits_and_is_done_once(rate, seconds):
+    link = Link(between=("here", "here"), bytes_per_s=rate, latency_s=seconds)
+    host = parse_cluster('[[site]]\nname = "here"\n[[site.host]]\nname = "box"\ndevices = [{ kind = "A100-80GB" }]').hosts[0]
+    cluster = Cluster(name="one", sites=(Site(name="here", hosts=(host,), link=link),))
+    once = rounded(cluster)
+    assert rounded(once) == once
+    assert parse_cluster(dump_cluster(once)) == once
+    assert once.sites[0].link.bytes_per_s == pytest.approx(rate, rel=5.1e-3)
+    assert once.sites[0].link.latency_s == pytest.approx(seconds, rel=5.1e-3)
+    assert not re.search(r'network.*"[\d.]{5,} ', dump_cluster(once))

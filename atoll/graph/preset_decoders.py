@@ -1,7 +1,8 @@
 """Presets of dense decoders: GPT-2 and -3, Megatron's sizes, ERNIE, M6-10B, Llama. Shapes as their authors published them."""
 
+from functools import partial
+
 from atoll.graph.generate import dense_transformer
-from atoll.graph.graph import Graph, Precision
 from atoll.graph.preset_entry import PresetEntry
 
 __all__ = ["GPT_MODELS", "LLAMA_MODELS"]
@@ -20,19 +21,9 @@ def _gpt(
     vocabulary: int = 50257,
 ) -> PresetEntry:
     """GPT-2's architecture at another size; the vocabulary is padded to a multiple of 128 as Megatron does."""
-
-    def build(name: str, precision: Precision) -> Graph:
-        return dense_transformer(
-            name=name,
-            layers=layers,
-            hidden=hidden,
-            heads=heads,
-            sequence=sequence,
-            vocabulary=vocabulary,
-            vocabulary_multiple=128,
-            precision=precision,
-        )
-
+    build = partial(
+        dense_transformer, layers=layers, hidden=hidden, heads=heads, sequence=sequence, vocabulary=vocabulary, vocabulary_multiple=128
+    )
     description = f"decoder, {layers} layers of {hidden}, {heads} heads, {sequence} tokens"
     return PresetEntry(name=name, description=description, parameters=parameters, source=source, batch_size=batch_size, build=build)
 
@@ -53,21 +44,12 @@ _LLAMA3 = "Grattafiori et al. 2024, The Llama 3 Herd of Models, arXiv 2407.21783
 
 def _ernie() -> PresetEntry:
     """Wide: a feed-forward part of sixteen times the width of 12,288 is what makes 48 layers 260 billion parameters."""
-
-    def build(name: str, precision: Precision) -> Graph:
-        return dense_transformer(
-            name=name,
-            layers=48,
-            hidden=12288,
-            heads=192,
-            feed_forward=196608,
-            sequence=512,
-            vocabulary=40000,
-            precision=precision,
-        )
-
+    build = partial(dense_transformer, layers=48, hidden=12288, heads=192, feed_forward=196608, sequence=512, vocabulary=40000)
     description = "decoder, 48 layers of 12288 with a feed-forward width of 196608, 192 heads, 512 tokens"
     return PresetEntry(name="ernie-260b", description=description, parameters=260e9, source=_ERNIE, batch_size=2048, build=build)
+
+
+_llama_like = partial(dense_transformer, gated=True, bias=False, dropout=False, positions="rotary", flash_attention=True, tied=False)
 
 
 def _llama(
@@ -85,26 +67,16 @@ def _llama(
     vocabulary: int = 32000,
 ) -> PresetEntry:
     """Gated feed-forward, RMS norms, rotary positions, no biases, fused attention."""
-
-    def build(name: str, precision: Precision) -> Graph:
-        return dense_transformer(
-            name=name,
-            layers=layers,
-            hidden=hidden,
-            heads=heads,
-            kv_heads=kv_heads,
-            feed_forward=feed_forward,
-            sequence=sequence,
-            vocabulary=vocabulary,
-            gated=True,
-            bias=False,
-            dropout=False,
-            positions="rotary",
-            flash_attention=True,
-            tied=False,
-            precision=precision,
-        )
-
+    build = partial(
+        _llama_like,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        feed_forward=feed_forward,
+        sequence=sequence,
+        vocabulary=vocabulary,
+    )
     description = f"decoder, {layers} layers of {hidden}, {heads} heads over {kv_heads or heads} key-value heads, {sequence} tokens"
     return PresetEntry(
         name=name,

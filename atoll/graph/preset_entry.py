@@ -1,11 +1,18 @@
 """One line of the table of presets."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from atoll.graph.graph import Graph, Precision
 
-__all__ = ["PresetEntry"]
+__all__ = ["GraphBuilder", "PresetEntry"]
+
+
+class GraphBuilder(Protocol):
+    """A generator of graphs with the shape already given."""
+
+    def __call__(self, *, name: str, precision: Precision) -> Graph:
+        """The graph under that name, in that precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +24,6 @@ class PresetEntry:
     parameters: float
     source: str
     batch_size: int
-    build: Callable[[str, Precision], Graph]
+    build: GraphBuilder
     precision: Precision = "fp16"
     optimizer: str = "adamw"

@@ -1,9 +1,10 @@
 """Presets that are not dense decoders: mixtures of experts, encoders, encoder–decoders, recurrent and image models."""
 
+from functools import partial
+
 from atoll.graph.generate import encoder_decoder, mixture_of_experts, speech_recogniser, transformer_encoder
 from atoll.graph.generate_recurrent import recurrent_translator
 from atoll.graph.generate_vision import residual_network, vision_transformer
-from atoll.graph.graph import Graph, Precision
 from atoll.graph.preset_entry import PresetEntry
 
 __all__ = ["OTHER_MODELS"]
@@ -28,74 +29,26 @@ _WHISPER = "Radford et al. 2022, Robust Speech Recognition via Large-Scale Weak 
 
 def _m6(name: str, parameters: float, experts: int, expert_hidden: int, batch_size: int) -> PresetEntry:
     """M6-T's sparse models: 24 layers of 1,024, experts in each, two of them a token."""
-
-    def build(name: str, precision: Precision) -> Graph:
-        return mixture_of_experts(
-            name=name,
-            layers=24,
-            hidden=1024,
-            heads=16,
-            sequence=512,
-            vocabulary=21128,
-            experts=experts,
-            active_experts=2,
-            expert_hidden=expert_hidden,
-            capacity=1.25,
-            precision=precision,
-        )
-
+    build = partial(
+        mixture_of_experts, layers=24, hidden=1024, heads=16, sequence=512, vocabulary=21128, experts=experts, active_experts=2,
+        expert_hidden=expert_hidden, capacity=1.25,
+    )  # fmt: skip
     description = f"mixture of experts, 24 layers of 1024, {experts} experts of {expert_hidden} in each, 2 a token, 512 tokens"
     return PresetEntry(
         name=name, description=description, parameters=parameters, source=_M6T, batch_size=batch_size, build=build, optimizer="adafactor"
     )
 
 
-def _mixtral(name: str, precision: Precision) -> Graph:
-    return mixture_of_experts(
-        name=name,
-        layers=32,
-        hidden=4096,
-        heads=32,
-        kv_heads=8,
-        sequence=4096,
-        vocabulary=32000,
-        experts=8,
-        active_experts=2,
-        expert_hidden=14336,
-        gated=True,
-        bias=False,
-        dropout=False,
-        positions="rotary",
-        flash_attention=True,
-        tied=False,
-        precision=precision,
-    )
-
-
-def _deepseek(name: str, precision: Precision) -> Graph:
-    """DeepSeek-V3 with ordinary attention of about as many parameters in place of its latent attention."""
-    return mixture_of_experts(
-        name=name,
-        layers=61,
-        hidden=7168,
-        heads=56,
-        head_size=128,
-        sequence=4096,
-        vocabulary=129280,
-        experts=256,
-        active_experts=8,
-        shared_experts=1,
-        expert_hidden=2048,
-        dense_layers=3,
-        feed_forward=18432,
-        gated=True,
-        bias=False,
-        dropout=False,
-        positions="rotary",
-        flash_attention=True,
-        tied=False,
-        precision=precision,
-    )
+_sparse_llama = partial(mixture_of_experts, gated=True, bias=False, dropout=False, positions="rotary", flash_attention=True, tied=False)
+_mixtral = partial(
+    _sparse_llama, layers=32, hidden=4096, heads=32, kv_heads=8, sequence=4096, vocabulary=32000,
+    experts=8, active_experts=2, expert_hidden=14336,
+)  # fmt: skip
+# with ordinary attention of about as many parameters in place of its latent attention
+_deepseek = partial(
+    _sparse_llama, layers=61, hidden=7168, heads=56, head_size=128, sequence=4096, vocabulary=129280,
+    experts=256, active_experts=8, shared_experts=1, expert_hidden=2048, dense_layers=3, feed_forward=18432,
+)  # fmt: skip
 
 
 def _encoder(
@@ -111,40 +64,19 @@ def _encoder(
     segments: int = 2,
     positions_kept: int = 512,
 ) -> PresetEntry:
-    def build(name: str, precision: Precision) -> Graph:
-        return transformer_encoder(
-            name=name,
-            layers=layers,
-            hidden=hidden,
-            heads=heads,
-            sequence=512,
-            vocabulary=vocabulary,
-            segments=segments,
-            positions_kept=positions_kept,
-            precision=precision,
-        )
-
+    build = partial(
+        transformer_encoder, layers=layers, hidden=hidden, heads=heads, sequence=512, vocabulary=vocabulary, segments=segments,
+        positions_kept=positions_kept,
+    )  # fmt: skip
     description = f"encoder with masked-language head, {layers} layers of {hidden}, {heads} heads, 512 tokens"
     return PresetEntry(name=name, description=description, parameters=parameters, source=source, batch_size=batch_size, build=build)
 
 
 def _t5(name: str, parameters: float, layers: int, hidden: int, heads: int, head_size: int, feed_forward: int) -> PresetEntry:
-    def build(name: str, precision: Precision) -> Graph:
-        return encoder_decoder(
-            name=name,
-            encoder_layers=layers,
-            decoder_layers=layers,
-            hidden=hidden,
-            heads=heads,
-            head_size=head_size,
-            feed_forward=feed_forward,
-            sequence=512,
-            target_sequence=114,
-            vocabulary=32128,
-            bias=False,
-            precision=precision,
-        )
-
+    build = partial(
+        encoder_decoder, encoder_layers=layers, decoder_layers=layers, hidden=hidden, heads=heads, head_size=head_size,
+        feed_forward=feed_forward, sequence=512, target_sequence=114, vocabulary=32128, bias=False,
+    )  # fmt: skip
     description = f"encoder–decoder, {layers}+{layers} layers of {hidden}, {heads} heads, 512 tokens in, 114 out"
     return PresetEntry(
         name=name,
@@ -194,7 +126,7 @@ OTHER_MODELS: tuple[PresetEntry, ...] = (
         parameters=278e6,
         source=_GNMT,
         batch_size=1024,
-        build=lambda name, precision: recurrent_translator(name=name, precision=precision),
+        build=recurrent_translator,
         precision="fp32",
         optimizer="adam",
     ),
@@ -204,7 +136,7 @@ OTHER_MODELS: tuple[PresetEntry, ...] = (
         parameters=25.557e6,
         source=_RESNET,
         batch_size=256,
-        build=lambda name, precision: residual_network(name=name, precision=precision),
+        build=residual_network,
         precision="fp32",
         optimizer="sgd",
     ),
@@ -214,7 +146,7 @@ OTHER_MODELS: tuple[PresetEntry, ...] = (
         parameters=228.4e6,
         source=_WHALE,
         batch_size=256,
-        build=lambda name, precision: residual_network(name=name, classes=100_000, precision=precision),
+        build=partial(residual_network, classes=100_000),
         precision="fp32",
         optimizer="sgd",
     ),
@@ -224,7 +156,7 @@ OTHER_MODELS: tuple[PresetEntry, ...] = (
         parameters=60.19e6,
         source=_RESNET,
         batch_size=256,
-        build=lambda name, precision: residual_network(name=name, depth=152, precision=precision),
+        build=partial(residual_network, depth=152),
         precision="fp32",
         optimizer="sgd",
     ),
@@ -234,7 +166,7 @@ OTHER_MODELS: tuple[PresetEntry, ...] = (
         parameters=304e6,
         source=_VIT,
         batch_size=4096,
-        build=lambda name, precision: vision_transformer(name=name, layers=24, hidden=1024, heads=16, precision=precision),
+        build=partial(vision_transformer, layers=24, hidden=1024, heads=16),
         precision="bf16",
     ),
     PresetEntry(
@@ -243,6 +175,6 @@ OTHER_MODELS: tuple[PresetEntry, ...] = (
         parameters=1550e6,
         source=_WHISPER,
         batch_size=256,
-        build=lambda name, precision: speech_recogniser(name=name, layers=32, hidden=1280, heads=20, vocabulary=51865, precision=precision),
+        build=partial(speech_recogniser, layers=32, hidden=1280, heads=20, vocabulary=51865),
     ),
 )

@@ -36,7 +36,7 @@ def preset(name: str, *, precision: Precision | None = None, batch_size: int | N
     if batch_size is not None and batch_size < 1:
         raise JobError(f"{name}: batch_size must be at least 1, got {batch_size}")
     return Preset(
-        graph=entry.build(entry.name, precision or entry.precision),
+        graph=entry.build(name=entry.name, precision=precision or entry.precision),
         batch_size=batch_size or entry.batch_size,
         optimizer=entry.optimizer,
         description=entry.description,

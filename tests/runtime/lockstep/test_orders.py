@@ -85,6 +85,7 @@ def test_bounded_receives_count_as_held(workers: Workers, name: str, ahead: int)
 @given(columns(), SCHEDULES)
 def test_in_columns_sends_may_block_where_receives_are_posted_one_ahead(workers: Workers, name: str) -> None:
     check(post_receives_early(make_schedule(name, workers)), workers, rendezvous=True)
+    check(make_schedule("gpipe", workers), workers, rendezvous=True)
 
 
 @given(st.integers(1, 6), st.integers(1, 9), seconds, seconds)

@@ -223,7 +223,8 @@ class _Trainer:
         functions: dict[str, LossFunction] = {"": self.job.eval_loss or self.job.loss, **self.job.metrics}
         sums = {name: [0.0, 0.0] for name in functions}
         size = self.job.micro_batch_size or self.job.batch_size
-        length = len(dataset)
+        with users_code(f"evaluation after step {step}: the length of eval_data", JobFailedError):
+            length = len(dataset)
         self.model.eval()
         for start in range(0, length, size):
             indices = range(start, min(start + size, length))

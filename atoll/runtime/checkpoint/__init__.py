@@ -25,8 +25,10 @@ fails on one rank fails on all, leaves nothing behind and does not end the run, 
 """
 
 from atoll.runtime.checkpoint.checkpointer import Checkpointer, Outcome
+from atoll.runtime.checkpoint.export import Exported, export
 from atoll.runtime.checkpoint.held import Held
 from atoll.runtime.checkpoint.loading import Loaded
 from atoll.runtime.checkpoint.manifest import RunIdentity
+from atoll.runtime.checkpoint.weights import import_weights
 
-__all__ = ["Checkpointer", "Held", "Loaded", "Outcome", "RunIdentity"]
+__all__ = ["Checkpointer", "Exported", "Held", "Loaded", "Outcome", "RunIdentity", "export", "import_weights"]

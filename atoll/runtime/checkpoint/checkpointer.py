@@ -207,7 +207,7 @@ class Checkpointer:
 
 def _content(tensors: Sequence[Held], optimizers: Sequence[torch.optim.Optimizer], extra: Mapping[str, Any]) -> _Content:
     state = optimizer_state(optimizers, tensors)
-    keyed = {MODEL + held.name: held for held in tensors} | state.tensors
-    mine = [piece for key, held in keyed.items() for piece in pieces(key, held)]
+    keyed = [(MODEL + held.name, held) for held in tensors] + state.tensors
+    mine = pieces(keyed)
     plain = {key: to_plain(value, key) for key, value in extra.items()}
     return _Content(mine, outlines(keyed, mine), state.small, plain)

@@ -1,7 +1,7 @@
 """Held: a tensor in this rank's memory, and which part of the user's tensor it is."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from atoll.runtime.checkpoint.rectangles import Rectangle, flat_range, whole
 from atoll.runtime.stage.holding import Holding
 
-__all__ = ["Held", "Piece", "pieces"]
+__all__ = ["Held", "Keyed", "Piece", "pieces"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +52,10 @@ class Held:
         return Held(self.holding, tensor, self.flat)
 
 
+Keyed = tuple[str, Held]
+"""What a stored tensor is called, and what this rank has of it. A rank that runs several stages may have the same tensor in each."""
+
+
 @dataclass(frozen=True, eq=False)
 class Piece:
     """A rectangle of a stored tensor and the memory that holds it: writing into `view` writes into the rank's tensor."""
@@ -67,8 +71,12 @@ class Piece:
         return self.view.dtype
 
 
-def pieces(key: str, held: Held) -> list[Piece]:
-    """The rectangles that a rank holds, each with its memory. None when it holds nothing."""
+def pieces(tensors: Sequence[Keyed]) -> list[Piece]:
+    """The rectangles that a rank holds, each with its memory."""
+    return [piece for key, held in tensors for piece in _pieces(key, held)]
+
+
+def _pieces(key: str, held: Held) -> list[Piece]:
     holding, tensor = held.holding, held.tensor.detach()
     local = _local_views(tensor, holding.local_shape, held.flat)
     return [

@@ -1,6 +1,6 @@
 """Loading: from whatever layout a checkpoint was written in to whatever layout is asked for, with every mismatch named."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from atoll.errors import CheckpointError
 from atoll.runtime.checkpoint.directory import find
 from atoll.runtime.checkpoint.exchange import Ranks
-from atoll.runtime.checkpoint.held import Held, pieces
+from atoll.runtime.checkpoint.held import Held, Keyed, pieces
 from atoll.runtime.checkpoint.manifest import (
     MODEL,
     Chunk,
@@ -118,9 +118,9 @@ class _Task:
             )
         self.index, small = read_index(self.path, manifest), read_state(self.path, manifest)
         room, put = allocate_state(self.optimizers, self.tensors, self.index, small)
-        keyed = {MODEL + held.name: held for held in self.tensors} | room
+        keyed = [(MODEL + held.name, held) for held in self.tensors] + room
         check_fits(self.path, self.index, keyed)
-        read_pieces(self.path, self.index, [piece for key, held in keyed.items() for piece in pieces(key, held)])
+        read_pieces(self.path, self.index, pieces(keyed))
         if self.check:
             check_chunks(self.path, self.index, _share(self.index, self.ranks))
         extra = {key: from_plain(value, f"{self.path}: extra.{key}") for key, value in small.extra.items()}
@@ -136,12 +136,12 @@ def _share(index: Index, ranks: Ranks) -> Iterable[tuple[str, Chunk]]:
     return chunks[ranks.rank :: ranks.count]
 
 
-def check_fits(path: Path, index: Index, wanted: Mapping[str, Held], any_dtype: bool = False) -> None:
+def check_fits(path: Path, index: Index, wanted: Sequence[Keyed], any_dtype: bool = False) -> None:
     """That everything wanted is there, in the right shape and dtype."""
-    missing = [key for key in wanted if key not in index.tensors]
+    missing = [key for key, _ in wanted if key not in index.tensors]
     if missing:
         raise CheckpointError(f"{path}: it does not have {some(missing)}")
-    for key, held in wanted.items():
+    for key, held in wanted:
         stored = index.tensors[key]
         if stored.shape != held.holding.shape:
             raise CheckpointError(f"{path}: {key!r} has the shape {list(stored.shape)} there and {list(held.holding.shape)} in the job")

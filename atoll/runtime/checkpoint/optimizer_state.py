@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from atoll.errors import CheckpointError
-from atoll.runtime.checkpoint.held import Held
+from atoll.runtime.checkpoint.held import Held, Keyed
 from atoll.runtime.checkpoint.manifest import Index, SmallState
 from atoll.runtime.checkpoint.rectangles import whole
 from atoll.runtime.checkpoint.safetensors_file import DTYPES
@@ -27,14 +27,14 @@ _PREFIX = "optimizer/"  # then the state's name, a slash, and the parameter's na
 class OptimizerState(NamedTuple):
     """Tensors by key and small values of the parameters that a rank holds."""
 
-    tensors: dict[str, Held]
+    tensors: list[Keyed]
     small: SmallState
 
 
 def optimizer_state(optimizers: Sequence[torch.optim.Optimizer], held: Sequence[Held]) -> OptimizerState:
     """What there is to save of the optimizers, for the parameters among `held`."""
     by_parameter = {id(part.known_as): part for part in held}
-    tensors: dict[str, Held] = {}
+    tensors: list[Keyed] = []
     small = SmallState()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -60,18 +60,18 @@ def _known(by_parameter: Mapping[int, Held], parameter: Tensor, optimizer: torch
     return part
 
 
-def _add(tensors: dict[str, Held], small: SmallState, part: Held, name: str, value: object) -> None:
+def _add(tensors: list[Keyed], small: SmallState, part: Held, name: str, value: object) -> None:
     where = f"optimizer: {name!r} of {part.name!r}"
     if "/" in name:
         raise CheckpointError(f"{where}: state with a slash in its name cannot be saved")
     local = value.to_local() if isinstance(value, DTensor) else value
     if isinstance(local, Tensor) and local.shape == part.tensor.shape and name != "step":
-        tensors[f"{_PREFIX}{name}/{part.name}"] = part.like(local)
+        tensors.append((f"{_PREFIX}{name}/{part.name}", part.like(local)))
     elif not isinstance(local, Tensor) or local.numel() == 1:
         small.parameters.setdefault(part.name, {})[name] = to_plain(local, where)
     elif part.holding.dim is None and part.flat is None:
         shape = tuple(local.shape)
-        tensors[f"{_PREFIX}{name}/{part.name}"] = Held(Holding(name=part.name, shape=shape), local)
+        tensors.append((f"{_PREFIX}{name}/{part.name}", Held(Holding(name=part.name, shape=shape), local)))
     else:
         raise CheckpointError(
             f"{where}: it has the shape {list(local.shape)}, not the parameter's, so it cannot be saved where the parameter is divided; "
@@ -91,14 +91,14 @@ def merge_small(all_ranks: Iterable[SmallState], extra: dict[str, Any]) -> Small
 
 def allocate_state(
     optimizers: Sequence[torch.optim.Optimizer], held: Sequence[Held], index: Index, small: SmallState
-) -> tuple[dict[str, Held], Callable[[], None]]:
+) -> tuple[list[Keyed], Callable[[], None]]:
     """Room for the stored state of the optimizers' parameters, to be filled; and a function that then puts it into the optimizers."""
     by_parameter = {id(part.known_as): part for part in held}
     stored: dict[str, list[str]] = {}
     for key in index.tensors:
         if key.startswith(_PREFIX):
             stored.setdefault(key.removeprefix(_PREFIX).partition("/")[2], []).append(key)
-    room: dict[str, Held] = {}
+    room: list[Keyed] = []
     ready: list[tuple[torch.optim.Optimizer, Tensor, dict[str, Any]]] = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -106,7 +106,9 @@ def allocate_state(
                 part = _known(by_parameter, parameter, optimizer)
                 state = _small_values(part.name, parameter, group, small)
                 for key in stored.get(part.name, ()):
-                    state[key.removeprefix(_PREFIX).partition("/")[0]], room[key] = _room(key, part, parameter, index)
+                    value, place = _room(key, part, parameter, index)
+                    state[key.removeprefix(_PREFIX).partition("/")[0]] = value
+                    room.append((key, place))
                 ready.append((optimizer, parameter, state))
 
     def put() -> None:

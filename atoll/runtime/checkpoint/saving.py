@@ -16,7 +16,7 @@ from atoll.errors import CheckpointError
 from atoll.runtime.checkpoint.assignment import Assigned, Outline, assign
 from atoll.runtime.checkpoint.directory import commit, partial_path, prune, step_path
 from atoll.runtime.checkpoint.exchange import Ranks
-from atoll.runtime.checkpoint.held import Held, Piece
+from atoll.runtime.checkpoint.held import Keyed, Piece
 from atoll.runtime.checkpoint.manifest import (
     FORMAT,
     Index,
@@ -35,14 +35,14 @@ from atoll.runtime.checkpoint.storage import Written, write_pieces
 __all__ = ["Agreement", "Background", "explain", "outlines"]
 
 
-def outlines(tensors: Mapping[str, Held], mine: Sequence[Piece]) -> dict[str, Outline]:
+def outlines(tensors: Sequence[Keyed], mine: Sequence[Piece]) -> dict[str, Outline]:
     """What this rank holds, for the others to know."""
-    rectangles: dict[str, list[Any]] = {key: [] for key in tensors}
+    rectangles: dict[str, list[Any]] = {key: [] for key, _ in tensors}
     for piece in mine:
         rectangles[piece.key].append(piece.rectangle)
     return {
         key: Outline(shape=held.holding.shape, dtype=dtype_name(held.tensor.dtype, key), rectangles=tuple(rectangles[key]))
-        for key, held in tensors.items()
+        for key, held in tensors
     }
 
 

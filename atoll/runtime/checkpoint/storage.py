@@ -216,6 +216,7 @@ class _IndexReader(HuggingFaceStorageReader):
     def __init__(self, directory: Path, index: Index) -> None:
         super().__init__(str(directory))
         self.directory, self.index = directory, index
+        self._names = {str(directory / name): name for name in index.files}
 
     def read_metadata(self) -> Metadata:
         tensors = {key: _tensor_metadata(tensor) for key, tensor in self.index.tensors.items()}
@@ -234,7 +235,7 @@ class _IndexReader(HuggingFaceStorageReader):
             by_file[self.storage_data[item.storage_index].relative_path].append(item)
         for name, items in by_file.items():
             path, key = Path(name), items[0].storage_index.fqn
-            _check_file(path, self.index.files[path.name], key)
+            _check_file(path, self.index.files[self._names[name]], key)
             try:
                 super().read_data(LoadPlan(items), planner).wait()
             except (SafetensorError, OSError, RuntimeError, AssertionError) as error:

@@ -29,8 +29,8 @@ def _divided(seed: int, ranks: int, values: dict[str, torch.Tensor]) -> list[lis
 
 
 def _write(directory: Path, held: list[list[Held]]) -> Index:
-    mine = [[piece for part in parts for piece in pieces(part.name, part)] for parts in held]
-    layouts = [outlines({part.name: part for part in parts}, own) for parts, own in zip(held, mine, strict=True)]
+    mine = [pieces([(part.name, part) for part in parts]) for parts in held]
+    layouts = [outlines([(part.name, part) for part in parts], own) for parts, own in zip(held, mine, strict=True)]
     sizes = {key: DTYPES[outline.dtype].itemsize for layout in layouts for key, outline in layout.items()}
     stored: dict[str, StoredTensor] = {
         key: StoredTensor(shape=outline.shape, dtype=outline.dtype, chunks=()) for layout in layouts for key, outline in layout.items()
@@ -55,7 +55,7 @@ def test_any_division_becomes_any_other(tmp_path: Path, seed: int) -> None:
         expected = [part.tensor.clone() for part in rank]
         for part in rank:
             part.tensor.zero_()
-        read_pieces(tmp_path, index, [piece for part in rank for piece in pieces(part.name, part)])
+        read_pieces(tmp_path, index, pieces([(part.name, part) for part in rank]))
         for part, right in zip(rank, expected, strict=True):
             assert torch.equal(part.tensor, right), part
     check_chunks(tmp_path, index, [(key, chunk) for key, stored in index.tensors.items() for chunk in stored.chunks])

@@ -1,0 +1,160 @@
+"""What a rank of the tests with real processes does: `python -m tests.runtime.checkpoint.processes RANK RANKS DIRECTORY SCENARIO`."""
+
+import json
+import os
+import random
+import resource
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from atoll.errors import AtollError, JobFailedError
+from atoll.runtime.checkpoint import Checkpointer, Held, RunIdentity
+from atoll.runtime.stage.holding import Holding
+
+from .layouts import divide, tensors
+
+IDENTITY = RunIdentity(job="test", optimizer="AdamW", seed=1, batch_size=8)
+
+
+def held_by(seed: int, rank: int, ranks: int, values: dict[str, Tensor], trained: bool = True) -> list[Held]:
+    """One rank's part of a random layout; floating parts are parameters."""
+    generator = random.Random(seed)
+    mine = [held for name, value in values.items() for held in divide(generator, value, name, ranks)[rank]]
+    if trained:
+        for held in mine:
+            held.tensor.requires_grad_(held.tensor.is_floating_point())
+    return mine
+
+
+def step_optimizer(optimizer: torch.optim.Optimizer, held: list[Held], step: int) -> None:
+    """A step on gradients that depend on the name and the place of each number, hence not on the layout."""
+    for part in held:
+        if part.tensor.requires_grad:
+            whole = _gradient(part.name, part.holding.shape, step)
+            empty = part.holding.dim is not None and not part.holding.parts
+            mine = whole.new_empty(part.holding.local_shape) if empty else part.holding.take(whole)
+            mine = mine if part.flat is None else mine.reshape(-1)[slice(*part.flat)]
+            part.tensor.grad = mine.reshape(part.tensor.shape).to(part.tensor.dtype).clone()
+    optimizer.step()
+
+
+def _gradient(name: str, shape: tuple[int, ...], step: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(step * 1000 + sum(name.encode())))
+
+
+def optimizer_for(held: list[Held]) -> torch.optim.Optimizer:
+    parameters = [part.tensor for part in held if part.tensor.requires_grad] or [torch.zeros(0, requires_grad=True)]
+    return torch.optim.AdamW(parameters, lr=0.01, foreach=False)
+
+
+def reshard(rank: int, ranks: int, directory: Path) -> list[str]:
+    """Random layouts over all, two or one of the ranks: saved by one, loaded by the next, always equal to the undivided training."""
+    groups = {size: dist.new_group(list(range(size)), backend="gloo") for size in range(1, ranks + 1)}
+    done = []
+    for case in range(8):
+        run = directory / f"case-{case}"
+        values = tensors(case)
+        reference = held_by(case, 0, 1, values)
+        whole = optimizer_for(reference)
+        for turn, size in enumerate(random.Random(case).choices(range(1, ranks + 1), k=3)):
+            if rank < size:
+                _turn(run, groups[size], rank, size, case, turn, values)
+            step_optimizer(whole, reference, 2 * turn + 1)
+            step_optimizer(whole, reference, 2 * turn + 2)
+            dist.barrier()
+        final = held_by(99, 0, 1, {name: torch.zeros_like(value) for name, value in values.items()}, trained=False)
+        if rank == 0:
+            Checkpointer(run, identity=IDENTITY).load(final)
+            for part, right in zip(final, reference, strict=True):
+                # the optimizer's arithmetic, not the checkpoint, depends a little on how a tensor is cut
+                coarse = 2e-2 if part.tensor.dtype.itemsize == 2 else 1e-5
+                assert torch.allclose(part.tensor.view(-1), right.tensor.view(-1), rtol=coarse, atol=coarse), f"case {case}: {part.name}"
+        done.append(f"case {case}")
+    return done
+
+
+def _turn(run: Path, group: dist.ProcessGroup, rank: int, size: int, case: int, turn: int, values: dict[str, Tensor]) -> None:
+    start = values if turn == 0 else {name: torch.zeros_like(value) for name, value in values.items()}
+    held = held_by(case * 10 + turn, rank, size, start)
+    optimizer = optimizer_for(held)
+    with Checkpointer(run, group, identity=IDENTITY) as checkpoints:
+        loaded = checkpoints.load(held, optimizers=[optimizer])
+        assert (0 if loaded is None else loaded.step) == 2 * turn
+        for step in (2 * turn + 1, 2 * turn + 2):
+            step_optimizer(optimizer, held, step)
+            checkpoints.save(step, held, optimizers=[optimizer], extra={"position": step})
+        checkpoints.wait()
+        assert [outcome.error for outcome in checkpoints.finished()] == [None, None]
+
+
+def failures(rank: int, ranks: int, directory: Path) -> list[str]:
+    """A rank that cannot write, or whose file is damaged: every rank hears the same."""
+    group = dist.new_group(backend="gloo")
+    holding = Holding(name="large", shape=(1000, 100), dim=0, parts=((500 * rank, 500 * rank + 500),))
+    held = [Held(holding, torch.randn(500, 100))]
+    said = []
+    with Checkpointer(directory / "run", group, identity=IDENTITY) as checkpoints:
+        checkpoints.save(1, held, final=True)
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+        checkpoints.save(2, held)
+        outcome = checkpoints.wait()
+        assert outcome is not None
+        said.append(outcome.error or "")
+        try:
+            checkpoints.save(3, held, final=True)
+        except JobFailedError as error:
+            said.append(str(error))
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        loaded = checkpoints.load(held)
+        assert loaded is not None
+        said.append(f"loaded {loaded.step}")
+        dist.barrier(group)
+        if rank == 0:
+            victim = sorted(loaded.path.glob("shard-*"))[-1]
+            victim.write_bytes(victim.read_bytes()[:-1])
+        dist.barrier(group)
+        try:
+            checkpoints.load(held)
+        except AtollError as error:
+            said.append(str(error))
+    return said
+
+
+def killed(rank: int, ranks: int, directory: Path) -> list[str]:
+    """The last rank is killed while it writes: the others hear of it soon, and what was saved before is still there."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
+    held = held_by(5, rank, ranks, tensors(0))
+    checkpoints = Checkpointer(directory / "run", group, identity=IDENTITY)
+    checkpoints.save(1, held, final=True)
+    if rank == ranks - 1:
+        sys.addaudithook(_kill_when_writing)
+    checkpoints.save(2, held)
+    outcome = checkpoints.wait()
+    assert outcome is not None
+    return [outcome.error or ""]
+
+
+def _kill_when_writing(event: str, arguments: tuple[object, ...]) -> None:
+    if event == "open" and "step-00000002.partial" in str(arguments[0]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    rank, ranks, directory, scenario = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory / 'store'}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    said = {"reshard": reshard, "failures": failures, "killed": killed}[scenario](rank, ranks, directory)
+    print(json.dumps(said), flush=True)
+    os._exit(0)  # a process group whose peer was killed may not end politely
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Exported files load in plain PyTorch and in transformers; files of others are a start for any layout."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from atoll.errors import CheckpointError
+from atoll.runtime.checkpoint import Checkpointer, Held, RunIdentity, export, import_weights
+from atoll.runtime.checkpoint.export import _blocks
+from atoll.runtime.checkpoint.manifest import StoredTensor
+from atoll.runtime.stage.holding import Holding
+
+from .layouts import divide, tensors
+from .test_checkpointer import IDENTITY, hold, model_of
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def _save(directory: Path, model: nn.Module, identity: RunIdentity = IDENTITY) -> None:
+    Checkpointer(directory / "checkpoints", identity=identity).save(5, hold(model), final=True)
+
+
+def test_a_strict_load_in_plain_torch(tmp_path: Path) -> None:
+    model = _Tied()
+    identity = RunIdentity(job="t", optimizer="SGD", seed=0, batch_size=1, tied={"head.weight": "embedding.weight"})
+    _save(tmp_path, model, identity)
+    exported = export(tmp_path, tmp_path / "out.safetensors")
+    assert exported.files == (tmp_path / "out.safetensors",)
+    assert (exported.step, exported.tensors) == (5, len(model.state_dict()))
+    again = _Tied()
+    again.load_state_dict(load_file(tmp_path / "out.safetensors"))
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+def test_every_dtype_and_shape(tmp_path: Path) -> None:
+    values = tensors(3)
+    held = [Held(Holding(name=name, shape=tuple(value.shape)), value) for name, value in values.items()]
+    Checkpointer(tmp_path, identity=IDENTITY).save(1, held, final=True)
+    export(tmp_path, tmp_path / "folder")
+    stored = load_file(tmp_path / "folder" / "model.safetensors")
+    assert stored.keys() == values.keys()
+    assert all(torch.equal(stored[name], value) and stored[name].dtype == value.dtype for name, value in values.items())
+
+
+def test_several_files_and_their_index(tmp_path: Path) -> None:
+    model = model_of(1)
+    _save(tmp_path, model)
+    exported = export(tmp_path, tmp_path / "folder", largest_file_bytes=100)
+    index = json.loads((tmp_path / "folder" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == model.state_dict().keys()
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in model.state_dict().values()) == exported.size_bytes
+    assert set(index["weight_map"].values()) == {path.name for path in (tmp_path / "folder").glob("*.safetensors")}
+    again = model_of(2)
+    assert import_weights(tmp_path / "folder", hold(again)) == ()
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_transformers_loads_it(tmp_path: Path, tie: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20, n_positions=16, tie_word_embeddings=tie)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    tied = {"lm_head.weight": "transformer.wte.weight"} if tie else {}
+    identity = RunIdentity(
+        job="t", optimizer="SGD", seed=0, batch_size=1, tied=tied, model_config=json.loads(config.to_json_string(use_diff=False))
+    )
+    _save(tmp_path, model, identity)
+    export(tmp_path, tmp_path / "folder")
+    again, report = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "folder", output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens = torch.arange(10)[None]
+    assert torch.equal(again.eval()(tokens).logits, model(tokens).logits)
+    plain = transformers.GPT2LMHeadModel(config)
+    plain.load_state_dict(load_file(tmp_path / "folder" / "model.safetensors"))
+    model.save_pretrained(tmp_path / "theirs")
+    third = transformers.GPT2LMHeadModel(config)
+    held = hold(third)
+    import_weights(tmp_path / "theirs", held, tied=tied)
+    assert torch.equal(third.eval()(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_weights_into_any_layout(tmp_path: Path, seed: int) -> None:
+    values = tensors(seed)
+    names = list(values)
+    save_file({name: values[name] for name in names[::2]}, tmp_path / "a.safetensors")
+    save_file({name: values[name] for name in names[1::2]} | {"other": torch.zeros(3)}, tmp_path / "b.safetensors")
+    generator = random.Random(seed)
+    for rank in zip(*(divide(generator, value, name, 3) for name, value in values.items()), strict=True):
+        held = [part for parts in rank for part in parts]
+        expected = [part.tensor.clone() for part in held]
+        for part in held:
+            part.tensor.zero_()
+        unused = import_weights([tmp_path / "a.safetensors", tmp_path / "b.safetensors"], held)
+        assert "other" in unused
+        assert all(torch.equal(part.tensor, right) for part, right in zip(held, expected, strict=True))
+
+
+def test_a_checkpoint_is_a_start_too_and_dtypes_are_converted(tmp_path: Path) -> None:
+    model = model_of(1)
+    _save(tmp_path, model)
+    for source in (tmp_path, tmp_path / "checkpoints", tmp_path / "checkpoints" / "step-00000005"):
+        again = model_of(2).bfloat16()
+        assert import_weights(source, hold(again)) == ()
+        assert torch.equal(again.state_dict()["0.weight"], model.state_dict()["0.weight"].bfloat16())
+
+
+def test_wrong_sources_are_named(tmp_path: Path) -> None:
+    held = hold(model_of(0))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    with pytest.raises(CheckpointError, match=r"no such file or folder"):
+        import_weights(tmp_path / "nowhere", held)
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin: only safetensors are read"):
+        import_weights(tmp_path / "pytorch_model.bin", held)
+    with pytest.raises(CheckpointError, match=r"no safetensors file in it; pytorch_model.bin can run code"):
+        import_weights(tmp_path, held)
+    save_file({"0.weight": torch.zeros(6, 5)}, tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError, match=r"it does not have '0.bias', '1.weight', .* and 3 more"):
+        import_weights(tmp_path, held)
+    with pytest.raises(CheckpointError, match=r"'0.weight' has the shape \[6, 5\] there and \[6, 4\] in the job"):
+        import_weights(tmp_path, held[:1])
+    (tmp_path / "a.safetensors").write_bytes((tmp_path / "a.safetensors").read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"a.safetensors: '0.weight': the file is cut short"):
+        import_weights(tmp_path, held[:1])
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"0.weight": "../a.safetensors"}}')
+    with pytest.raises(CheckpointError, match=r"'../a.safetensors' is not the name of a file beside it"):
+        import_weights(tmp_path, held[:1])
+
+
+def test_nothing_to_export(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no checkpoint there"):
+        export(tmp_path, tmp_path / "x")
+    with pytest.raises(CheckpointError, match=r"no such directory"):
+        export(tmp_path / "nowhere", tmp_path / "x")
+    _save(tmp_path, model_of(0))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot write it: (File exists|Not a directory)"):
+        export(tmp_path, tmp_path / "file")
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 6; it has 5"):
+        export(tmp_path, tmp_path / "x", step=6)
+
+
+@pytest.mark.parametrize("shape", [(3, 50_000_000), (1, 1, 70_000_000), (200, 1000, 1000), (5,), (), (0, 4)])
+def test_blocks_are_small_and_in_the_order_of_bytes(shape: tuple[int, ...]) -> None:
+    blocks = list(_blocks(StoredTensor(shape=shape, dtype="F32", chunks=())))
+    strides = torch.empty(shape, device="meta").stride()
+    at = 0
+    for block in blocks:
+        assert sum(offset * stride for offset, stride in zip(block.offsets, strides, strict=True)) == at
+        assert torch.empty(shape, device="meta")[block.slices()].is_contiguous()
+        assert block.elements * 4 <= 64 * 2**20
+        at += block.elements
+    assert at == torch.empty(shape, device="meta").numel()

@@ -1,0 +1,56 @@
+"""Experts divided among processes compute what the whole model computes, whoever has which samples."""
+
+import json
+import subprocess
+import sys
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.runtime.stage.expert import expert_counts
+
+from .expert_lanes import CASES
+
+TOLERANCE = 1e-9
+
+
+@pytest.fixture(scope="module")
+def differences(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, float]]]:
+    """What three processes have found, by rank; they compute all cases in one go because starting them is what takes long."""
+    folder = tmp_path_factory.mktemp("lanes")
+    script = Path(__file__).with_name("expert_lanes.py")
+    outs = [folder / f"{rank}.json" for rank in range(3)]
+    commands = [[sys.executable, str(script), str(rank), str(folder / "store"), str(out)] for rank, out in enumerate(outs)]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    errors = [process.communicate()[1] for process in processes]
+    failed = [error for process, error in zip(processes, errors, strict=True) if process.returncode]
+    assert not failed, "\n".join(failed)
+    return [json.loads(out.read_text(encoding="utf-8")) for out in outs]
+
+
+@pytest.mark.parametrize("lanes", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_lanes_compute_what_the_whole_model_computes(differences: list[dict[str, dict[str, float]]], case: str, lanes: int) -> None:
+    for found in differences[:lanes]:
+        assert found[f"{case} {lanes}"]["loss"] < TOLERANCE
+        assert found[f"{case} {lanes}"]["gradient"] < TOLERANCE
+
+
+@pytest.mark.parametrize("how", ["again", "without samples"])
+@pytest.mark.parametrize("case", ["Picked", "Repeated"])
+def test_recomputing_and_a_lane_without_samples(differences: list[dict[str, dict[str, float]]], case: str, how: str) -> None:
+    for found in differences:
+        assert found[f"{case} {how}"]["loss"] < TOLERANCE
+        assert found[f"{case} {how}"]["gradient"] < TOLERANCE
+
+
+@given(st.integers(1, 64), st.integers(0, 200))
+def test_experts_are_dealt_out_evenly(lanes: int, more: int) -> None:
+    counts = expert_counts(lanes + more, lanes)
+    assert len(counts) == lanes
+    assert list(accumulate(counts))[-1] == lanes + more
+    assert max(counts) - min(counts) <= 1
+    assert min(counts) >= 1

@@ -14,15 +14,17 @@ from atoll.runtime.stage.holding import Holding
 from atoll.runtime.stage.program import StageProgram, Unit
 from atoll.runtime.stage.state import InitialState
 
-__all__ = ["StageModule", "UnitModule", "build_stage"]
+__all__ = ["StageBuilder", "StageModule", "UnitModule"]
 
 
 class UnitModule(nn.Module):
     """One unit with its state. With `recompute` its activations are not kept: backward runs it again."""
 
-    def __init__(self, unit: Unit, graph_module: fx.GraphModule, recompute: bool) -> None:
+    def __init__(self, unit: Unit, graph_module: fx.GraphModule, buffers: dict[str, str], recompute: bool) -> None:
         super().__init__()
         self.inputs, self.outputs = unit.inputs, unit.outputs
+        self.parameter_names = dict(unit.parameters)  # attribute → the user's name
+        self.buffer_names = buffers
         self.graph_module = graph_module
         self.recompute = recompute
         self._changes = unit.changes
@@ -50,11 +52,10 @@ class UnitModule(nn.Module):
 class StageModule(nn.Module):
     """All units of a stage. Called with the values it receives and the batch's leaves, by name; returns what it sends, or its results."""
 
-    def __init__(self, program: StageProgram, prologue: UnitModule, units: Sequence[UnitModule], holdings: Mapping[str, Holding]) -> None:
+    def __init__(self, program: StageProgram, prologue: UnitModule, units: Sequence[UnitModule]) -> None:
         super().__init__()
         self.prologue = prologue
         self.units = nn.ModuleList(units)
-        self.holdings = dict(holdings)  # of every parameter, by the user's name
         self._sends = [crossing.name for crossing in program.sends]
         self._results = program.results
         self._dead = _last_uses(program)
@@ -81,7 +82,7 @@ class StageModule(nn.Module):
         found: dict[str, nn.Parameter] = {}
         for unit in self.units:
             assert isinstance(unit, UnitModule)
-            for attribute, name in unit.graph_module.meta["parameters"].items():
+            for attribute, name in unit.parameter_names.items():
                 found[name] = getattr(unit.graph_module, attribute)
         return found
 
@@ -90,7 +91,7 @@ class StageModule(nn.Module):
         found: dict[str, Tensor] = {}
         for unit in (self.prologue, *self.units):
             assert isinstance(unit, UnitModule)
-            for attribute, name in unit.graph_module.meta["buffers"].items():
+            for attribute, name in unit.buffer_names.items():
                 found[name] = getattr(unit.graph_module, attribute)
         return found
 
@@ -105,14 +106,26 @@ def _last_uses(program: StageProgram) -> list[list[str]]:
     return dead[::-1]
 
 
-class _Builder:
-    def __init__(self, state: InitialState, key: DrawKey, device: torch.device, holdings: Mapping[str, Holding]) -> None:
-        self.state, self.key, self.device = state, key, device
-        self.holdings = dict(holdings)
-        self.parameters: dict[str, nn.Parameter] = {}
-        self.buffers: dict[str, Tensor] = {}
+class StageBuilder:
+    """Makes the stages of one rank. A parameter that several of its stages use is one object."""
 
-    def unit(self, unit: Unit, recompute: bool) -> UnitModule:
+    def __init__(self, state: InitialState, *, device: torch.device, key: DrawKey) -> None:
+        self._state, self._key, self._device = state, key, device
+        self.holdings: dict[str, Holding] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._buffers: dict[str, Tensor] = {}
+
+    def stage(self, program: StageProgram, recompute: Sequence[bool] = (), holdings: Mapping[str, Holding] | None = None) -> StageModule:
+        """The stage with the parameters (or the parts that `holdings` name) that the rank holds; `recompute` says it for every unit."""
+        for name, holding in (holdings or {}).items():
+            known = self.holdings.setdefault(name, holding)
+            assert known == holding, f"{name} is held in two ways by one rank"
+        flags = recompute or [False] * len(program.units)
+        prologue = self._unit(program.prologue, False)
+        units = [self._unit(unit, flag) for unit, flag in zip(program.units, flags, strict=True)]
+        return StageModule(program, prologue, units)
+
+    def _unit(self, unit: Unit, recompute: bool) -> UnitModule:
         root = nn.Module()
         for attribute, name in unit.parameters.items():
             root.register_parameter(attribute, self._parameter(name))
@@ -121,28 +134,26 @@ class _Builder:
         for attribute, module in unit.modules.items():
             root.add_module(attribute, module)
         if unit.draws:
-            root.add_module("draw", Draw(self.key, self.device))
+            root.add_module("draw", Draw(self._key, self._device))
         _seed_before_draws(unit)
-        _place_on(unit.graph, self.device)
+        _place_on(unit.graph, self._device)
         graph_module = fx.GraphModule(root, unit.graph)
-        graph_module.meta["parameters"] = dict(unit.parameters)
-        names = {attribute: self.state.buffer_name(placeholder) for attribute, placeholder in unit.buffers.items()}
-        graph_module.meta["buffers"] = {attribute: name for attribute, name in names.items() if name is not None}
-        return UnitModule(unit, graph_module, recompute)
+        names = {attribute: self._state.buffer_name(placeholder) for attribute, placeholder in unit.buffers.items()}
+        buffers = {attribute: name for attribute, name in names.items() if name is not None}
+        return UnitModule(unit, graph_module, buffers, recompute)
 
     def _parameter(self, name: str) -> nn.Parameter:
-        """One object a name, so that a parameter two units share stays shared."""
         if name not in self.parameters:
-            whole = self.state.parameter(name)
+            whole = self._state.parameter(name)
             holding = self.holdings.setdefault(name, Holding(name=name, shape=tuple(whole.shape)))
-            own = holding.take(whole.detach()).to(self.device, copy=True).contiguous()
+            own = holding.take(whole.detach()).to(self._device, copy=True).contiguous()
             self.parameters[name] = nn.Parameter(own, requires_grad=whole.requires_grad)
         return self.parameters[name]
 
     def _buffer(self, placeholder: str) -> Tensor:
-        if placeholder not in self.buffers:
-            self.buffers[placeholder] = self.state.value(placeholder).to(self.device, copy=True)
-        return self.buffers[placeholder]
+        if placeholder not in self._buffers:
+            self._buffers[placeholder] = self._state.value(placeholder).to(self._device, copy=True)
+        return self._buffers[placeholder]
 
 
 def _seed_before_draws(unit: Unit) -> None:
@@ -158,20 +169,3 @@ def _place_on(graph: fx.Graph, device: torch.device) -> None:
         if any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values())):
             node.args = tuple(device if isinstance(value, torch.device) else value for value in node.args)
             node.kwargs = {name: device if isinstance(value, torch.device) else value for name, value in node.kwargs.items()}
-
-
-def build_stage(
-    program: StageProgram,
-    state: InitialState,
-    *,
-    device: torch.device,
-    key: DrawKey,
-    recompute: Sequence[bool] = (),
-    holdings: Mapping[str, Holding] | None = None,
-) -> StageModule:
-    """The stage with the parameters (or the parts that `holdings` name) that a rank holds; `recompute` says it for every unit."""
-    builder = _Builder(state, key, device, holdings or {})
-    flags = recompute or [False] * len(program.units)
-    prologue = builder.unit(program.prologue, False)
-    units = [builder.unit(unit, flag) for unit, flag in zip(program.units, flags, strict=True)]
-    return StageModule(program, prologue, units, builder.holdings)

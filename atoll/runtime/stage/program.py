@@ -5,6 +5,7 @@ rotary tables — is made once a micro-batch in a prologue. Everything is still 
 here holds a parameter.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,10 +16,9 @@ from torch import fx
 from torch.export.graph_signature import OutputKind
 
 from atoll.graph.capture import Captured
-from atoll.graph.flops import TensorSpec
 from atoll.graph.liveness import is_random
 
-__all__ = ["Crossing", "StageProgram", "Unit", "cut_stage"]
+__all__ = ["Crossing", "StageProgram", "Unit", "cut_stage", "shared_parameters"]
 
 aten = torch.ops.aten
 _NORMS = ("batch_norm", "instance_norm")  # they change their running statistics without saying so in their schema
@@ -229,11 +229,15 @@ def _draws(node: fx.Node) -> bool:
     return True
 
 
-def spec_of(captured: Captured, node: fx.Node) -> TensorSpec:
-    """What the captured batch makes of a value."""
-    spec = captured.liveness.table.specs[node]
-    assert isinstance(spec, TensorSpec)
-    return spec
+def shared_parameters(captured: Captured) -> frozenset[str]:
+    """Names of the parameters that more than one layer reads."""
+    table, live = captured.liveness.table, captured.liveness
+    starts = [layer.nodes[0] for layer in captured.graph.layers]
+    users: dict[str, set[int]] = {}
+    for value, name in table.parameters.items():
+        places = [live.place(user) for user in value.users if user.op == "call_function"]
+        users.setdefault(name, set()).update(bisect_right(starts, place) for place in places)
+    return frozenset(name for name, layers in users.items() if len(layers) > 1)
 
 
 def cut_stage(captured: Captured, start: int, stop: int) -> StageProgram:

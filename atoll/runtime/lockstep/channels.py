@@ -1,0 +1,100 @@
+"""Channels: tensors of micro-batches on their way between ranks, sent and received in the background.
+
+A send keeps its tensor until it has left; a receive is posted early and waited for by whoever needs it. Who sends what to whom is decided
+by the schedule and the bridge, not here.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from atoll.runtime.lockstep.bridge import Hop
+from atoll.runtime.stage.program import Crossing
+
+__all__ = ["Arrival", "Channels", "Message"]
+
+_LATE = 64  # sends under way before the oldest is waited for
+
+
+class Message:
+    """What is said about one micro-batch in one direction between two stages: every value, in order, with a tag of its own."""
+
+    def __init__(self, crossings: Sequence[Crossing], dims: Sequence[int | None], first_tag: int) -> None:
+        self.crossings, self.dims, self.first_tag = crossings, dims, first_tag
+
+    def tag(self, index: int) -> int:
+        """Distinguishes the values of a micro-batch, where the backend looks at tags; elsewhere order does."""
+        return self.first_tag + index
+
+
+class Arrival:
+    """Values on their way here; `wait` gives them."""
+
+    def __init__(self, tensors: list[Tensor], works: list[Any], copies: list[tuple[Tensor, Tensor]]) -> None:
+        self._tensors, self._works, self._copies = tensors, works, copies
+
+    def wait(self) -> list[Tensor]:
+        """The values, once they are all here."""
+        for work in self._works:
+            work.wait()
+        for place, part in self._copies:
+            place.copy_(part)
+        self._works, self._copies = [], []
+        return self._tensors
+
+
+class Channels:
+    """This rank's ends of all channels."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self.rank, self.device = rank, device
+        self._leaving: list[tuple[Any, Tensor]] = []
+        self.bytes_sent: dict[int, int] = {}  # by receiver, since the start
+
+    def send(self, message: Message, hops: Sequence[Hop], values: Sequence[Tensor], first_sample: int) -> None:
+        """Send each receiver its samples of the values; `first_sample` is where this rank's own begin."""
+        for hop in hops:
+            if hop.source != self.rank or hop.target == self.rank:
+                continue
+            for index, value in enumerate(values):
+                part = _part(value, message.dims[index], hop, first_sample).detach().contiguous()
+                self._leaving.append((dist.isend(part, hop.target, tag=message.tag(index)), part))
+                self.bytes_sent[hop.target] = self.bytes_sent.get(hop.target, 0) + part.numel() * part.element_size()
+        while len(self._leaving) > _LATE:
+            self._leaving.pop(0)[0].wait()
+
+    def receive(
+        self, message: Message, hops: Sequence[Hop], shapes: Sequence[tuple[int, ...]], samples: tuple[int, int], own: Sequence[Tensor] = ()
+    ) -> Arrival:
+        """Post receives for this rank's samples of the values, whole `shapes` of them; `own` are what the rank itself made of them."""
+        mine = [hop for hop in hops if hop.target == self.rank]
+        tensors, works, copies = [], [], []
+        for index, (crossing, shape) in enumerate(zip(message.crossings, shapes, strict=True)):
+            whole = torch.empty(shape, dtype=crossing.dtype, device=self.device)
+            for hop in mine:
+                place = _part(whole, message.dims[index], hop, samples[0])
+                if hop.source == self.rank:
+                    place.copy_(own[index].detach())
+                    continue
+                buffer = place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
+                works.append(dist.irecv(buffer, hop.source, tag=message.tag(index)))
+                if buffer is not place:
+                    copies.append((place, buffer))
+            tensors.append(whole)
+        return Arrival(tensors, works, copies)
+
+    def settle(self) -> None:
+        """Wait until everything sent has left."""
+        for work, _ in self._leaving:
+            work.wait()
+        self._leaving.clear()
+
+
+def _part(value: Tensor, dim: int | None, hop: Hop, first_sample: int) -> Tensor:
+    """A hop's samples of a value that begins at `first_sample`. A value that cannot be divided goes whole."""
+    if dim is None or value.shape[dim] == hop.stop - hop.start:
+        return value
+    return value.narrow(dim, hop.start - first_sample, hop.stop - hop.start)

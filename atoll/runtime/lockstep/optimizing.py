@@ -1,0 +1,128 @@
+"""The end of a step: the norm of the whole gradient over all ranks, clipping, loss scaling, the optimizer — as one process would do it."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from atoll.errors import JobError
+
+__all__ = ["Counted", "LossScale", "check_elementwise", "clip_factor", "local", "scale_gradients", "squared_norm"]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that is on this rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A parameter, or a range of one of its dimensions, of which `holders` ranks have the same gradient."""
+
+    parameter: nn.Parameter
+    holders: int
+    dim: int | None = None  # None: all the rank holds
+    start: int = 0
+    stop: int = 0
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """What is counted of the gradient."""
+        if self.parameter.grad is None:
+            return None
+        gradient = local(self.parameter.grad)
+        return gradient if self.dim is None else gradient.narrow(self.dim, self.start, self.stop - self.start)
+
+
+def squared_norm(counted: Iterable[Counted]) -> float:
+    """This rank's part of the squared norm: added up over ranks, each number of the gradient counts once."""
+    by_holders: dict[int, list[Tensor]] = {}
+    for part in counted:
+        gradient = part.gradient
+        if gradient is not None and gradient.numel():
+            by_holders.setdefault(part.holders, []).append(gradient)
+    return sum(_squares(gradients) / holders for holders, gradients in by_holders.items())
+
+
+def _squares(gradients: list[Tensor]) -> float:
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
+    return float((norms * norms).sum())
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply every gradient."""
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if gradients and factor != 1.0:
+        torch._foreach_mul_(gradients, factor)
+
+
+class LossScale:
+    """What fp16 losses are multiplied by: doubled after many good steps, halved after an overflow, the same on all ranks.
+
+    The numbers are those of `torch.amp.GradScaler`, which cannot be told of other ranks' overflows.
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.value = 65536.0 if enabled else 1.0
+        self.good_steps = 0
+
+    def update(self, overflowed: bool) -> None:
+        """After a step."""
+        if not self.enabled:
+            return
+        if overflowed:
+            self.value, self.good_steps = self.value * 0.5, 0
+            return
+        self.good_steps += 1
+        if self.good_steps == 2000:
+            self.value, self.good_steps = self.value * 2.0, 0
+
+    def state(self) -> dict[str, float]:
+        """For a checkpoint."""
+        return {"value": self.value, "good_steps": self.good_steps}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """What `state` gave."""
+        self.value, self.good_steps = float(state["value"]), int(state["good_steps"])
+
+
+def check_elementwise(build: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]) -> None:
+    """Refuse an optimizer that does not treat each number by itself, where ranks hold parts of parameters.
+
+    Tried, not looked up: two steps on a small matrix and on its halves must agree.
+    """
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(4, 6, generator=generator)
+    gradients = [torch.randn(4, 6, generator=generator) for _ in range(2)]
+    together = _after_steps(build, [whole], [[gradient] for gradient in gradients])[0]
+    for dim in (0, 1):
+        apart = _after_steps(build, list(whole.chunk(2, dim)), [list(gradient.chunk(2, dim)) for gradient in gradients])
+        if not torch.allclose(torch.cat(apart, dim), together, rtol=1e-5, atol=1e-7):
+            raise JobError(
+                "Job: optimizer: it looks at whole parameters, but this plan divides parameters between devices (tensor, sharded, "
+                "expert or split parallelism); choose an optimizer that treats each number by itself (AdamW, SGD, …) or another plan"
+            )
+
+
+def _after_steps(
+    build: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer], values: list[Tensor], gradients: list[list[Tensor]]
+) -> list[Tensor]:
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    optimizer = build(parameters)
+    for row in gradients:
+        for parameter, gradient in zip(parameters, row, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+def clip_factor(norm: float, most: float | None) -> float:
+    """What gradients are multiplied by so that their norm is at most `most`, as `torch.nn.utils.clip_grad_norm_` does."""
+    if most is None or not math.isfinite(norm):
+        return 1.0
+    return min(1.0, most / (norm + 1e-6))

@@ -1,0 +1,209 @@
+"""One rank of a lockstep run, put together: its stages with their parameters, its schedule, whom it adds up gradients with."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from atoll.graph.capture import Captured
+from atoll.job import Job
+from atoll.plan import Plan
+from atoll.runtime.checkpoint.exchange import Ranks
+from atoll.runtime.lockstep.channels import Channels
+from atoll.runtime.lockstep.check import check
+from atoll.runtime.lockstep.executor import Executor, StageWork
+from atoll.runtime.lockstep.feeding import PieceFeed
+from atoll.runtime.lockstep.gradients import Gradients
+from atoll.runtime.lockstep.layout import Layout, Place
+from atoll.runtime.lockstep.optimizing import Counted, check_elementwise
+from atoll.runtime.lockstep.orders import make_schedule, post_receives_early
+from atoll.runtime.lockstep.owned import Owned
+from atoll.runtime.lockstep.schedule import Schedule, Workers
+from atoll.runtime.lockstep.sharding import BackwardPhases, make_meshes, owned_shard, shard_stage
+from atoll.runtime.lockstep.sharing import Part, Share, shares_of
+from atoll.runtime.stage.drawing import DrawKey
+from atoll.runtime.stage.holding import Holding
+from atoll.runtime.stage.module import StageBuilder, StageModule
+from atoll.runtime.stage.program import StageProgram, cut_stage, shared_parameters
+from atoll.runtime.stage.sizes import Sizes
+from atoll.runtime.stage.state import InitialState
+
+__all__ = ["RankWork", "assemble", "make_plan_schedule"]
+
+_BUCKET_BYTES = 25 * 2**20
+_AHEAD = 2  # pieces of data that are read before they are needed
+
+
+@dataclass
+class RankWork:
+    """Everything a rank works with."""
+
+    layout: Layout
+    rank: int
+    schedule: Schedule
+    executor: Executor
+    feed: PieceFeed
+    stages: list[StageWork]
+    owned: list[Owned]  # its parts of trainable and frozen parameters
+    counted: list[Counted]  # what it adds to the norm of the gradient
+    trainable_parameters: int  # of the whole model
+
+
+def make_plan_schedule(layout: Layout) -> Schedule:
+    """The schedule of a plan's steps, checked."""
+    workers = Workers(layout.homes, layout.route)
+    schedule = post_receives_early(make_schedule(layout.plan.schedule, workers), workers=workers)
+    check(schedule, workers)
+    return schedule
+
+
+def assemble(
+    job: Job,
+    plan: Plan,
+    captured: Captured,
+    *,
+    device: torch.device,
+    first_step: int = 1,
+    doing: Callable[[object, int], None] = lambda action, step: None,
+) -> RankWork:
+    """Put this process's rank together. All ranks do so at the same time: process groups are made on the way."""
+    return _Assembly(job, plan, captured, device).rank_work(first_step, doing)
+
+
+class _Assembly:
+    def __init__(self, job: Job, plan: Plan, captured: Captured, device: torch.device) -> None:
+        self.job, self.captured, self.device = job, captured, device
+        self.layout, self.rank = Layout(plan), dist.get_rank()
+        self.places = self.layout.places(self.rank)
+        self.sizes, self.key = Sizes(captured), DrawKey(job.seed)
+        self.lane_divided: set[str] = set()  # parameters that lanes divide between them: experts, split layers
+        self._build()
+        self._shard()
+        self.parameters = {name: p for module in self.modules for name, p in module.parameters_by_name().items()}
+        self.parts = self._agree_on_parts()
+        self.owned = [self._owned(name) for name in self.order if name in self.parameters]
+
+    def _build(self) -> None:
+        model = self.job.build_model("cpu")
+        self.order = [name for name, _ in model.named_parameters()]
+        self.trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        builder = StageBuilder(InitialState(self.captured, model), device=self.device, key=self.key)
+        self.programs: list[StageProgram] = []
+        self.modules: list[StageModule] = []
+        last_layer = len(self.captured.graph.layers) - 1
+        for place in self.places:
+            stage = self.layout.plan.stages[place.stage]
+            program = cut_stage(self.captured, stage.start, stage.stop)
+            holdings = self._divide(place, program)
+            recompute = [stage.recompute and last_layer not in unit.layers for unit in program.units]
+            self.programs.append(program)
+            self.modules.append(builder.stage(program, recompute, holdings))
+        self.holdings = builder.holdings
+
+    def _divide(self, place: Place, program: StageProgram) -> dict[str, Holding]:
+        return {}
+
+    def _shard(self) -> None:
+        """Shard over lanes what only one layer uses and lanes hold alike."""
+        meshes = make_meshes(self.layout, self.device)
+        shared = shared_parameters(self.captured)
+        self.sharded: dict[str, Place] = {}
+        for place, module in zip(self.places, self.modules, strict=True):
+            if not self.layout.plan.stages[place.stage].sharded:
+                continue
+            names = module.parameters_by_name()
+            whole = {name for name in names if name in shared or name in self.lane_divided}
+            self.sharded.update(dict.fromkeys(names.keys() - whole, place))
+            shard_stage(module, meshes[place.stage, place.tensor], {names[name] for name in whole})
+
+    def _agree_on_parts(self) -> list[Part]:
+        """What is added up among whom, for all parameters of all ranks but those that sharding takes care of."""
+        own = []
+        for place, module in zip(self.places, self.modules, strict=True):
+            tensor = self.layout.plan.stages[place.stage].tensor
+            lane = tuple(self.layout.rank(dataclasses.replace(place, tensor=i)) for i in range(tensor))
+            for name, parameter in module.parameters_by_name().items():
+                if parameter.requires_grad and name not in self.sharded:
+                    holding = self.holdings[name]
+                    own.append(Share(rank=self.rank, stage=place.stage, tensor=place.tensor, lane=lane, holding=holding))
+        shares: dict[str, list[Share]] = {}
+        for share in (share for row in Ranks(dist.group.WORLD).gather(own, list[Share]) for share in row):
+            shares.setdefault(share.holding.name, []).append(share)
+        return [part for name in self.order if name in shares for part in shares_of(shares[name])]
+
+    def _owned(self, name: str) -> Owned:
+        parameter, holding = self.parameters[name], self.holdings[name]
+        if name not in self.sharded:
+            return Owned(name, holding, parameter, parameter)
+        place = self.sharded[name]
+        return owned_shard(name, holding, parameter, place.lane, self.layout.plan.stages[place.stage].lanes)
+
+    def _counted(self) -> list[Counted]:
+        counted = [Counted(owned.leaf, self._holders_of_shard(owned)) for owned in self.owned if owned.sharded and owned.leaf.requires_grad]
+        for part in self.parts:
+            if self.rank not in part.ranks:
+                continue
+            parameter, holding = self.parameters[part.name], self.holdings[part.name]
+            if part.dim is None:
+                counted.append(Counted(parameter, part.holders))
+                continue
+            offset = 0
+            for start, stop in holding.parts if holding.dim is not None else ((0, holding.shape[part.dim]),):
+                first, last = max(start, part.start), min(stop, part.stop)
+                if first < last:
+                    counted.append(Counted(parameter, part.holders, part.dim, offset + first - start, offset + last - start))
+                offset += stop - start
+        return counted
+
+    def _holders_of_shard(self, owned: Owned) -> int:
+        stage = self.layout.plan.stages[self.sharded[owned.name].stage]
+        return len(stage.replicas) * (stage.tensor if owned.holding.dim is None else 1)
+
+    def _gradients(self) -> Gradients:
+        whole: dict[str, nn.Parameter] = {n: p for n, p in self.parameters.items() if p.requires_grad and n not in self.sharded}
+        uses = Counter(name for module in self.modules for name in module.parameters_by_name())
+        late = frozenset(name for name in whole if uses[name] > 1)
+        return Gradients(self.rank, self.parts, whole, self.holdings, bucket_bytes=_BUCKET_BYTES, ready_late=late)
+
+    def rank_work(self, first_step: int, doing: Callable[[object, int], None]) -> RankWork:
+        """Everything together."""
+        if any(part.dim is not None for part in self.parts) or any(stage.sharded for stage in self.layout.plan.stages):
+            check_elementwise(self.job.build_optimizer)
+        gradients = self._gradients()
+        stages = [
+            StageWork(place, program, module, list(module.parameters_by_name().values()), BackwardPhases(module))
+            for place, program, module in zip(self.places, self.programs, self.modules, strict=True)
+        ]
+        schedule = make_plan_schedule(self.layout)
+        actions = schedule[self.layout.worker_of(self.rank)]
+        draws = any(unit.draws for program in self.programs for unit in program.units)
+        feed = PieceFeed(
+            self.job.samples,
+            self.layout,
+            actions,
+            stages,
+            self.sizes,
+            self.device,
+            first_step=first_step,
+            last_step=self.job.total_steps,
+            ahead=0 if draws else _AHEAD,  # loading seeds the generators that dropout draws from
+        )
+        executor = Executor(
+            self.layout,
+            self.rank,
+            actions,
+            stages,
+            program=self.captured.program,
+            sizes=self.sizes,
+            channels=Channels(self.rank, self.device),
+            gradients=gradients,
+            feed=feed,
+            key=self.key,
+            autocast=lambda: self.job.autocast(self.device),
+            doing=doing,
+        )
+        return RankWork(self.layout, self.rank, schedule, executor, feed, stages, self.owned, self._counted(), self.trainable)

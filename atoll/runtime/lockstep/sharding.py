@@ -1,0 +1,62 @@
+"""Sharded data parallelism: FSDP2 over the lanes of a stage, one unit at a time; replicas of a stage agree once a step."""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from atoll.runtime.lockstep.layout import Layout, Place
+from atoll.runtime.lockstep.optimizing import local
+from atoll.runtime.lockstep.owned import Owned
+from atoll.runtime.stage.holding import Holding
+from atoll.runtime.stage.module import StageModule
+
+__all__ = ["BackwardPhases", "make_meshes", "owned_shard", "shard_stage"]
+
+
+def make_meshes(layout: Layout, device: torch.device) -> dict[tuple[int, int], DeviceMesh]:
+    """(stage, index along a lane) → the ranks that shard together, replicas × lanes. All ranks make all of them, in this order."""
+    meshes = {}
+    for s, stage in enumerate(layout.plan.stages):
+        if not stage.sharded:
+            continue
+        for tensor in range(stage.tensor):
+            rows = [[layout.rank(Place(s, r, lane, tensor)) for lane in range(stage.lanes)] for r in range(len(stage.replicas))]
+            names = ("replicas", "lanes") if len(rows) > 1 else ("lanes",)
+            meshes[s, tensor] = DeviceMesh(device.type, torch.tensor(rows if len(rows) > 1 else rows[0]), mesh_dim_names=names)
+    return meshes
+
+
+def shard_stage(module: StageModule, mesh: DeviceMesh, kept_whole: set[nn.Parameter]) -> None:
+    """Shard the stage's parameters, all but those that are `kept_whole`, over the mesh's lanes."""
+    for unit in module.units:
+        if any(parameter not in kept_whole for parameter in unit.parameters()):
+            fully_shard(unit, mesh=mesh, ignored_params=kept_whole)
+    fully_shard(module, mesh=mesh, ignored_params=kept_whole, reshard_after_forward=False)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)  # pieces carry their true weight already: gradients are added up
+            part.set_force_sum_reduction_for_comms(True)
+
+
+class BackwardPhases:
+    """Tells a sharded stage which backward is the step's last: only then do its replicas agree."""
+
+    def __init__(self, module: StageModule) -> None:
+        self._roots = [module] if isinstance(module, FSDPModule) else []
+
+    def __call__(self, last: bool) -> None:
+        for root in self._roots:
+            root.set_requires_all_reduce(last)
+            root.set_is_last_backward(last)
+
+
+def owned_shard(name: str, holding: Holding, parameter: nn.Parameter, lane: int, lanes: int) -> Owned:
+    """The rank's shard of a parameter that `shard_stage` has sharded: some of its first dimension's rows."""
+    rows = holding.local_shape[0] if holding.local_shape else 1
+    each = -(-rows // lanes)
+    first, last = min(lane * each, rows), min((lane + 1) * each, rows)
+    shard: Tensor = local(parameter.detach())
+    width = holding.elements // rows if rows else 0
+    assert shard.numel() == (last - first) * width, f"{name}: rows {first} to {last} were expected, got {tuple(shard.shape)}"
+    return Owned(name, holding, parameter, nn.Parameter(shard, requires_grad=parameter.requires_grad), (first * width, last * width))

@@ -1,0 +1,183 @@
+"""The training loop of a lockstep run: every rank runs it, rank 0 tells what happens."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from atoll.blame import users_code
+from atoll.errors import JobError, JobFailedError
+from atoll.events import AnyEvent, NonFinite, Observer, RunFinished, RunStarted, StepFinished, StopTraining
+from atoll.job import Job
+from atoll.runtime.lockstep.optimizing import LossScale, clip_factor, scale_gradients, squared_norm
+from atoll.runtime.lockstep.rank import RankWork
+from atoll.runtime.peak import peak_memory_bytes
+
+__all__ = ["Reason", "Trainer"]
+
+Reason = Literal["done", "stopped", "interrupted"]
+
+
+class _Totals(NamedTuple):
+    """What all ranks saw of a step, added up."""
+
+    loss: float
+    weight: float
+    squares: float  # of the gradient, before it is divided by anything
+    stop: bool  # somebody asked to stop after this step
+
+
+class Trainer:
+    """A lockstep run as one rank sees it. Whatever ends it, the weights are those after a whole step."""
+
+    def __init__(self, job: Job, work: RankWork, device: torch.device, observers: Sequence[Observer] = ()) -> None:
+        self.job, self.work, self.device, self.observers = job, work, device, observers
+        self.began = time.perf_counter()
+        self.trainable = [owned for owned in work.owned if owned.leaf.requires_grad]
+        self.leaves: list[nn.Parameter] = [owned.leaf for owned in self.trainable]
+        self.optimizer = job.build_optimizer(self.leaves) if self.leaves else None
+        self.scheduler = job.build_scheduler(self.optimizer) if self.optimizer is not None else None
+        self.scale = LossScale(job.precision == "fp16")
+        self.losses: list[float] = []
+        self.first_step = 1
+
+    def elapsed(self) -> float:
+        """Seconds since the run began."""
+        return time.perf_counter() - self.began
+
+    def train(self, stop_asked: Callable[[], bool], after_step: Callable[[int], None] = lambda step: None) -> Reason:
+        """All steps. `stop_asked` is looked at on every rank and obeyed by all after the same step; `after_step` may save."""
+        self._tell(self._started())
+        for step in range(self.first_step, self.job.total_steps + 1):
+            event, stop = self.step(step, stop_asked())
+            stopped = self._tell_together(event)
+            after_step(step)
+            if stopped or stop:
+                return "stopped" if stopped else "interrupted"
+        return "done"
+
+    def step(self, step: int, stop_asked: bool = False) -> tuple[StepFinished, bool]:
+        """One step of the optimizer on one global batch. Nothing is applied unless loss and gradient are finite on every rank."""
+        began = time.perf_counter()
+        learning_rate = float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None else 0.0
+        for owned in self.trainable:
+            owned.forget_gradient()
+        self.work.executor.loss_scale = self.scale.value
+        sums = self.work.executor.run(step)
+        for owned in self.trainable:
+            owned.hand_gradient_over()
+        totals = self._add_up(sums.total, sums.weight, stop_asked)
+        loss, gradient_norm, applied = self._apply(step, totals)
+        self.losses.append(loss)
+        event = StepFinished(
+            at_seconds=self.elapsed(),
+            step=step,
+            loss=loss,
+            samples=self.job.batch_size,
+            weight=totals.weight,
+            seconds=time.perf_counter() - began,
+            learning_rate=learning_rate,
+            gradient_norm=gradient_norm,
+            memory_bytes=peak_memory_bytes(self.device),
+            applied=applied,
+        )
+        return event, totals.stop
+
+    def _add_up(self, total: float, weight: float, stop_asked: bool) -> _Totals:
+        """One small exchange a step: nobody may apply a gradient before all know that it is whole and finite."""
+        wanted = self.job.max_grad_norm is not None or self.scale.enabled
+        squares = squared_norm(self.work.counted) if wanted else 0.0
+        vector = torch.tensor([total, weight, squares, float(stop_asked)], dtype=torch.float64)
+        dist.all_reduce(vector)
+        loss, weight, squares, stop = vector.tolist()
+        return _Totals(loss, weight, squares, stop > 0)
+
+    def _apply(self, step: int, totals: _Totals) -> tuple[float, float | None, bool]:
+        """Divide, clip and apply; returns the loss, the gradient's norm if it was wanted, and whether anything was applied."""
+        divisor = totals.weight if self.work.executor.deferred else 1.0
+        if self.work.executor.deferred and not (math.isfinite(divisor) and divisor > 0):
+            raise JobError(f"Job: loss: the weights in (total, weight) of step {step} add up to {divisor}; they must be positive")
+        loss = totals.loss / divisor
+        if not math.isfinite(loss):
+            self._not_finite(step, "loss", loss)
+        factor = 1.0 / (divisor * self.scale.value)
+        norm = math.sqrt(totals.squares) * factor if totals.squares >= 0 else math.nan
+        if self.scale.enabled:
+            overflowed = not math.isfinite(norm)
+            self.scale.update(overflowed)
+            if overflowed:
+                return loss, None, False
+        elif self.job.max_grad_norm is not None and not math.isfinite(norm):
+            self._not_finite(step, "gradient", norm)
+        scale_gradients(self.leaves, factor * clip_factor(norm, self.job.max_grad_norm))
+        self._step_optimizer(step)
+        return loss, norm if self.job.max_grad_norm is not None else None, True
+
+    def _step_optimizer(self, step: int) -> None:
+        if self.optimizer is None:
+            return
+        with users_code(f"step {step}: the optimizer", JobFailedError):
+            self.optimizer.step()
+        if self.scheduler is not None:
+            with users_code(f"step {step} of {self.job.total_steps}: the learning-rate schedule", JobFailedError):
+                self.scheduler.step()
+
+    def _not_finite(self, step: int, what: Literal["loss", "gradient"], value: float) -> None:
+        with suppress(StopTraining):
+            self._tell(NonFinite(at_seconds=self.elapsed(), step=step, what=what, value=str(value)))
+        advice = "lower the learning rate, clip gradients with max_grad_norm, or look for bad samples in the data"
+        raise JobFailedError(f"step {step}: the {what} is {value}; the weights are still those after step {step - 1}. To go on: {advice}")
+
+    def _tell(self, event: AnyEvent) -> bool:
+        """Tell this rank's observers; whether one of them asked to stop."""
+        stop = False
+        for observer in self.observers:
+            with users_code(f"step {len(self.losses)}: a callback, told of {event.kind},", JobFailedError):
+                try:
+                    observer(event)
+                except StopTraining:
+                    stop = True
+        return stop
+
+    def _tell_together(self, event: AnyEvent) -> bool:
+        """Tell the observers, and all ranks what they asked for; without callbacks nobody can ask."""
+        stop = self._tell(event)
+        if not self.job.callbacks:
+            return stop
+        flag = torch.tensor([float(stop)])
+        dist.all_reduce(flag)
+        return bool(flag.item() > 0)
+
+    def _started(self) -> RunStarted:
+        return RunStarted(
+            at_seconds=self.elapsed(),
+            name=self.job.name,
+            mode="lockstep",
+            steps=self.job.total_steps,
+            batch_size=self.job.batch_size,
+            samples=self.job.samples.length,
+            parameters=self.work.trainable_parameters,
+            devices=self.work.layout.devices,
+            precision=self.job.precision,
+            seed=self.job.seed,
+            unix_seconds=time.time(),
+        )
+
+    def finish(self, reason: "Reason | Literal['failed']", message: str = "") -> None:
+        """Tell how the run ended."""
+        self._tell(
+            RunFinished(
+                at_seconds=self.elapsed(),
+                reason=reason,
+                steps=len(self.losses),
+                samples=len(self.losses) * self.job.batch_size,
+                seconds=self.elapsed(),
+                loss=self.losses[-1] if self.losses else None,
+                message=message,
+            )
+        )

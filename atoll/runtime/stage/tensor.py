@@ -1,0 +1,223 @@
+"""Tensor parallelism: a layer's program rewritten so that each device computes its part of the products.
+
+`atoll.graph.sharding` says what divides; here it is done to a copy of the program, for one device. Shares may be unequal. Numbers are those
+of the undivided program: random ones are drawn for the whole and the device takes its part.
+"""
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional
+
+from atoll.graph.sharding_rewrites import (
+    ByDepth,
+    Cut,
+    DivideDraw,
+    DivideLoss,
+    DivideNormalisation,
+    Lookup,
+    Operand,
+    Scale,
+    Sharding,
+    deal,
+)
+from atoll.runtime.stage.collectives import Ranks, Samples
+from atoll.runtime.stage.holding import Holding
+from atoll.runtime.stage.tensor_vocabulary import VocabularyPart
+
+__all__ = ["split_tensors"]
+
+aten = torch.ops.aten
+
+
+def split_tensors(
+    graph: fx.Graph, nodes: dict[fx.Node, fx.Node], sharding: Sharding, shares: tuple[int, ...], index: int, ranks: Ranks
+) -> dict[str, Holding]:
+    """Rewrite a layer's copy for device `index` of those that divide it in the proportion `shares`; what it holds of divided parameters.
+
+    `graph` is changed in place; `nodes` maps the captured program's nodes to the copy's, parameters included, and stays true. Parameters
+    that are not among the results are whole on every device, and so are their gradients (between lanes: like those of any other layer that
+    is data parallel). Nothing is changed and nothing returned for a layer that does not divide.
+    """
+    rewriter = _Rewriter(graph, nodes, _Place(shares, index), ranks)
+    for rewrite in sharding.rewrites:
+        rewriter.handle(rewrite)
+    return {
+        one.name: Holding(name=one.name, shape=one.shape, dim=one.cut.dim, parts=one.cut.parts(shares, index))
+        for one in sharding.divided.values()
+    }
+
+
+@dataclass(frozen=True)
+class _Place:
+    shares: tuple[int, ...]
+    index: int
+
+    def parts(self, cut: Cut) -> tuple[tuple[int, int], ...]:
+        return cut.parts(self.shares, self.index)
+
+
+class _Rewriter:
+    def __init__(self, graph: fx.Graph, nodes: dict[fx.Node, fx.Node], place: _Place, ranks: Ranks):
+        self.graph, self.nodes, self.place, self.ranks = graph, nodes, place, ranks
+        self.products = _Products(ranks)
+        self.entered: dict[fx.Node, fx.Node] = {}
+        self.taken: dict[tuple[fx.Node, Cut], fx.Node] = {}
+        self.handlers: dict[type, Callable[[Any], None]] = {
+            Operand: self._operand,
+            Scale: self._scale,
+            ByDepth: self._by_depth,
+            DivideDraw: self._draw,
+            DivideNormalisation: self._normalise,
+            DivideLoss: self._loss,
+            Lookup: self._look_up,
+        }
+
+    def handle(self, rewrite: Any) -> None:
+        self.handlers[type(rewrite)](rewrite)
+
+    def _insert(self, before: fx.Node, function: Callable[..., Any], *args: Any) -> fx.Node:
+        with self.graph.inserting_before(before):
+            return self.graph.call_function(function, args)
+
+    def _operand(self, rewrite: Operand) -> None:
+        reader, whole = self.nodes[rewrite.node], self.nodes[rewrite.value]
+        value = whole
+        if rewrite.gradient:
+            if whole not in self.entered:
+                self.entered[whole] = self._insert(reader, self.ranks.enter, whole, None)
+            value = self.entered[whole]
+        if rewrite.cut is not None:
+            key = (whole, rewrite.cut)
+            if key not in self.taken:
+                cut = rewrite.cut
+                self.taken[key] = self._insert(reader, take_part, value, cut.dim, cut.size, self.place.parts(cut))
+            value = self.taken[key]
+        reader.replace_input_with(whole, value)
+
+    def _scale(self, rewrite: Scale) -> None:
+        node = self.nodes[rewrite.node]
+        own = deal(rewrite.units, self.place.shares)[self.place.index]
+        if isinstance(rewrite.size, fx.Node):
+            times = self._insert(node, operator.mul, self.nodes[rewrite.size], own)
+            size: int | fx.Node = self._insert(node, operator.floordiv, times, rewrite.units)
+        else:
+            size = rewrite.size * own // rewrite.units
+        args: list[Any] = list(node.args)
+        while len(args) <= rewrite.position:
+            args.append(None)
+        if rewrite.index is None:
+            args[rewrite.position] = size
+        else:
+            sizes = list(args[rewrite.position])
+            sizes[rewrite.index] = size
+            args[rewrite.position] = sizes
+        node.args = tuple(args)
+
+    def _by_depth(self, rewrite: ByDepth) -> None:
+        node = self.nodes[rewrite.node]
+        if node.target is aten.linear.default:
+            node.target, node.args = self.products.linear, (*node.args, *(None,) * (3 - len(node.args)), None)
+        elif node.target is aten.addmm.default:
+            bias, x, weight = node.args
+            node.target, node.args = self.products.matmul, (x, weight, bias, None)
+        else:
+            node.target, node.args = self.products.matmul, (*node.args, None, None)
+
+    def _draw(self, rewrite: DivideDraw) -> None:
+        node, cut = self.nodes[rewrite.node], rewrite.cut
+        node.kwargs = {**node.kwargs, "dim": cut.dim, "size": cut.size, "parts": self.place.parts(cut)}
+        if node.target is aten.dropout.default:
+            node.target, node.kwargs = dropout_part, {**node.kwargs, "order": rewrite.order}
+        else:
+            node.target = attention_part
+
+    def _vocabulary(self, cut: Cut) -> VocabularyPart:
+        ((start, stop),) = self.place.parts(cut)
+        return VocabularyPart(self.ranks, start, stop, cut.size, cut.dim, None)
+
+    def _normalise(self, rewrite: DivideNormalisation) -> None:
+        self.nodes[rewrite.node].target = self._vocabulary(rewrite.cut).log_softmax
+
+    def _loss(self, rewrite: DivideLoss) -> None:
+        node, part = self.nodes[rewrite.node], self._vocabulary(rewrite.cut)
+        node.target = part.cross_entropy if node.target is aten.cross_entropy_loss.default else part.nll_loss
+
+    def _look_up(self, rewrite: Lookup) -> None:
+        node = self.nodes[rewrite.node]
+        node.target, node.args = self._vocabulary(rewrite.cut).embedding, node.args[:3]
+
+
+class _Products:
+    """Products that sum over a divided dimension: the bias is added once, after the sum over devices."""
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, samples: Samples) -> Tensor:
+        return self._completed(functional.linear(x, weight), bias, samples)
+
+    def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None, samples: Samples) -> Tensor:
+        return self._completed(x @ weight, bias, samples)
+
+    def _completed(self, part: Tensor, bias: Tensor | None, samples: Samples) -> Tensor:
+        result = self.ranks.leave(part, samples)
+        return result if bias is None else result + bias.to(result.dtype)  # under autocast the product is narrower than the bias
+
+
+def take_part(x: Tensor, dim: int, size: int, parts: tuple[tuple[int, int], ...]) -> Tensor:
+    """The ranges `parts` of dimension `dim`, which is `size` long or repeats that many."""
+    if x.shape[dim] != size:
+        repeated = x.reshape(*x.shape[:dim], -1, size, *x.shape[dim + 1 :])
+        return take_part(repeated, dim + 1, size, parts).flatten(dim, dim + 1)
+    pieces = [x.narrow(dim, start, stop - start) for start, stop in parts]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def dropout_part(
+    x: Tensor, p: float, train: bool, *, dim: int, size: int, parts: tuple[tuple[int, int], ...], order: tuple[int, ...]
+) -> Tensor:
+    """Dropout of a part: what is dropped is drawn for the whole, in the whole's order in memory."""
+    held = sum(stop - start for start, stop in parts)
+    shape = [length // held * size if d == dim else length for d, length in enumerate(x.shape)]
+    ones = torch.ones([shape[d] for d in order], dtype=x.dtype, device=x.device).permute([order.index(d) for d in range(x.dim())])
+    return x * take_part(functional.dropout(ones, p, train), dim, size, parts)
+
+
+def attention_part(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    *,
+    dim: int,
+    size: int,
+    parts: tuple[tuple[int, int], ...],
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention of some heads with dropout of scores. On CPUs scores are dropped as they would be in one process.
+
+    Elsewhere the fused kernel draws for itself: how it numbers scores is its own affair.
+    """
+    if query.device.type != "cpu":
+        return functional.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa)
+    held = sum(stop - start for start, stop in parts)
+    shape = [length // held * size if d == dim else length for d, length in enumerate((*query.shape[:-1], key.shape[-2]))]
+    drawn = take_part(functional.dropout(torch.ones(shape, dtype=query.dtype), dropout), dim, size, parts)
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    if is_causal:
+        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=query.dtype).masked_fill(~mask, -math.inf)
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if mask is None else scores + mask
+    return (torch._safe_softmax(scores, -1) * drawn) @ value

@@ -81,6 +81,8 @@ def test_this_machine_can_be_measured_written_and_read_back():
     shares = []
     probed = probe_host(quick=True, budget_s=0.0, tick=shares.append)
     assert shares[-1] == 1.0
+    assert len(shares) > 20, "the first round is told of too"
+    assert shares == sorted(shares)
     assert probed.busy >= 1.0
     assert parse_cluster(dump_cluster(probed.cluster)) == probed.cluster
     written = dump_cluster(probed.cluster)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from atoll.errors import CheckpointError
-from atoll.runtime.checkpoint.rectangles import Rectangle, intersect, split_longest, uncovered, whole
+from atoll.runtime.checkpoint.rectangles import Rectangle, disjoint, intersect, split_longest, uncovered, whole
 
 __all__ = ["Assigned", "Layout", "Outline", "assign"]
 
@@ -40,6 +40,7 @@ def assign(layouts: Sequence[Layout], itemsizes: Mapping[str, int]) -> list[list
     stage that split tensors differently), what is already spoken for is left out.
     """
     key_holders = _holders(layouts)
+    overlapping = {key for key, holders in key_holders.items() if not disjoint(list(holders))}
     load = [0] * len(layouts)
     result: list[list[Assigned]] = [[] for _ in layouts]
     taken: dict[str, list[Rectangle]] = defaultdict(list)
@@ -50,8 +51,8 @@ def assign(layouts: Sequence[Layout], itemsizes: Mapping[str, int]) -> list[list
         for part in _divided(rectangle, rectangle.elements * itemsizes[key], len(ranks))
     ]
     for _, key, part, ranks in sorted(parts, key=lambda entry: (-entry[0], entry[1:])):
-        overlapping = [other for other in taken[key] if intersect(part, other)]
-        for rest in uncovered(part, overlapping):
+        before = [other for other in taken[key] if intersect(part, other)] if key in overlapping else []
+        for rest in uncovered(part, before):
             rank = min(ranks, key=lambda r: (load[r], r))
             load[rank] += rest.elements * itemsizes[key]
             result[rank].append(Assigned(key, rest))

@@ -168,7 +168,7 @@ class Checkpointer:
             step=step,
             identity=self.identity,
             copies=self._staging.copy(content.pieces, assigned),
-            outlines=content.outlines,
+            everything=self._agreement.everything,
             small=content.small,
             extra=content.extra,
             keep_last=self.keep_last,

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from atoll.errors import CheckpointError
-from atoll.runtime.checkpoint.rectangles import Rectangle, intersect, whole
+from atoll.runtime.checkpoint.rectangles import Rectangle, disjoint, whole
 from atoll.runtime.checkpoint.safetensors_file import DTYPES, Entry, write_atomically
 
 __all__ = [
@@ -163,23 +163,11 @@ def _check_tensor(path: Path, key: str, tensor: StoredTensor, files: Mapping[str
         raise CheckpointError(f"{path}: {key!r}: unknown dtype {tensor.dtype!r}")
     rectangles = [chunk.rectangle for chunk in tensor.chunks]
     inside = all(rectangle.inside(tensor.shape) for rectangle in rectangles)
-    if not inside or sum(rectangle.elements for rectangle in rectangles) != whole(tensor.shape).elements or _overlap(rectangles):
+    if not inside or sum(rectangle.elements for rectangle in rectangles) != whole(tensor.shape).elements or not disjoint(rectangles):
         raise CheckpointError(f"{path}: {key!r}: its chunks do not make up a tensor of shape {list(tensor.shape)}")
     for chunk in tensor.chunks:
         if chunk.file not in files:
             raise CheckpointError(f"{path}: {key!r}: it lies in {chunk.file!r}, which is not among the checkpoint's files")
-
-
-def _overlap(rectangles: list[Rectangle]) -> bool:
-    """Whether two share an index. Sorted by their first offset, so that only neighbours are compared."""
-    ordered = sorted(rectangles)
-    for number, one in enumerate(ordered):
-        for other in ordered[number + 1 :]:
-            if one.offsets and other.offsets[0] >= one.offsets[0] + one.sizes[0]:
-                break
-            if intersect(one, other):
-                return True
-    return False
 
 
 def _read_sealed(directory: Path, name: str, manifest: Manifest) -> bytes:

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import msgspec
 
-__all__ = ["Rectangle", "flat_range", "intersect", "outside", "split_longest", "uncovered", "whole"]
+__all__ = ["Rectangle", "disjoint", "flat_range", "intersect", "outside", "split_longest", "uncovered", "whole"]
 
 
 class Rectangle(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -81,6 +81,20 @@ def uncovered(a: Rectangle, covers: Iterable[Rectangle]) -> list[Rectangle]:
             break
         rest = [piece for part in rest for piece in outside(part, cover)]
     return rest
+
+
+def disjoint(rectangles: Sequence[Rectangle]) -> bool:
+    """Whether no two share an index. They are passed along the dimension that tells most of them apart."""
+    if len(rectangles) < 2 or not rectangles[0].offsets:
+        return len([rectangle for rectangle in rectangles if rectangle.elements]) < 2
+    dim = max(range(len(rectangles[0].offsets)), key=lambda d: len({rectangle.offsets[d] for rectangle in rectangles}))
+    active: list[Rectangle] = []
+    for one in sorted(rectangles, key=lambda rectangle: rectangle.offsets[dim]):
+        active = [other for other in active if other.offsets[dim] + other.sizes[dim] > one.offsets[dim]]
+        if any(intersect(one, other) for other in active):
+            return False
+        active.append(one)
+    return True
 
 
 def split_longest(rectangle: Rectangle, count: int) -> list[Rectangle]:

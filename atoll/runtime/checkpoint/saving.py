@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
 from atoll.errors import CheckpointError
 from atoll.runtime.checkpoint.assignment import Assigned, Outline, assign
@@ -60,6 +61,7 @@ class Agreement:
         self._ranks = ranks
         self._digests: list[str] = []
         self._mine: list[Assigned] = []
+        self.everything: dict[str, Outline] = {}  # what there is to save on all ranks, without rectangles
 
     def reach(self, mine: Mapping[str, Outline], problem: str | None) -> list[Assigned]:
         """What this rank is to write. When any rank has a problem, every rank raises it."""
@@ -72,6 +74,7 @@ class Agreement:
             layouts = self._ranks.gather(dict(mine), dict[str, Outline])
             sizes = {key: DTYPES[outline.dtype].itemsize for layout in layouts for key, outline in layout.items()}
             self._mine = assign(layouts, sizes)[self._ranks.rank]
+            self.everything = {key: replace(outline, rectangles=()) for layout in layouts for key, outline in layout.items()}
             self._digests = [greeting.digest for greeting in greetings]
         return self._mine
 
@@ -82,7 +85,6 @@ class _Report(msgspec.Struct):
     written: Written | None
     error: str | None
     small: SmallState
-    outlines: dict[str, Outline]  # without rectangles
 
 
 class _Verdict(msgspec.Struct):
@@ -99,7 +101,7 @@ class Background:
     step: int
     identity: RunIdentity
     copies: Sequence[Piece]
-    outlines: Mapping[str, Outline]
+    everything: Mapping[str, Outline]  # on all ranks
     small: SmallState
     extra: dict[str, Any]
     keep_last: int | None
@@ -115,12 +117,11 @@ class Background:
 
     def _write(self) -> _Report:
         partial = partial_path(self.directory, self.step)
-        plain = {key: msgspec.structs.replace(outline, rectangles=()) for key, outline in self.outlines.items()}
         try:
             written = write_pieces(partial, self.ranks.rank, self.copies)
         except Exception as error:  # the other ranks wait for this report, whatever happened
-            return _Report(None, explain(partial, error), SmallState(), {})
-        return _Report(written, None, self.small, plain)
+            return _Report(None, explain(partial, error), SmallState())
+        return _Report(written, None, self.small)
 
     def _conclude(self, reports: Sequence[_Report]) -> _Verdict:
         """Rank 0 puts the checkpoint in place, or removes what there is of it; the others leave it to that."""
@@ -137,7 +138,7 @@ class Background:
         return _Verdict(errors[0], 0)
 
     def _commit(self, partial: Path, reports: Sequence[_Report]) -> int:
-        index = _index(reports)
+        index = self._index(reports)
         manifest = Manifest(
             format=FORMAT,
             step=self.step,
@@ -155,17 +156,15 @@ class Background:
             prune(self.directory, self.step, self.keep_last)
         return sum(index.files.values())
 
-
-def _index(reports: Sequence[_Report]) -> Index:
-    tensors: dict[str, StoredTensor] = {}
-    files: dict[str, int] = {}
-    for report in reports:
-        assert report.written is not None
-        files.update(report.written.files)
-        for key, outline in report.outlines.items():
-            known = tensors.get(key) or StoredTensor(shape=outline.shape, dtype=outline.dtype, chunks=())
-            tensors[key] = msgspec.structs.replace(known, chunks=(*known.chunks, *report.written.chunks.get(key, ())))
-    return Index(tensors=dict(sorted(tensors.items())), files=files)
+    def _index(self, reports: Sequence[_Report]) -> Index:
+        written = [report.written for report in reports if report.written is not None]
+        tensors = {
+            key: StoredTensor(
+                shape=outline.shape, dtype=outline.dtype, chunks=tuple(chunk for part in written for chunk in part.chunks.get(key, ()))
+            )
+            for key, outline in sorted(self.everything.items())
+        }
+        return Index(tensors=tensors, files={name: size for part in written for name, size in part.files.items()})
 
 
 def _of_rank(rank: int, count: int, text: str) -> str:

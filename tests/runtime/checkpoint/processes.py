@@ -1,4 +1,4 @@
-"""What a rank of the tests with real processes does: `python -m tests.runtime.checkpoint.processes RANK RANKS DIRECTORY SCENARIO`."""
+"""What a rank of the tests with real processes does: `python -m tests.runtime.checkpoint.processes RANK RANKS DIRECTORY`."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import random
 import resource
 import signal
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -96,10 +97,10 @@ def _turn(run: Path, group: dist.ProcessGroup, rank: int, size: int, case: int, 
 def failures(rank: int, ranks: int, directory: Path) -> list[str]:
     """A rank that cannot write, or whose file is damaged: every rank hears the same."""
     group = dist.new_group(backend="gloo")
-    holding = Holding(name="large", shape=(1000, 100), dim=0, parts=((500 * rank, 500 * rank + 500),))
+    holding = Holding(name="large", shape=(500 * ranks, 100), dim=0, parts=((500 * rank, 500 * rank + 500),))
     held = [Held(holding, torch.randn(500, 100))]
     said = []
-    with Checkpointer(directory / "run", group, identity=IDENTITY) as checkpoints:
+    with Checkpointer(directory, group, identity=IDENTITY) as checkpoints:
         checkpoints.save(1, held, final=True)
         if rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
@@ -132,14 +133,15 @@ def killed(rank: int, ranks: int, directory: Path) -> list[str]:
     """The last rank is killed while it writes: the others hear of it soon, and what was saved before is still there."""
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
     held = held_by(5, rank, ranks, tensors(0))
-    checkpoints = Checkpointer(directory / "run", group, identity=IDENTITY)
+    checkpoints = Checkpointer(directory, group, identity=IDENTITY)
     checkpoints.save(1, held, final=True)
     if rank == ranks - 1:
         sys.addaudithook(_kill_when_writing)
     checkpoints.save(2, held)
+    began = time.monotonic()
     outcome = checkpoints.wait()
     assert outcome is not None
-    return [outcome.error or ""]
+    return [outcome.error or "", "soon" if time.monotonic() - began < 15 else "only when the group's time was up"]
 
 
 def _kill_when_writing(event: str, arguments: tuple[object, ...]) -> None:
@@ -148,11 +150,13 @@ def _kill_when_writing(event: str, arguments: tuple[object, ...]) -> None:
 
 
 def main() -> None:
-    rank, ranks, directory, scenario = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+    rank, ranks, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory / 'store'}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-    said = {"reshard": reshard, "failures": failures, "killed": killed}[scenario](rank, ranks, directory)
-    print(json.dumps(said), flush=True)
+    store = f"file://{directory / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    for scenario in (reshard, failures, killed):  # the last one costs a rank its life
+        said = scenario(rank, ranks, directory / scenario.__name__)
+        print(json.dumps(said), flush=True)
     os._exit(0)  # a process group whose peer was killed may not end politely
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints between real processes over Gloo."""
+"""Checkpoints between real processes over Gloo: three of them are started once and go through all cases."""
 
 import json
 import signal
@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from atoll.runtime.checkpoint import Checkpointer
@@ -13,51 +14,58 @@ from atoll.runtime.checkpoint import Checkpointer
 from .layouts import tensors
 from .processes import IDENTITY, held_by
 
-
-def _run(directory: Path, ranks: int, scenario: str) -> list[tuple[int, list[str]]]:
-    """Exit code and what it said, of each rank."""
-    command = [sys.executable, "-m", "tests.runtime.checkpoint.processes"]
-    root = Path(__file__).parents[3]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(ranks), str(directory), scenario], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(ranks)
-    ]
-    results = []
-    for process in processes:
-        output, errors = process.communicate(timeout=200)
-        assert process.returncode in (0, -signal.SIGKILL), errors[-3000:]
-        results.append((process.returncode, json.loads(output) if process.returncode == 0 else []))
-    return results
+_RANKS = 3
 
 
-def test_any_layout_on_any_number_of_ranks(tmp_path: Path) -> None:
-    results = _run(tmp_path, 3, "reshard")
-    assert all(len(said) == 8 for _, said in results)
+class _Run:
+    """What the ranks said in each scenario, and where they worked."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        command = [sys.executable, "-m", "tests.runtime.checkpoint.processes"]
+        root = Path(__file__).parents[3]
+        processes = [
+            subprocess.Popen(
+                [*command, str(rank), str(_RANKS), str(directory)], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            for rank in range(_RANKS)
+        ]
+        outputs = [process.communicate(timeout=250) for process in processes]
+        self.codes = [process.returncode for process in processes]
+        assert set(self.codes) <= {0, -signal.SIGKILL}, "".join(errors[-2000:] for _, errors in outputs)
+        self.said = [[json.loads(line) for line in output.splitlines()] for output, _ in outputs]
 
 
-def test_a_failure_on_one_rank_is_everybodys(tmp_path: Path) -> None:
-    results = _run(tmp_path, 2, "failures")
-    assert results[0] == results[1]
-    late, final, loaded, damaged = results[0][1]
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> _Run:
+    return _Run(tmp_path_factory.mktemp("processes"))
+
+
+def test_any_layout_on_any_number_of_ranks(run: _Run) -> None:
+    assert all(len(said[0]) == 8 for said in run.said)
+
+
+def test_a_failure_on_one_rank_is_everybodys(run: _Run) -> None:
+    assert run.said[0][1] == run.said[1][1] == run.said[2][1]
+    late, final, loaded, damaged = run.said[0][1]
     assert late.startswith("rank 1: ")
     assert "File too large" in late
     assert final.startswith("step 3: the last checkpoint could not be saved: rank 1: ")
     assert loaded == "loaded 1"
     assert "safetensors: it has" in damaged
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["latest", "step-00000001"]
+    assert sorted(path.name for path in (run.directory / "failures").iterdir()) == ["latest", "step-00000001"]
 
 
-def test_a_rank_is_killed_while_it_writes(tmp_path: Path) -> None:
-    results = _run(tmp_path, 3, "killed")
-    assert [code for code, _ in results] == [0, 0, -signal.SIGKILL]
-    for _, said in results[:2]:
-        assert "another rank is gone" in said[0]
+def test_a_rank_is_killed_while_it_writes(run: _Run) -> None:
+    assert run.codes == [0, 0, -signal.SIGKILL]
+    for said in run.said[:2]:
+        error, when = said[2]
+        assert "another rank is gone" in error
+        assert when == "soon"
     blank = {name: torch.zeros_like(value) for name, value in tensors(0).items()}
     held = held_by(0, 0, 1, blank, trained=False)
-    loaded = Checkpointer(tmp_path / "run", identity=IDENTITY).load(held)
+    loaded = Checkpointer(run.directory / "killed", identity=IDENTITY).load(held)
     assert loaded is not None
     assert loaded.step == 1
     assert all(torch.equal(part.tensor.view(-1), tensors(0)[part.name].view(-1)) for part in held)
-    assert not list((tmp_path / "run").glob("*.partial")), "what the crash left is cleaned"
+    assert not list((run.directory / "killed").glob("*.partial")), "what the crash left is cleaned"

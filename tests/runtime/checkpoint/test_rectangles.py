@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.runtime.checkpoint.rectangles import Rectangle, flat_range, intersect, outside, split_longest, uncovered, whole
+from atoll.runtime.checkpoint.rectangles import Rectangle, disjoint, flat_range, intersect, outside, split_longest, uncovered, whole
 
 _shapes = st.lists(st.integers(1, 6), min_size=0, max_size=3).map(tuple)
 
@@ -43,6 +43,12 @@ def test_uncovered(drawn: tuple[tuple[int, ...], list[Rectangle]]) -> None:
     shape, (a, *covers) = drawn
     expected = _mask(shape, a) * (_mask(shape, *covers) == 0)
     assert np.array_equal(_mask(shape, *uncovered(a, covers)), expected)
+
+
+@given(_rectangles(4))
+def test_disjoint(drawn: tuple[tuple[int, ...], list[Rectangle]]) -> None:
+    shape, rectangles = drawn
+    assert disjoint(rectangles) == (_mask(shape, *rectangles).max(initial=0) <= 1)
 
 
 @given(_shapes, st.data())

@@ -24,7 +24,7 @@ from atoll.graph.layers import Segment, group_into_segments
 from atoll.graph.liveness import Liveness, StagePart, find_liveness
 from atoll.graph.operators import OperatorTable, build_table
 from atoll.graph.oracle import Assumption
-from atoll.graph.sharding import Sharding, find_sharding
+from atoll.graph.sharding import Sharding, find_shardings
 from atoll.graph.work import work_of_layer
 from atoll.job import read_loss
 
@@ -43,6 +43,7 @@ class Captured:
     assumptions: tuple[Assumption, ...]  # values the program takes for granted, and checks
     notes: tuple[str, ...]  # what was estimated or done differently, in sentences
     liveness: Liveness
+    shardings: tuple[Sharding, ...] = ()  # by layer: how tensor parallelism divides it
 
     def stage(self, start: int, stop: int) -> StagePart:
         """Layers `start` to `stop` as one stage: what it receives, runs and sends, by names of the program's nodes."""
@@ -66,9 +67,9 @@ def capture_program(job: TrainingJob) -> Captured:
     liveness = find_liveness(table)
     _charge_to_makers(table, liveness)
     segments = group_into_segments(table, liveness, exported.model)
-    graph = _Assembly(job.name, job.precision, exported, table, liveness, segments).graph()
+    assembly = _Assembly(job.name, job.precision, exported, table, liveness, segments)
     return Captured(
-        graph=graph,
+        graph=assembly.graph(),
         program=exported.program,
         samples=exported.samples,
         varying=exported.varying,
@@ -76,6 +77,7 @@ def capture_program(job: TrainingJob) -> Captured:
         assumptions=exported.assumptions,
         notes=(*exported.notes, *_assumed(exported.assumptions), *dict.fromkeys(table.notes)),
         liveness=liveness,
+        shardings=tuple(assembly.shardings),
     )
 
 
@@ -132,7 +134,7 @@ class _Assembly:
         self.table, self.liveness, self.segments = table, liveness, segments
         self.samples = table.samples
         self.layer_of = [index for index, segment in enumerate(segments) for _ in range(segment.start, segment.stop)]
-        self.shardings = [find_sharding(table, segment.start, segment.stop) for segment in segments]
+        self.shardings = find_shardings(table, [(segment.start, segment.stop) for segment in segments])
         self.experts = [find_experts(table, segment.start, segment.stop) for segment in segments]
         self.users = self._users_of_parameters()
         self.units = max((sharding.units for sharding in self.shardings), default=0)

@@ -1,0 +1,302 @@
+"""One attempt to divide a layer: tags start at products with parameters, are carried along, and end where something sums over them."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from atoll.graph.flops import TensorSpec
+from atoll.graph.operators import OperatorTable
+from atoll.graph.sharding_products import Product, find_product
+from atoll.graph.sharding_regions import NoRuleError, Regions, Tag, require
+from atoll.graph.sharding_rewrites import (
+    ByDepth,
+    Cut,
+    DividedParameter,
+    DivideDraw,
+    DivideLoss,
+    DivideNormalisation,
+    Operand,
+    Rewrite,
+    Scale,
+    Sharding,
+)
+from atoll.graph.sharding_rules import RULES, Step
+
+__all__ = ["SMALLEST_VOCABULARY", "Analysis"]
+
+aten = torch.ops.aten
+SMALLEST_VOCABULARY = 64  # fewer classes are not worth dividing
+_LOSSES = ("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d")
+_NORMS = ("layer_norm", "rms_norm")
+
+
+def _name(node: fx.Node) -> str:
+    schema = getattr(node.target, "_schema", None)
+    return schema.name.split("::")[1] if schema is not None else getattr(node.target, "__name__", str(node.target))
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A divided parameter is read by `reader`, its dimension `dim` being made of the tagged columns."""
+
+    reader: fx.Node
+    dim: int
+    tag: Tag
+
+
+class Analysis:
+    """One attempt over operators `start` to `stop`, with some products withdrawn and some parameters to be kept whole."""
+
+    def __init__(
+        self,
+        table: OperatorTable,
+        start: int,
+        stop: int,
+        *,
+        fused: frozenset[fx.Node],
+        withdrawn: frozenset[fx.Node],
+        whole: frozenset[fx.Node],
+    ):
+        self.table, self.start, self.stop, self.withdrawn, self.whole = table, start, stop, withdrawn, whole
+        self.tags: dict[fx.Node, Tag] = {}
+        self.regions = Regions(fused)
+        self.result = Sharding()
+        self.inside = {entry.node for entry in table.operators[start:stop]}
+        self._uses: dict[fx.Node, list[_Use]] = defaultdict(list)
+        self._rewrites: list[Callable[[], Rewrite]] = []  # made at the end, when units and blocks are known
+
+    def run(self) -> Sharding:
+        """How the layer divides; raises `NoRuleError` with the products that cannot."""
+        for position in range(self.start, self.stop):
+            node = self.table.operators[position].node
+            tagged = [value for value in node.all_input_nodes if value in self.tags]
+            product = find_product(self.table, node)
+            if not tagged:
+                if product is not None:
+                    self._start(node, product, position)
+                continue
+            sources = frozenset[fx.Node]().union(*(self.tags[value].sources for value in tagged))
+            if sources & self.withdrawn:
+                raise NoRuleError(sources)
+            try:
+                self._carry(node, product, position, sources)
+            except NoRuleError:
+                raise
+            except (IndexError, KeyError, ValueError, TypeError, AttributeError) as error:
+                raise NoRuleError(self.regions.joined(sources)) from error
+        return self._finish()
+
+    def _shape(self, node: Any) -> tuple[int, ...]:
+        spec = self.table.specs[node]
+        return spec.shape if isinstance(spec, TensorSpec) else ()
+
+    def _start(self, node: fx.Node, product: Product, position: int) -> None:
+        """A product whose columns may be divided."""
+        shape = self._shape(node)
+        readers = [user for user in product.parameter.users if user in self.inside and user.target is not aten.embedding.default]
+        if node in self.withdrawn or product.parameter in self.whole or shape[-1] < 2 or len(readers) != 1:
+            return
+        tag = Tag(frozenset([(node, 0, shape[-1])]), len(shape) - 1)
+        self.tags[node] = tag
+        self.regions.start(node, shape[-1])
+        self.result.split[position] = "columns"
+        self.result.values.add(node)
+        self._divide(product.parameter, _Use(readers[0], product.columns_dim, tag))
+        self._operand(node, product.x)
+        if product.bias is not None:
+            self._start_bias(node, product.bias, tag)
+
+    def _start_bias(self, node: fx.Node, bias: fx.Node, tag: Tag) -> None:
+        dim, columns = len(self._shape(bias)) - 1, self._shape(node)[-1]
+        if self._shape(bias)[-1:] != (columns,):
+            self._operand(node, bias)
+        elif bias in self.table.parameters and len(bias.users) == 1 and bias not in self.whole:
+            self._divide(bias, _Use(node, dim, tag))
+        else:
+            self._operand(node, bias, tag, columns, dim)
+
+    def _divide(self, parameter: fx.Node, use: _Use) -> None:
+        self.result.parameters.add(parameter)
+        self._uses[parameter].append(use)
+
+    def _operand(self, node: fx.Node, value: fx.Node, tag: Tag | None = None, size: int = 0, dim: int = 0) -> None:
+        spec = self.table.specs[value]
+        if isinstance(spec, TensorSpec):
+            cut = (lambda: self.regions.cut(tag, size, dim)) if tag is not None else (lambda: None)
+            self._rewrites.append(lambda: Operand(node, value, spec.requires_grad, cut()))
+
+    def _carry(self, node: fx.Node, product: Product | None, position: int, sources: frozenset[fx.Node]) -> None:
+        if product is not None and product.x in self.tags:
+            return self._contract(node, product, position)
+        name = _name(node)
+        if name in _LOSSES:
+            return self._consume(node, position, sources)
+        tag = self._moved(node, name, sources)
+        self.tags[node] = tag
+        self.result.values.add(node)
+        self.result.split[position] = "rows"
+        self._note_draws(node, name, tag)
+        return None
+
+    def _contract(self, node: fx.Node, product: Product, position: int) -> None:
+        """A product that sums over the tagged dimension ends the region."""
+        x, tag = product.x, self.tags[product.x]
+        require(tag.dim == len(self._shape(x)) - 1 and tag.outer == 1 and not tag.vocabulary and not tag.pieces)
+        require(sum(value in self.tags for value in node.all_input_nodes) == 1 and not node.kwargs)
+        if product.parameter in self.whole:
+            raise NoRuleError(self.regions.joined(tag.sources))
+        self.regions.unite(tag.sources).ended = True
+        self.result.split[position] = "depth"
+        reader = node if product.weight is product.parameter else next(user for user in product.parameter.users if user in self.inside)
+        self._divide(product.parameter, _Use(reader, product.depth_dim, tag))
+        self._rewrites.append(lambda: ByDepth(node))
+        self.result.reductions += 1
+        self.result.reduced_bytes += self.table.specs[node].bytes
+
+    def _consume(self, node: fx.Node, position: int, sources: frozenset[fx.Node]) -> None:
+        """A loss over a divided vocabulary exchanges each row's maximum, sum and target; the input's gradient is summed in backward."""
+        logits, target, *rest = node.args
+        assert isinstance(logits, fx.Node)
+        tag, shape = self.tags[logits], self._shape(logits)
+        require(tag.dim == (1 if len(shape) > 1 else 0) and shape[tag.dim] >= SMALLEST_VOCABULARY and tag.outer == 1 and not node.kwargs)
+        require(isinstance(target, fx.Node) and target not in self.tags and not self.table.specs[target].dtype.is_floating_point)
+        require(not rest or rest[0] not in self.tags)
+        region = self.regions.unite(sources)
+        region.ended = region.vocabulary = True
+        self.result.split[position] = "rows"
+        rows = math.prod(shape) // shape[tag.dim]
+        inputs = {product.x for source in sources if (product := find_product(self.table, source)) is not None}
+        self.result.reductions += 2
+        self.result.reduced_bytes += 3 * 4 * rows / 2 + sum(self.table.specs[value].bytes for value in inputs) / 2
+        assert isinstance(target, fx.Node)
+        self._operand(node, target)
+        self._rewrites.append(lambda: DivideLoss(node, self._one_block(tag, shape[tag.dim])))
+
+    def _one_block(self, tag: Tag, size: int) -> Cut:
+        cut = self.regions.cut(tag, size)
+        if len(cut.blocks) > 1:
+            raise NoRuleError(self.regions.joined(tag.sources))
+        return cut
+
+    def _note_draws(self, node: fx.Node, name: str, tag: Tag) -> None:
+        """Random numbers and normalisation over the tagged dimension take more than the rule of their kind."""
+        args: Any = node.args
+        if name == "log_softmax" and tag.vocabulary and tag.dim == args[1] % len(self._shape(node)):
+            require(tag.outer == 1 and not self.tags[args[0]].vocabulary)
+            self._rewrites.append(lambda: DivideNormalisation(node, self._one_block(tag, self._shape(node)[tag.dim])))
+        elif name == "dropout" and args[1] > 0 and args[2]:
+            self._rewrites.append(lambda: DivideDraw(node, self._cut_of(node, tag), self._order(args[0])))
+        elif name == "scaled_dot_product_attention":
+            if len(args) > 4 and args[4] > 0:
+                self._rewrites.append(lambda: DivideDraw(node, self._cut_of(node, tag), tuple(range(len(self._shape(node))))))
+        elif torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            require(name == "dropout")
+
+    def _order(self, value: fx.Node) -> tuple[int, ...]:
+        stride = self.table.specs[value].stride
+        return tuple(sorted(range(len(stride)), key=lambda d: (-stride[d], d)))
+
+    def _cut_of(self, node: fx.Node, tag: Tag) -> Cut:
+        return self.regions.cut(tag, self._shape(node)[tag.dim] // tag.outer)
+
+    def _moved(self, node: fx.Node, name: str, sources: frozenset[fx.Node]) -> Tag:
+        """Where the tagged dimension is in the result."""
+        first: Any = node.args[0] if node.args else None
+        if not isinstance(first, fx.Node) or first not in self.tags or name not in RULES:
+            return self._together(node, name, sources)
+        spec = self.table.specs[node]
+        result: Any = spec.shape if isinstance(spec, TensorSpec) else [one.shape for one in spec]
+        step = Step(node, name, self.tags[first], self._shape(first), result, self.regions)
+        tag = RULES[name](step)
+        for position, index, size in step.scaled:
+            self._rewrites.append(partial(self._scale, node, position, index, size, next(iter(sources))))
+        if name in _NORMS:
+            for value in node.all_input_nodes[1:]:
+                require(value not in self.tags)
+                self._operand(node, value)
+        return tag
+
+    def _scale(self, node: fx.Node, position: int, index: int | None, size: int | fx.Node, source: fx.Node) -> Scale:
+        return Scale(node, position, index, size, self.regions.of[source].units)
+
+    def _operands(self, node: fx.Node, name: str, sources: frozenset[fx.Node]) -> tuple[list[fx.Node], set[int]]:
+        """What an operator on several tensors works on, and the dimensions of its result that do not stay apart."""
+        args: Any = node.args
+        rank = len(self._shape(node))
+        if name == "scaled_dot_product_attention":
+            self.regions.limit(sources, self._shape(args[1])[-3])
+            return [value for value in args[:4] if isinstance(value, fx.Node)], {rank - 1, rank - 2}
+        if name in ("matmul", "bmm", "baddbmm"):
+            operands = list(args[: 3 if name == "baddbmm" else 2])
+            require(all(len(self._shape(value)) >= 2 for value in operands))
+            return operands, {rank - 1, rank - 2}
+        if name == "cat":
+            return list(args[0]), {(args[1] if len(args) > 1 else 0) % rank}
+        require(torch.Tag.pointwise in getattr(node.target, "tags", ()))
+        require(torch.Tag.nondeterministic_seeded not in node.target.tags)  # type: ignore[union-attr]
+        if torch.Tag.inplace in node.target.tags:  # type: ignore[union-attr]
+            require(args[0] in self.tags)
+        return [value for value in node.all_input_nodes if isinstance(self.table.specs[value], TensorSpec)], set()
+
+    def _together(self, node: fx.Node, name: str, sources: frozenset[fx.Node]) -> Tag:
+        """Operators on several tensors that act on each slice of the tagged dimension alone."""
+        operands, forbidden = self._operands(node, name, sources)
+        rank = len(self._shape(node))
+        tagged = [value for value in operands if value in self.tags]
+        found = {(self.tags[value].dim + rank - len(self._shape(value)), self.tags[value].outer) for value in tagged}
+        require(len(found) == 1 and all(not self.tags[value].pieces for value in tagged))
+        dim, outer = found.pop()
+        require(dim not in forbidden)
+        size = self._shape(node)[dim] // outer
+        self.regions.limit(sources, size)
+        tag = Tag(frozenset().union(*(self.tags[value].spans for value in tagged)), dim, outer=outer)
+        for value in operands:
+            own = dim - (rank - len(self._shape(value)))
+            length = self._shape(value)[own] if own >= 0 else 1
+            if value not in self.tags and length == 1:
+                self._operand(node, value)
+            elif value not in self.tags:
+                require(length % outer == 0)
+                self._operand(node, value, tag, length // outer, own)
+        return tag
+
+    def _finish(self) -> Sharding:
+        unfinished = frozenset(source for source, region in self.regions.of.items() if not region.ended)
+        if unfinished:
+            raise NoRuleError(unfinished)
+        for node in self.inside:
+            if node in self.tags and any(user not in self.inside for user in node.users):
+                raise NoRuleError(self.regions.joined(self.tags[node].sources))
+        self.result.units = self._units()
+        self._check_values()
+        self.result.divided = {parameter: self._divided(parameter, uses) for parameter, uses in self._uses.items()}
+        self.result.rewrites = [make() for make in self._rewrites]
+        return self.result
+
+    def _units(self) -> int:
+        regions = {id(region): region for region in self.regions.of.values() if not region.vocabulary}
+        units = math.gcd(*(region.units for region in regions.values())) if regions else 0
+        if units == 1:  # no common number of parts: the region with the fewest is repeated instead
+            fewest = min(regions.values(), key=lambda region: region.units)
+            raise NoRuleError(frozenset(source for source, region in self.regions.of.items() if region is fewest))
+        return units
+
+    def _check_values(self) -> None:
+        """Values made of several products' columns need the same blocks of each."""
+        for node, tag in self.tags.items():
+            if not tag.pieces and isinstance(self.table.specs[node], TensorSpec):
+                self._cut_of(node, tag)
+
+    def _divided(self, parameter: fx.Node, uses: list[_Use]) -> DividedParameter:
+        shape = self._shape(parameter)
+        cuts = {self.regions.cut(use.tag, shape[use.dim], use.dim) for use in uses}
+        readers = {user for user in parameter.users if user in self.inside and user.target is not aten.embedding.default}
+        if len(cuts) != 1 or readers != {use.reader for use in uses}:
+            raise NoRuleError(self.regions.joined(frozenset().union(*(use.tag.sources for use in uses))))
+        return DividedParameter(self.table.parameters[parameter], shape, cuts.pop())

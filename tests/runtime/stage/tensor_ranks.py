@@ -1,0 +1,202 @@
+"""What the tests of tensor parallelism run in every process: a captured program divided between processes, against the eager model.
+
+Run as a program: `python tensor_ranks.py STORE RANK CASES` with shares in the cases; prints a line of JSON a case.
+"""
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from atoll.graph.capture import Captured, capture_program
+from atoll.graph.export import use_batched_experts
+from atoll.runtime.stage.collectives import TensorRanks
+from atoll.runtime.stage.holding import Holding
+from atoll.runtime.stage.tensor import split_tensors
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass
+class Case:
+    """A model to divide; in fp64, so that rounding does not hide mistakes."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    loss: Loss
+    batch: Callable[[int], Any]
+    precision: str = "fp32"
+
+    @property
+    def model(self) -> Callable[[], nn.Module]:
+        return self.seeded
+
+    def seeded(self) -> nn.Module:
+        torch.manual_seed(0)
+        return self.build().double().train()
+
+    def example_batch(self, samples: int) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            batch = self.batch(samples)
+        return pytree.tree_map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, batch)
+
+
+@dataclass
+class Reference:
+    """The eager model's loss and gradients."""
+
+    case: Case
+    captured: Captured
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    batch: Any
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    tolerance: float
+
+
+def reference_of(case: Case, samples: int = 3) -> Reference:
+    captured = capture_program(case)  # type: ignore[arg-type]
+    model = case.seeded()
+    use_batched_experts(model)
+    batch = case.example_batch(samples)
+    torch.manual_seed(7)
+    loss = case.loss(model, batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    gradients = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
+    narrow = any(
+        isinstance(value := node.meta.get("val"), Tensor) and value.dtype == torch.float32 for node in captured.program.graph.nodes
+    )
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    return Reference(case, captured, parameters, buffers, batch, loss.detach(), gradients, 2e-6 if narrow else 1e-9)
+
+
+@dataclass
+class Divided:
+    """A rank's copy of the program."""
+
+    module: fx.GraphModule
+    holdings: dict[str, Holding] = field(default_factory=dict)
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+    divided_layers: list[str] = field(default_factory=list)
+
+
+def divide(reference: Reference, shares: tuple[int, ...], index: int) -> Divided:
+    program = reference.captured.program
+    graph, nodes = fx.Graph(), {}
+    for node in program.graph.nodes:
+        nodes[node] = graph.node_copy(node, lambda original: nodes[original])
+    divided = Divided(fx.GraphModule({}, fx.Graph()))
+    for layer, sharding in zip(reference.captured.graph.layers, reference.captured.shardings, strict=True):
+        assert bool(sharding.rewrites) == bool(sharding.parameters)
+        held = split_tensors(graph, nodes, sharding, shares, index, TensorRanks(dist.group.WORLD))
+        assert all(divided.holdings.get(name, holding) == holding for name, holding in held.items())
+        divided.holdings |= held
+        divided.divided_layers += [layer.name] if held else []
+    graph.lint()
+    divided.module = fx.GraphModule(program.graph_module, graph)
+    return divided
+
+
+def run(reference: Reference, divided: Divided, batch: Any) -> Tensor:
+    """The loss; gradients are left in `divided.leaves`."""
+    program = reference.captured.program
+    first = {tensor.data_ptr(): name for name, tensor in reversed(reference.parameters.items())}  # tied ones go by their first name
+    inputs: list[Any] = []
+    user = iter(pytree.tree_leaves(batch))
+    for spec in program.graph_signature.input_specs:
+        target = str(spec.target).removeprefix("model.")
+        if spec.kind is InputKind.PARAMETER:
+            name = first[reference.parameters[target].data_ptr()]
+            if name not in divided.leaves:
+                holding = divided.holdings.get(name)
+                whole = reference.parameters[target]
+                divided.leaves[name] = (whole if holding is None else holding.take(whole)).clone().requires_grad_()
+            inputs.append(divided.leaves[name])
+        elif spec.kind is InputKind.BUFFER:
+            inputs.append(reference.buffers[target].clone())
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            inputs.append(program.constants[str(spec.target)])
+        else:
+            inputs.append(next(user))
+    torch.manual_seed(7)
+    results = divided.module(*inputs)
+    names = [getattr(spec.arg, "name", None) for spec in program.graph_signature.output_specs]
+    (loss,) = [value for name, value in zip(names, results, strict=True) if name in program.graph_signature.user_outputs]
+    return loss
+
+
+def check(reference: Reference, shares: tuple[int, ...]) -> dict[str, Any]:
+    """Divide, run, compare: what differs, and what was divided."""
+    index = dist.get_rank()
+    divided = divide(reference, shares, index)
+    loss = run(reference, divided, reference.batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+    wrong = [_difference("loss", loss.detach(), reference.loss, reference.tolerance)]
+    scale = max(float(gradient.abs().max()) for gradient in reference.gradients.values())
+    for name, leaf in divided.leaves.items():
+        gradient = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+        holding = divided.holdings.get(name)
+        if holding is not None:
+            gradient = assembled(holding, gradient)
+        wrong.append(_difference(name, gradient, reference.gradients[name], reference.tolerance, scale))
+    return {"wrong": [one for one in wrong if one], "divided": sorted(divided.holdings), "layers": divided.divided_layers}
+
+
+def assembled(holding: Holding, part: Tensor) -> Tensor:
+    """The whole that ranks hold parts of; every element is held exactly once."""
+    whole, count = part.new_zeros(holding.shape), part.new_zeros(holding.shape)
+    holding.put(whole, part)
+    holding.put(count, torch.ones_like(part))
+    dist.all_reduce(whole)
+    dist.all_reduce(count)
+    assert bool((count == 1).all()), f"{holding.name} is not held exactly once"
+    return whole
+
+
+def _difference(name: str, actual: Tensor, expected: Tensor, tolerance: float, scale: float = 0.0) -> str:
+    if actual.shape != expected.shape:
+        return f"{name}: {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    difference = float((actual.double() - expected.double()).abs().max())
+    most = max(float(expected.abs().max()), 1e-2 * scale)  # gradients that are zero but for rounding are not compared with themselves
+    return "" if difference <= tolerance * most else f"{name}: differs by {difference:.2e} of {most:.2e}"
+
+
+def main(store: str, rank: int, cases: dict[str, list[tuple[int, ...]]]) -> None:
+    """Every case with every one of its shares; a line of JSON each."""
+    import logging
+    import warnings
+
+    from tensor_cases import CASES
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    size = len(next(iter(cases.values()))[0])
+    limit = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=limit)
+    for name, proportions in cases.items():
+        try:
+            reference = reference_of(CASES[name]())
+            results = [check(reference, tuple(shares)) for shares in proportions]
+            wrong = [f"{shares}: {one}" for shares, result in zip(proportions, results, strict=True) for one in result["wrong"]]
+            answer = {"case": name, **results[0], "wrong": wrong}
+        except Exception:
+            answer = {"case": name, "wrong": [traceback.format_exc()]}
+        print(json.dumps(answer), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]))

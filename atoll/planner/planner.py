@@ -17,7 +17,7 @@ from atoll.errors import NoPlanError
 from atoll.graph import Graph
 from atoll.plan import CodecName, Mode, Plan
 from atoll.planner.annotated import annotated_plans
-from atoll.planner.baselines import baselines
+from atoll.planner.baselines import best_baselines
 from atoll.planner.classes import device_classes
 from atoll.planner.exact import Exact, is_small
 from atoll.planner.mode import choose_mode, island_plan
@@ -140,16 +140,12 @@ class _Planner:
             sets.append(dict(zip(self.codecs, smallest, strict=True)))
         found = search(self.timing, self.rules, self.batch_size, sets, max(top, 5), self.max_priced // 2, self.tally, self.progress)
         if len(self.evaluator.devices) <= FEW_DEVICES:
-            found = sorted([*found, *self._baselines()], key=lambda one: one.seconds)
+            known = found[0].seconds if found else float("inf")
+            simple = best_baselines(self.evaluator, self.rules, self.batch_size, known, self.max_priced // 2, self.tally)
+            found = sorted([*found, *simple], key=lambda one: one.seconds)
         if self.rules.graph.constraints:
             found = sorted([*found, *self._annotated(max(top, 5))], key=lambda one: one.seconds)
         return self._refined(found, top)
-
-    def _baselines(self) -> list[Found]:
-        """What anyone would try by hand."""
-        plans = [plan for plan in baselines(self.evaluator, self.batch_size) if self.rules.allows(plan)]
-        self.tally.priced += len(plans)
-        return [Found(self.evaluator.seconds(plan), plan) for plan in plans]
 
     def _annotated(self, keep: int) -> list[Found]:
         """The best of the plans in which every stage follows its own annotations."""

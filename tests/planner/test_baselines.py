@@ -1,6 +1,9 @@
 """No answer is worse than what anyone would try by hand; every case here once was."""
 
+from collections.abc import Iterable, Iterator
+
 import pytest
+from msgspec.structs import replace
 
 from atoll.cluster import make_cluster, make_site
 from atoll.cost import Evaluator
@@ -27,9 +30,15 @@ def test_nothing_simple_is_faster(model: str, kind: str, devices: int, memory: s
     best = plan(chosen.graph, cluster, batch_size=batch, optimizer=chosen.optimizer).candidates[0]
     validate(best.plan, chosen.graph, cluster)
     evaluator = Evaluator(chosen.graph, cluster, optimizer=chosen.optimizer)
-    simple = [*baselines(evaluator, batch), *_even_pipelines(evaluator, batch)]
+    simple = [*_fitting(evaluator, baselines(evaluator, batch)), *_even_pipelines(evaluator, batch)]
     assert simple
     assert best.cost.step_seconds <= min(evaluator.seconds(one) for one in simple) * 1.001
+
+
+def _fitting(evaluator: Evaluator, plans: Iterable[Plan]) -> Iterator[Plan]:
+    for one in plans:
+        again = replace(one, stages=tuple(replace(stage, recompute=True) for stage in one.stages))
+        yield from [candidate for candidate in (one, again) if evaluator.fits(candidate)][:1]
 
 
 def _even_pipelines(evaluator: Evaluator, batch: int) -> list[Plan]:

@@ -20,7 +20,7 @@ from itertools import pairwise
 
 from atoll.cluster import Cluster, make_cluster, make_site
 from atoll.cost import Evaluator
-from atoll.cost.pipeline import route
+from atoll.cost.routing import pair_counts, route
 from atoll.graph import Graph, dense_transformer
 from atoll.plan import Plan, Replica, Stage, validate
 
@@ -110,7 +110,8 @@ def rate(evaluator: Callable[[], Evaluator], question: str, plans: list[Plan], r
     """Plans priced a second: the best of several runs, each with a cold evaluator, since others may use the machine meanwhile."""
     best = 0.0
     for _ in range(repeat):
-        route.cache_clear()  # the one thing that is remembered beside the evaluator
+        route.cache_clear()  # routes are remembered beside the evaluator
+        pair_counts.cache_clear()
         price = getattr(evaluator(), question)
         began = time.process_time()
         for plan in plans:

@@ -9,13 +9,16 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
 from operator import add, ge, sub
-from typing import NamedTuple
+from typing import TypeVar
 
+from atoll.cost.column import column_seconds
 from atoll.cost.in_flight import interleaved_limits
-from atoll.cost.pipeline import NO_HOP, Hop, Worker, column_seconds, simulate
+from atoll.cost.pipeline import simulate
 from atoll.cost.played import Counts, Played, Replicas
 from atoll.cost.setting import Place
+from atoll.cost.sharing import SharedLinks
 from atoll.cost.transfer import Path, Transfers
+from atoll.cost.workers import NO_HOP, Hop, Hops, Timeline, Worker
 from atoll.plan import Plan
 
 __all__ = ["in_columns", "play_columns"]
@@ -36,34 +39,51 @@ def play_columns(
 ) -> Played:
     """Plays a plan in which replica i of every stage takes `counts[i]` micro-batches.
 
-    With `only_step` it gives the ends of columns alone, and of those that others outlast at every stage none: 0.
+    Columns that others outlast at every stage are not played: they end at 0. With `only_step` it says no more than when columns end.
     """
     columns = _Columns(transfers, plan, places, counts)
+    kinds = _kinds(columns, replicas, counts)
+    width = len(counts)
+    first = dict(zip(reversed(kinds), reversed(range(width)), strict=True))
+    loads = {kind: columns.load(replicas, i) for kind, i in first.items()}
+    if plan.schedule == "interleaved":
+        return _play_interleaved(plan, loads, first, kinds)
+    ends = _decisive_ends(plan.schedule, loads)
+    finish = _by_stage(ends, kinds)
+    if only_step:
+        return Played(finish, [], [], _no_transfer)
+    stages = len(plan.stages)
+    held = [counts if plan.schedule == "gpipe" else [min(count, stages - s) for count in counts] for s in range(stages)]
+
+    def transfer(s: int, i: int) -> float:
+        load = loads[kinds[i]]
+        none = [NO_HOP] * len(load.onward)
+        return max(0.0, finish[s][i] - column_seconds(load.forward, load.backward, none, none, load.count, plan.schedule)[1][s])
+
+    return Played(finish, _by_stage({kind: load.busy() for kind, load in loads.items()}, kinds), held, transfer)
+
+
+_T = TypeVar("_T")
+_Kind = tuple[object, ...]
+
+
+def _kinds(columns: "_Columns", replicas: Replicas, counts: list[int]) -> list[_Kind]:
+    """What tells columns apart: those of equal kind do the same at the same time."""
     differing: list[Sequence[object]] = [counts] if _differ(counts) else []
     differing += [[id(item) for item in row] for row in replicas if _differ(row)]
     differing += [boundary.kinds for boundary in columns.boundaries if not boundary.alike]
-    width = len(counts)
-    if not differing:
-        finish, busy, in_flight, transfer = _play_column(plan, columns.load(replicas, 0), 0, only_step)
-        return Played(_widened(finish, width), _widened(busy, width), [[held] * width for held in in_flight], _widened(transfer, width))
-    kinds = list(zip(*differing, strict=True))
-    first = dict(zip(reversed(kinds), reversed(range(width)), strict=True))
-    loads = {kind: columns.load(replicas, i) for kind, i in first.items()}
-    if only_step and plan.schedule != "interleaved":
-        ends = _decisive_ends(plan.schedule, loads)
-        return Played([list(row) for row in zip(*[ends[kind] for kind in kinds], strict=True)], [], [], [])
-    known = {kind: _play_column(plan, loads[kind], i, only_step) for kind, i in first.items()}
-    played = [known[kind] for kind in kinds]
-    stages = range(len(plan.stages))
-    return Played(
-        [[column.finish[s] for column in played] for s in stages],
-        [[column.busy[s] for column in played] for s in stages],
-        [[column.in_flight[s] for column in played] for s in stages],
-        [[column.transfer[s] for column in played] for s in stages],
-    )
+    return list(zip(*differing, strict=True)) if differing else [()] * len(counts)
 
 
-_Kind = tuple[object, ...]
+def _by_stage(rows: dict[_Kind, list[_T]], kinds: list[_Kind]) -> list[list[_T]]:
+    """From rows of stages by kind of column to rows of columns by stage."""
+    if len(rows) == 1:
+        return [[value] * len(kinds) for value in rows[kinds[0]]]
+    return [list(row) for row in zip(*[rows[kind] for kind in kinds], strict=True)]
+
+
+def _no_transfer(_stage: int, _replica: int) -> float:
+    return 0.0
 
 
 def _decisive_ends(schedule: str, loads: dict[_Kind, "_Load"]) -> dict[_Kind, list[float]]:
@@ -85,21 +105,8 @@ def _no_less(a: "_Load", b: "_Load") -> bool:
     return a.count >= b.count and all(map(ge, a.times, b.times))
 
 
-def _widened(row: list[float], width: int) -> list[list[float]]:
-    return [[value] * width for value in row]
-
-
 def _differ(row: Sequence[object]) -> bool:
     return row.count(row[0]) != len(row)
-
-
-class _Column(NamedTuple):
-    """What a column did, stage by stage."""
-
-    finish: list[float]
-    busy: list[float]
-    in_flight: list[int]
-    transfer: list[float]
 
 
 class _Load:
@@ -114,6 +121,10 @@ class _Load:
         """All of one micro-batch."""
         hops = (*self.onward, *self.back)
         return [*self.forward, *self.backward, *[hop[0] for hop in hops], *[hop[1] for hop in hops]]
+
+    def busy(self) -> list[float]:
+        """Seconds each stage works in a step."""
+        return [self.count * (f + b) for f, b in zip(self.forward, self.backward, strict=True)]
 
     def bound(self, schedule: str) -> float:
         """No stage ends later: by playing one micro-batch after the other, or (1F1B) one round after the other."""
@@ -132,15 +143,13 @@ class _Columns:
         self._transfers, self._plan, self.counts = transfers, plan, counts
         self._bytes = [transfers.boundary_bytes(plan, stage) for stage in plan.stages[:-1]]
         self.boundaries = [transfers.boundary(here, there) for here, there in pairwise(places)]
-        self._users: dict[tuple[str, ...], dict[int, float]] = {}  # of a link: seconds a round, by micro-batches of those that use it
-        self._occupied: dict[tuple[tuple[str, ...], int], float] = {}
+        self._shared = SharedLinks()
         unequal = _differ(counts)
         for boundary, both in zip(self.boundaries, self._bytes, strict=True):
             for direction, path, users in boundary.queued:
                 seconds = transfers.hop(plan, path, both[direction]).occupancy
-                load = self._users.setdefault(path.resource, {})
                 for count, times in Counter([counts[column] for column in users]).items() if unequal else ((counts[0], len(users)),):
-                    load[count] = load.get(count, 0.0) + seconds * times
+                    self._shared.add(path.resource, count, seconds * times)
 
     def load(self, replicas: Replicas, column: int) -> _Load:
         """What a column has to do."""
@@ -162,16 +171,7 @@ class _Columns:
     def _hop(self, path: Path, nbytes: float, count: int) -> Hop:
         if not path.resource:
             return self._transfers.hop(self._plan, path, nbytes)
-        return Hop(self._occupancy(path.resource, count), path.latency, -1)
-
-    def _occupancy(self, resource: tuple[str, ...], count: int) -> float:
-        """A link is held for everyone who uses it as often, and for those who use it less as often as they do."""
-        found = self._occupied.get((resource, count))
-        if found is None:
-            users = self._users[resource].items()
-            found = sum([seconds if theirs >= count else seconds * theirs / count for theirs, seconds in users])
-            self._occupied[resource, count] = found
-        return found
+        return Hop(self._shared.occupancy(path.resource, count), path.latency, -1)
 
     def codec(self, column: int) -> tuple[list[float], list[float]]:
         """Seconds each stage of a column spends on encoding a micro-batch: activations in forward, gradients in backward."""
@@ -183,31 +183,23 @@ class _Columns:
         return forward, backward
 
 
-def _play_column(plan: Plan, load: _Load, i: int, only_step: bool) -> _Column:
-    if plan.schedule == "interleaved":
-        return _play_interleaved(plan, load, i)
-    forward, backward, count = load.forward, load.backward, load.count
-    busy = [count * (f + b) for f, b in zip(forward, backward, strict=True)]
-    finish = column_seconds(forward, backward, load.onward, load.back, count, plan.schedule)[1]
-    transfer = [0.0] * len(finish)
-    if not only_step:
-        none = [NO_HOP] * len(load.onward)
-        alone = column_seconds(forward, backward, none, none, count, plan.schedule)[1]
-        transfer = [max(0.0, a - b) for a, b in zip(finish, alone, strict=True)]
-    stages = len(plan.stages)
-    held = [count if plan.schedule == "gpipe" else min(count, stages - s) for s in range(stages)]
-    return _Column(finish, busy, held, transfer)
+def _play_interleaved(plan: Plan, loads: dict[_Kind, _Load], first: dict[_Kind, int], kinds: list[_Kind]) -> Played:
+    """Columns of virtual stages, task by task."""
+    played = {kind: _interleaved_column(plan, load, first[kind]) for kind, load in loads.items()}
+    transfers = _by_stage({kind: [row[0] for row in timeline.transfer] for kind, timeline in played.items()}, kinds)
+    return Played(
+        _by_stage({kind: [row[0] for row in timeline.finish] for kind, timeline in played.items()}, kinds),
+        _by_stage({kind: load.busy() for kind, load in loads.items()}, kinds),
+        _by_stage({kind: [row[0] for row in timeline.in_flight] for kind, timeline in played.items()}, kinds),
+        lambda s, i: transfers[s][i],
+    )
 
 
-def _play_interleaved(plan: Plan, load: _Load, column: int) -> _Column:
-    """One column of virtual stages, task by task."""
-    count = load.count
+def _interleaved_column(plan: Plan, load: _Load, column: int) -> Timeline:
     groups: dict[tuple[str, ...], int] = {}
     devices = [groups.setdefault(stage.replicas[column].devices, len(groups)) for stage in plan.stages]
     workers = [[Worker(f, b, device)] for f, b, device in zip(load.forward, load.backward, devices, strict=True)]
-    ahead = [[hop._replace(link=2 * s)] * count for s, hop in enumerate(load.onward)]
-    behind = [[hop._replace(link=2 * s + 1)] * count for s, hop in enumerate(load.back)]
+    ahead: list[Hops] = [{(0, 0): hop._replace(link=2 * s)} for s, hop in enumerate(load.onward)]
+    behind: list[Hops] = [{(0, 0): hop._replace(link=2 * s + 1)} for s, hop in enumerate(load.back)]
     limits = interleaved_limits(len(plan.stages), len(groups))
-    timeline = simulate(workers, [[0] * count] * len(workers), ahead, behind, plan.schedule, limits)
-    busy = [count * (f + b) for f, b in zip(load.forward, load.backward, strict=True)]
-    return _Column([row[0] for row in timeline.finish], busy, [row[0] for row in timeline.in_flight], [row[0] for row in timeline.transfer])
+    return simulate(workers, [[0] * load.count] * len(workers), ahead, behind, plan.schedule, limits)

@@ -13,14 +13,14 @@ from atoll.cost.amounts import Held
 from atoll.cost.calibration import Calibration
 from atoll.cost.communication import Span, all_reduce_seconds
 from atoll.cost.cost import Cost, MemoryUse, StageCost
-from atoll.cost.in_flight import micro_batch_counts
+from atoll.cost.in_flight import in_flight_bounds, micro_batch_counts
 from atoll.cost.memory import Memory
 from atoll.cost.played import Played
 from atoll.cost.replica import ReplicaPrices, ReplicaSeconds
 from atoll.cost.setting import Place, Setting
-from atoll.cost.synchronisation import Synchronisation
+from atoll.cost.synchronisation import Synchronisation, Work
 from atoll.cost.timeline import play
-from atoll.cost.traffic import link_bytes
+from atoll.cost.traffic import Traffic
 from atoll.cost.transfer import Transfers
 from atoll.graph import Graph
 from atoll.plan import Plan, Replica, Stage
@@ -34,6 +34,8 @@ class _Prices(NamedTuple):
     places: list[Place]  # by stage
     replicas: list[list[ReplicaSeconds]]
     counts: list[list[int]]  # micro-batches of each replica
+    works: list[list[Work]]  # what each stage synchronises
+    tied_volumes: list[tuple[list[int], float]]  # and what several stages hold copies of
     sync: list[float]  # by stage, hidden or not
     tied: list[float]
 
@@ -61,6 +63,7 @@ class Evaluator:
         self._synchronisation = Synchronisation(self._setting)
         self._memory = Memory(self._setting)
         self._transfers = Transfers(self._setting)
+        self._traffic = Traffic(self._setting, self._synchronisation, self._transfers)
 
     def seconds(self, plan: Plan) -> float:
         """The predicted step time alone; a long step of an irregular plan is extrapolated (see `timeline`), `cost` plays it whole."""
@@ -72,8 +75,8 @@ class Evaluator:
         prices = self._prices(plan)
         played = play(self._transfers, plan, prices.places, prices.replicas, prices.counts, only_step=False)
         step = self._step(plan, prices, played)
-        memory = self.memory(plan, played.in_flight)
-        carried = link_bytes(self._setting, self._synchronisation, self._transfers, plan)
+        memory = self._memory.plan(plan, prices.places, played.in_flight)
+        carried = self._traffic.link_bytes(plan, prices.places, prices.counts, prices.works, prices.tied_volumes)
         dollars = step.seconds / 3600 * sum(self.devices[name].price_per_hour for name in memory)
         dollars += sum(carried.get(link.name, 0.0) * link.price_per_byte for link in self.cluster.links)
         return Cost(
@@ -93,7 +96,7 @@ class Evaluator:
 
     def memory(self, plan: Plan, in_flight: Sequence[Sequence[int]] | None = None) -> dict[str, MemoryUse]:
         """What every device holds at its peak; without a timeline, by the schedule's bound on micro-batches in flight."""
-        return self._memory.plan(plan, in_flight)
+        return self._memory.plan(plan, self._setting.places(plan), in_flight or in_flight_bounds(plan))
 
     def replica_seconds(self, stage: Stage, replica: Replica, micro_samples: float) -> ReplicaSeconds:
         """One micro-batch of `micro_samples` (over all lanes) through a replica."""
@@ -113,7 +116,7 @@ class Evaluator:
 
     def sync_seconds(self, plan: Plan) -> list[float]:
         """What each stage's replicas need to agree on their gradients, hidden behind the backward pass or not."""
-        return self._synchronisation.seconds(plan, self._setting.places(plan))
+        return self._synchronisation.seconds(plan, self._synchronisation.works(plan, self._setting.places(plan)))
 
     def sync_volumes(self, stage: Stage) -> list[tuple[bool, float]]:
         """(across lanes?, bytes of gradient) that each device of a stage reduces once a step."""
@@ -133,7 +136,10 @@ class Evaluator:
             if len(plan.stages) == 1:  # nothing is routed: a replica divides its share evenly
                 sizes = [replica.total_samples / max(1, rounds) for replica, rounds in zip(stage.replicas, row, strict=True)]
             replicas.append(self._replica_prices.stage(stage, place, sizes))
-        return _Prices(places, replicas, counts, self._synchronisation.seconds(plan, places), self._synchronisation.tied(plan, places))
+        works = self._synchronisation.works(plan, places)
+        volumes = self._synchronisation.tied_volumes(plan) if len(places) > 1 else []
+        sync, tied = self._synchronisation.seconds(plan, works), self._synchronisation.tied(plan, places, volumes)
+        return _Prices(places, replicas, counts, works, volumes, sync, tied)
 
     def _exposed(self, plan: Plan, prices: _Prices, played: Played, s: int) -> float:
         """What a stage's synchronisation adds after its last backward.
@@ -166,7 +172,7 @@ class Evaluator:
         last = max(range(len(prices.counts[s])), key=lambda i: played.finish[s][i])
         replica, count = prices.replicas[s][last], prices.counts[s][last]
         idle = max(0.0, played.finish[s][last] - played.busy[s][last])
-        transfer = min(idle, played.transfer[s][last])
+        transfer = min(idle, played.transfer(s, last))
         parts = {
             "compute": replica.compute * count,
             "recompute": replica.recompute * count,
@@ -191,8 +197,8 @@ class Evaluator:
             hop = self._transfers.hop(plan, path, nbytes)
             transfer = hop.occupancy + hop.latency + self._transfers.codec_seconds(plan, path, nbytes)
         return StageCost(
-            forward_seconds=max(r.forward for r in prices.replicas[s]),
-            backward_seconds=max(r.backward for r in prices.replicas[s]),
+            forward_seconds=max([r.forward for r in prices.replicas[s]]),
+            backward_seconds=max([r.backward for r in prices.replicas[s]]),
             transfer_seconds=transfer,
             sync_seconds=prices.sync[s],
             busy_seconds=max(played.busy[s]),

@@ -1,72 +1,119 @@
-"""Bytes that replicas exchange inside themselves: tensor parallelism, experts, sharded parameters."""
+"""Bytes that replicas exchange inside themselves: tensor parallelism, experts, sharded parameters, layers that lanes divide.
+
+What a collective puts on links is in proportion to its bytes, so for each place it is worked out once, for one byte.
+"""
 
 from collections import Counter
+from collections.abc import Iterable
 
 from atoll.cluster import Device
-from atoll.cost.communication import Span, collective_bytes, span_of
-from atoll.cost.setting import Setting
+from atoll.cost.communication import collective_bytes, span_of
+from atoll.cost.setting import Place, Setting
 from atoll.plan import Plan, Replica, Stage
 
-__all__ = ["add_inside"]
+__all__ = ["InsideTraffic"]
+
+_PerByte = dict[str, float]  # bytes on each link for one byte of a collective
+_Alike = list[tuple[_PerByte, list[tuple[int, int]]]]  # groups that load the same links alike: replica, and lane or position
 
 
-def add_inside(setting: Setting, plan: Plan, stage: Stage, carried: "Counter[str]") -> None:
-    """Adds what every replica of a stage exchanges inside itself in one step."""
-    for replica in stage.replicas:
-        devices = [setting.devices[name] for name in replica.devices]
+class InsideTraffic:
+    """What the replicas of any stage exchange inside themselves in one step; what repeats is remembered."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._along_lanes: dict[Place, _Alike] = {}
+        self._across_lanes: dict[Place, _Alike] = {}
+        self._whole: dict[Place, _Alike] = {}
+
+    def add(self, plan: Plan, stage: Stage, place: Place, carried: dict[str, float]) -> None:
+        """Adds the traffic of a stage that lives at `place`."""
         if stage.tensor > 1:
-            _add_tensor(setting, stage, replica, devices, carried)
-        lanes = len(devices) // stage.tensor
-        if lanes > 1 and (stage.expert or stage.sharded):
+            self._add_tensor(stage, place, carried)
+        if len(place.groups[0]) > stage.tensor:
+            if stage.sharded:
+                self._add_gathers(plan, stage, place, carried)
+            if stage.expert:
+                self._add_exchanges(stage, carried)
+            if stage.split:
+                self._add_split(stage, place, carried)
+
+    def _add_tensor(self, stage: Stage, place: Place, carried: dict[str, float]) -> None:
+        """All-reduces forward and backward, and again where forward is recomputed."""
+        alike = self._along_lanes.get(place)
+        if alike is None:
+            lanes = [
+                ((i, lane), members) for i, group in enumerate(place.groups) for lane, members in enumerate(_lanes(group, place.tensor))
+            ]
+            alike = self._along_lanes[place] = self._per_byte(lanes, 2.0)
+        amounts = self._setting.amounts.tensor_bytes
+        again = self._setting.recomputed_stop(stage)
+        nbytes = 2 * (amounts[stage.stop] - amounts[stage.start]) + (amounts[again] - amounts[stage.start])
+        for per_byte, lanes_alike in alike:
+            shares = [replica.samples for replica in stage.replicas]
+            samples = sum(map(sum, shares)) if len(alike) == 1 else sum([shares[i][lane] for i, lane in lanes_alike])
+            _add(carried, per_byte, nbytes * samples)
+
+    def _add_gathers(self, plan: Plan, stage: Stage, place: Place, carried: dict[str, float]) -> None:
+        """Parameters in forward and in backward, and their gradients scattered, for every micro-batch."""
+        alike = self._across_lanes.get(place)
+        if alike is None:
+            tensor = place.tensor
+            groups = [((i, position), group[position::tensor]) for i, group in enumerate(place.groups) for position in range(tensor)]
+            alike = self._across_lanes[place] = self._per_byte(groups, 1.0)
+        held = self._setting.held_with(stage, 1 / stage.tensor, stage.lanes)
+        nbytes = held.dense * (2 * self._setting.element_bytes + self._setting.calibration.gradient_bytes)
+        rounds = [-(-replica.total_samples // plan.micro_batch_size) for replica in stage.replicas]
+        for per_byte, groups_alike in alike:
+            _add(carried, per_byte, nbytes * sum([rounds[i] for i, _ in groups_alike]))
+
+    def _add_split(self, stage: Stage, place: Place, carried: dict[str, float]) -> None:
+        """What lanes exchange for the layers they divide: in each pass (and again where forward is recomputed) as much as an all-reduce."""
+        alike = self._whole.get(place)
+        if alike is None:
+            alike = self._whole[place] = self._per_byte([((i, 0), group) for i, group in enumerate(place.groups)], 2.0)
+        again = self._setting.recomputed_stop(stage)
+        nbytes = sum(self._setting.graph.layers[number].tensor_bytes * (3 if number < again else 2) for number in stage.split)
+        for per_byte, groups_alike in alike:
+            _add(carried, per_byte, nbytes * sum(stage.replicas[i].total_samples for i, _ in groups_alike))
+
+    def _per_byte(self, groups: Iterable[tuple[tuple[int, int], tuple[str, ...]]], passes: float) -> _Alike:
+        setting = self._setting
+        alike: dict[tuple[tuple[str, float], ...], list[tuple[int, int]]] = {}
+        for who, names in groups:
+            span = span_of(setting.cluster, [[setting.devices[name] for name in names]], setting.calibration)
+            alike.setdefault(tuple(collective_bytes(span, 1.0, passes, {}).items()), []).append(who)
+        return [(dict(per_byte), who) for per_byte, who in alike.items()]
+
+    def _add_exchanges(self, stage: Stage, carried: dict[str, float]) -> None:
+        for replica in stage.replicas:
+            devices = [self._setting.devices[name] for name in replica.devices]
             for position in range(stage.tensor):
-                group = devices[position :: stage.tensor]
-                span = span_of(setting.cluster, [group], setting.calibration)
-                if stage.sharded:
-                    _add_gathers(setting, plan, stage, replica, span, carried)
-                if stage.expert:
-                    _add_exchanges(setting, stage, replica, group, carried)
+                _add_exchange(self._setting, stage, replica, devices[position :: stage.tensor], carried)
 
 
-def _add(carried: "Counter[str]", more: dict[str, float]) -> None:
-    for name, nbytes in more.items():
-        carried[name] += nbytes  # type: ignore[assignment]
+def _lanes(group: tuple[str, ...], tensor: int) -> list[tuple[str, ...]]:
+    return [group[first : first + tensor] for first in range(0, len(group), tensor)]
 
 
-def _add_tensor(setting: Setting, stage: Stage, replica: Replica, devices: list[Device], carried: "Counter[str]") -> None:
-    """All-reduces forward and backward, and again where forward is recomputed."""
-    amounts = setting.amounts.tensor_bytes
-    again = setting.recomputed_stop(stage)
-    nbytes = 2 * (amounts[stage.stop] - amounts[stage.start]) + (amounts[again] - amounts[stage.start])
-    for lane, samples in enumerate(replica.samples):
-        members = devices[lane * stage.tensor : (lane + 1) * stage.tensor]
-        _add(carried, collective_bytes(span_of(setting.cluster, [members], setting.calibration), nbytes * samples, 2.0, {}))
+def _add(carried: dict[str, float], per_byte: _PerByte, nbytes: float) -> None:
+    for name, amount in per_byte.items():
+        carried[name] = carried.get(name, 0.0) + amount * nbytes
 
 
-def _add_gathers(setting: Setting, plan: Plan, stage: Stage, replica: Replica, span: Span, carried: "Counter[str]") -> None:
-    """Parameters in forward and in backward, and their gradients scattered, for every micro-batch."""
-    lanes = len(replica.samples)
-    held = setting.held_with(stage, 1 / stage.tensor, lanes)
-    rounds = -(-replica.total_samples // plan.micro_batch_size)
-    nbytes = held.dense * (2 * setting.element_bytes + setting.calibration.gradient_bytes) * rounds
-    _add(carried, collective_bytes(span, nbytes, 1.0, {}))
-
-
-def _add_exchanges(setting: Setting, stage: Stage, replica: Replica, group: list[Device], carried: "Counter[str]") -> None:
+def _add_exchange(setting: Setting, stage: Stage, replica: Replica, group: list[Device], carried: dict[str, float]) -> None:
     """Tokens to the experts and back, forward and backward (and again where forward is recomputed), by where the experts live."""
     amounts = setting.amounts.expert_bytes
     times = 6 if stage.recompute else 4
     pair = times * (amounts[stage.stop] - amounts[stage.start]) * replica.total_samples / stage.tensor / len(group) ** 2
     in_host = Counter(device.host for device in group)
-    carried["inside hosts"] += pair * sum(n * (n - 1) for n in in_host.values())  # type: ignore[assignment]
-    for site, n in Counter(device.site for device in group).items():
-        hosts = {device.host for device in group if device.site == site}
-        carried[site] += pair * (n * n - sum(in_host[host] ** 2 for host in hosts))  # type: ignore[assignment]
-    _add_between_sites(setting, group, pair, carried)
-
-
-def _add_between_sites(setting: Setting, group: list[Device], pair: float, carried: "Counter[str]") -> None:
     sites = Counter(device.site for device in group)
+    pairs = {"inside hosts": float(sum(n * (n - 1) for n in in_host.values()))}
+    for site, n in sites.items():
+        hosts = {device.host for device in group if device.site == site}
+        pairs[site] = float(n * n - sum(in_host[host] ** 2 for host in hosts))
     for link in setting.cluster.links:
         a, b = link.between
         if sites[a] and sites[b]:
-            carried[link.name] += 2 * pair * sites[a] * sites[b]  # type: ignore[assignment]
+            pairs[link.name] = 2.0 * sites[a] * sites[b]
+    _add(carried, pairs, pair)

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from atoll.cost.amounts import Held, tensor_fraction
 from atoll.cost.calibration import Calibration
 from atoll.cost.cost import MemoryUse
-from atoll.cost.in_flight import in_flight_bounds
 from atoll.cost.optimizer import OptimizerCost
-from atoll.cost.setting import Setting
+from atoll.cost.setting import Place, Setting
 from atoll.plan import Plan, Replica, Stage
 
 __all__ = ["Memory", "memory_use"]
@@ -21,18 +20,33 @@ class Memory:
         self._known: dict[tuple[object, ...], MemoryUse] = {}
         self._largest: dict[tuple[int, int, int], float] = {}
 
-    def plan(self, plan: Plan, in_flight: Sequence[Sequence[int]] | None = None) -> dict[str, MemoryUse]:
-        """What every device holds at its peak; without a timeline, by the schedule's bound on micro-batches in flight."""
-        held = in_flight or in_flight_bounds(plan)
+    def plan(self, plan: Plan, places: Sequence[Place], in_flight: Sequence[Sequence[int]]) -> dict[str, MemoryUse]:
+        """What every device holds at its peak, where replicas have at most so many micro-batches in flight."""
         uses: dict[str, MemoryUse] = {}
-        for stage, row in zip(plan.stages, held, strict=True):
+        for stage, place, row in zip(plan.stages, places, in_flight, strict=True):
+            use = self._of_all(plan, stage, place, row)
+            if use is not None and uses.keys().isdisjoint(place.names):
+                uses.update(dict.fromkeys(place.names, use))
+                continue
             for replica, count in zip(stage.replicas, row, strict=True):
                 self._replica(plan, stage, replica, count, uses)
         return uses
 
+    def _of_all(self, plan: Plan, stage: Stage, place: Place, held: Sequence[int]) -> MemoryUse | None:
+        """What each device of a stage holds; None where they may differ."""
+        first = stage.replicas[0]
+        samples = first.samples
+        lanes = len(samples)
+        if held.count(held[0]) < len(held) or samples.count(samples[0]) < lanes or (place.has_cpus and place.has_accelerators):
+            return None
+        if any(replica.samples != samples or replica.tensor_shares for replica in stage.replicas):
+            return None
+        micro = _micro_batch(plan, sum(samples) or 1)
+        return self._remembered(stage, 1 / stage.tensor, micro / lanes if samples[0] else 0.0, held[0], lanes, place.has_cpus)
+
     def _replica(self, plan: Plan, stage: Stage, replica: Replica, held: int, uses: dict[str, MemoryUse]) -> None:
         total = replica.total_samples or 1
-        micro = total / -(-total // plan.micro_batch_size) if len(plan.stages) == 1 else float(plan.micro_batch_size)
+        micro = _micro_batch(plan, total)
         alike = not replica.tensor_shares and len(set(replica.samples)) == 1
         use: MemoryUse | None = None
         was_cpu = False
@@ -88,6 +102,11 @@ class Memory:
             kept = (layer.saved_bytes - layer.split_saved_bytes * (1 - fraction) - layer.input_bytes for layer in layers)
             self._largest[key] = max([0.0, *kept])
         return self._largest[key]
+
+
+def _micro_batch(plan: Plan, total: int) -> float:
+    """Samples of a micro-batch of a replica that takes `total` of them; without a pipeline it divides them evenly."""
+    return total / -(-total // plan.micro_batch_size) if len(plan.stages) == 1 else float(plan.micro_batch_size)
 
 
 def memory_use(

@@ -1,5 +1,6 @@
 """Played: what the pipeline engines are given of a plan, and what they say each replica did."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from atoll.cost.replica import ReplicaSeconds
@@ -16,4 +17,4 @@ class Played(NamedTuple):
     finish: list[list[float]]  # when it ended its last backward
     busy: list[list[float]]
     in_flight: list[list[int]]  # most micro-batches held at once
-    transfer: list[list[float]]  # what transfers added to `finish`
+    transfer: Callable[[int, int], float]  # by stage and replica: what transfers added to `finish`

@@ -1,6 +1,8 @@
 """Setting: what pricing a plan reads and no plan changes — a graph, a cluster and the constants of the model, prepared once."""
 
-from atoll.cluster import Cluster
+from collections.abc import Iterable
+
+from atoll.cluster import Cluster, DeviceKind
 from atoll.cluster.cluster import device_index
 from atoll.cost.amounts import Amounts, Held, held_parameters, tensor_fraction
 from atoll.cost.calibration import Calibration
@@ -14,11 +16,14 @@ __all__ = ["Place", "Setting"]
 class Place:
     """Where a stage's replicas live. Equal places of one setting are one object, so that caches know them by identity."""
 
-    __slots__ = ("groups", "tensor")
+    __slots__ = ("groups", "has_accelerators", "has_cpus", "names", "tensor")
 
-    def __init__(self, tensor: int, groups: tuple[tuple[str, ...], ...]) -> None:
+    def __init__(self, tensor: int, groups: tuple[tuple[str, ...], ...], kinds: Iterable[DeviceKind]) -> None:
         self.tensor = tensor
         self.groups = groups  # the devices of each replica
+        self.names = tuple([name for group in groups for name in group])
+        cpus = {kind.cpu for kind in kinds}
+        self.has_cpus, self.has_accelerators = True in cpus, False in cpus
 
 
 class Setting:
@@ -33,6 +38,7 @@ class Setting:
         self.devices = device_index(cluster)
         self.half_precision = graph.precision != "fp32"
         self.element_bytes = 2.0 if self.half_precision else 4.0
+        self._held: dict[tuple[int, int, float, int, tuple[int, ...], int], Held] = {}
         self._places: dict[tuple[int, tuple[tuple[str, ...], ...]], Place] = {}
 
     def place(self, stage: Stage) -> Place:
@@ -40,7 +46,7 @@ class Setting:
         key = (stage.tensor, tuple([replica.devices for replica in stage.replicas]))
         found = self._places.get(key)
         if found is None:
-            found = self._places[key] = Place(*key)
+            found = self._places[key] = Place(*key, [self.devices[name].kind for group in key[1] for name in group])
         return found
 
     def places(self, plan: Plan) -> list[Place]:
@@ -54,7 +60,11 @@ class Setting:
 
     def held_with(self, stage: Stage, fraction: float, lanes: int) -> Held:
         """Parameters of a device of a stage of so many lanes that has `fraction` of each split tensor, before lanes shard them."""
-        return held_parameters(self.amounts, stage.start, stage.stop, fraction, lanes if stage.expert else 1, stage.split, lanes)
+        key = (stage.start, stage.stop, fraction, lanes if stage.expert else 1, stage.split, lanes)
+        found = self._held.get(key)
+        if found is None:
+            found = self._held[key] = held_parameters(self.amounts, *key)
+        return found
 
     def recomputed_stop(self, stage: Stage) -> int:
         """Where the layers that a stage runs again in backward end.

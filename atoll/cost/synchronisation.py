@@ -1,5 +1,6 @@
 """Gradient synchronisation: who agrees with whom once a step, over which links, and how long it takes when all stages do so at once."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,12 +10,12 @@ from atoll.cost.groups import Group, distinct_groups, slowest_of
 from atoll.cost.setting import Place, Setting
 from atoll.plan import Plan, Stage
 
-__all__ = ["Synchronisation"]
+__all__ = ["Synchronisation", "Work"]
 
 _Loads = dict[str, list[tuple[float, int]]]  # by host or link: bytes of those that use it, and how many
 
 
-class _Work(NamedTuple):
+class Work(NamedTuple):
     """What the devices of a stage reduce: bytes of each, in groups."""
 
     place: Place
@@ -64,16 +65,19 @@ class Synchronisation:
             volumes.append((False, held.divided * size))
         return volumes
 
-    def seconds(self, plan: Plan, places: Sequence[Place]) -> list[float]:
-        """Seconds each stage's replicas need to agree on their gradients, all stages at once."""
-        works = [
-            [_Work(place, across, nbytes, self.groups(place, across)) for across, nbytes in self.volumes(stage) if nbytes]
+    def works(self, plan: Plan, places: Sequence[Place]) -> list[list[Work]]:
+        """What the replicas of each stage have to agree on."""
+        return [
+            [Work(place, across, nbytes, self.groups(place, across)) for across, nbytes in self.volumes(stage) if nbytes]
             for stage, place in zip(plan.stages, places, strict=True)
         ]
+
+    def seconds(self, plan: Plan, works: list[list[Work]]) -> list[float]:
+        """Seconds each stage's replicas need to agree on their gradients, all stages at once."""
         loads = _loads(works) if len(works) > 1 else {}
         return [sum([self._work_seconds(plan, work, loads) for work in row]) for row in works]
 
-    def _work_seconds(self, plan: Plan, work: _Work, loads: _Loads) -> float:
+    def _work_seconds(self, plan: Plan, work: Work, loads: _Loads) -> float:
         """The slowest group's time; under islands what is agreed inside a site each step, and between sites every so many."""
         whole = self._slowest(plan, work.groups, work.nbytes, loads)
         if plan.mode != "islands":
@@ -92,10 +96,10 @@ class Synchronisation:
             slowest = max(slowest, all_reduce_seconds(group.span, nbytes, self._setting.calibration, plan.codecs, **contended))
         return slowest
 
-    def tied(self, plan: Plan, places: Sequence[Place]) -> list[float]:
+    def tied(self, plan: Plan, places: Sequence[Place], volumes: "list[tuple[list[int], float]]") -> list[float]:
         """Seconds each stage spends on gradients of parameters it shares with other stages."""
         seconds = [0.0] * len(plan.stages)
-        for homes, nbytes in self.tied_volumes(plan):
+        for homes, nbytes in volumes:
             span = self._tied_span([places[s] for s in homes])
             taken = all_reduce_seconds(span, nbytes, self._setting.calibration, plan.codecs)
             for s in homes:
@@ -105,9 +109,10 @@ class Synchronisation:
     def tied_volumes(self, plan: Plan) -> list[tuple[list[int], float]]:
         """Stages that hold copies of a parameter, and bytes of its gradient that a device of each exchanges."""
         setting = self._setting
+        starts = [stage.start for stage in plan.stages]
         volumes = []
         for shared in setting.graph.shared:
-            homes = [s for s, stage in enumerate(plan.stages) if any(stage.start <= layer < stage.stop for layer in shared.layers)]
+            homes = sorted({bisect_right(starts, layer) - 1 for layer in shared.layers})
             if len(homes) > 1:
                 tensor = min(plan.stages[s].tensor for s in homes) if setting.amounts.is_split(shared) else 1
                 volumes.append((homes, shared.parameters * setting.calibration.gradient_bytes / tensor))
@@ -133,7 +138,7 @@ class Synchronisation:
         return found
 
 
-def _loads(works: list[list[_Work]]) -> _Loads:
+def _loads(works: list[list[Work]]) -> _Loads:
     """Bytes that groups put on every interface and link between sites."""
     loads: _Loads = {}
     for row in works:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from atoll.cluster import Device
 from atoll.cluster.cluster import site_index
 from atoll.codec import codec_spec
-from atoll.cost.pipeline import Hop
 from atoll.cost.setting import Place, Setting
+from atoll.cost.workers import Hop
 from atoll.plan import Plan, Stage
 
 __all__ = ["Boundary", "Path", "Transfers"]
@@ -39,6 +39,7 @@ class Boundary(NamedTuple):
         tuple[int, Path, tuple[int, ...]], ...
     ]  # direction (0 onward, 1 back), a way that others queue for, the columns that take it
     between_sites: bool  # whether any way leads from site to site
+    links: tuple[tuple[tuple[str, bool], tuple[int, ...]], ...]  # by link (and whether it is between sites): the columns that take it
 
 
 class Transfers:
@@ -87,7 +88,12 @@ class Transfers:
                         queued.setdefault((direction, path), []).append(i)
             users = tuple([(direction, path, tuple(users)) for (direction, path), users in queued.items()])
             between = any(path.between_sites for path in onward)
-            found = self._boundaries[here, there] = Boundary(onward, back, kinds, len(set(kinds)) == 1, users, between)
+            links: dict[tuple[str, bool], list[int]] = {}
+            for i, path in enumerate(onward):
+                if path.link:
+                    links.setdefault((path.link, path.between_sites), []).append(i)
+            taken = tuple([(link, tuple(columns)) for link, columns in links.items()])
+            found = self._boundaries[here, there] = Boundary(onward, back, kinds, len(set(kinds)) == 1, users, between, taken)
         return found
 
     def _slowest_way(self, senders: tuple[str, ...], receivers: tuple[str, ...]) -> Path:

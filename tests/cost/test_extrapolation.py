@@ -29,7 +29,7 @@ def long_plan(draw: random.Random) -> Plan:
 
 
 def test_extrapolated_steps_are_close_to_those_played_whole() -> None:
-    """Rounding of small shares shows in a few: nine in ten are within 2%, half far closer."""
+    """Up to four times what is played anyway steps are not extrapolated; of longer ones, rounding of small shares shows in a few."""
     draw = random.Random(0)
     plans = [long_plan(draw) for _ in range(60)]
     graph, cluster = dense_graph(8), make_cluster(hosts=4, devices=4)
@@ -40,4 +40,4 @@ def test_extrapolated_steps_are_close_to_those_played_whole() -> None:
     errors = sorted(abs(a / b - 1) for a, b in zip(extrapolated, whole, strict=True))
     assert median(errors) < 0.001
     assert errors[len(errors) * 9 // 10] < 0.02
-    assert errors[-1] < 0.1
+    assert errors[-1] < 0.05

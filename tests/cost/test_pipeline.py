@@ -1,13 +1,13 @@
 """The pipeline engines against a schedule worked out naively, the classical formulas, and one another."""
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atoll.cost.column import column_seconds
 from atoll.cost.in_flight import interleaved_limits
-from atoll.cost.pipeline import Hop, Timeline, Worker, column_seconds, route, simulate
+from atoll.cost.pipeline import simulate
+from atoll.cost.workers import Hop, Timeline, Worker
 
 seconds = st.floats(0.01, 10.0)
 NOTHING = Hop(0.0, 0.0, -1)
@@ -57,8 +57,8 @@ def played_column(forward: list[float], backward: list[float], onward: list[Hop]
     return simulate(
         [[Worker(f, b, s)] for s, (f, b) in enumerate(zip(forward, backward, strict=True))],
         [[0] * count] * stages,
-        [[hop._replace(link=2 * s)] * count for s, hop in enumerate(onward)],
-        [[hop._replace(link=2 * s + 1)] * count for s, hop in enumerate(back)],
+        [{(0, 0): hop._replace(link=2 * s)} for s, hop in enumerate(onward)],
+        [{(0, 0): hop._replace(link=2 * s + 1)} for s, hop in enumerate(back)],
         schedule,
         [stages - s for s in range(stages)],
     )
@@ -115,7 +115,7 @@ def test_interleaving_divides_the_bubble_as_megatron_says(depth: int, chunks: in
     count, forward, backward = depth * rounds, 1.0 / chunks, 2.0 / chunks
     stages = depth * chunks
     workers = [[Worker(forward, backward, s % depth)] for s in range(stages)]
-    none = [[NOTHING] * count] * (stages - 1)
+    none = [{(0, 0): NOTHING}] * (stages - 1)
     played = simulate(workers, [[0] * count] * stages, none, none, "interleaved", interleaved_limits(stages, depth))
     ideal = count * 3.0
     assert played.seconds / ideal - 1 == pytest.approx((depth - 1) / (count * chunks), rel=1e-9)
@@ -123,97 +123,15 @@ def test_interleaving_divides_the_bubble_as_megatron_says(depth: int, chunks: in
     assert (plain - ideal) / (played.seconds - ideal) == pytest.approx(chunks)
 
 
-@st.composite
-def networks(draw: st.DrawFn) -> tuple[list[list[Worker]], list[tuple[int, ...]], list[list[Hop]], list[list[Hop]], list[int]]:
-    """Any numbers of replicas, any shares, hops over a few shared links, any limits."""
-    total = draw(st.integers(1, 24))
-    workers: list[list[Worker]] = []
-    routes = []
-    devices = 0
-    for _ in range(draw(st.integers(1, 4))):
-        parts = draw(st.integers(1, min(4, total)))
-        edges = [
-            0,
-            *sorted(draw(st.sets(st.integers(1, total - 1), min_size=parts - 1, max_size=parts - 1) if total > 1 else st.just([]))),
-            total,
-        ]
-        routes.append(route(tuple(b - a for a, b in pairwise(edges))))
-        workers.append([Worker(draw(seconds), draw(seconds), devices + i) for i in range(parts)])
-        devices += parts
-    hop = st.builds(Hop, st.floats(0.0, 3.0), st.floats(0.0, 3.0), st.integers(-1, 3))
-    rows = [[[draw(hop)] * total for _ in workers[1:]] for _ in range(2)]
-    limits = draw(st.lists(st.integers(1, 6), min_size=devices, max_size=devices))
-    return workers, routes, rows[0], rows[1], limits
-
-
-@given(networks(), st.sampled_from(["1f1b", "gpipe"]))
-def test_every_micro_batch_finishes_everywhere_within_limits(
-    case: tuple[list[list[Worker]], list[tuple[int, ...]], list[list[Hop]], list[list[Hop]], list[int]], schedule: str
-) -> None:
-    workers, routes, onward, back, limits = case
-    played = simulate(workers, routes, onward, back, schedule, limits)
-    for s, row in enumerate(workers):
-        for i, worker in enumerate(row):
-            count = routes[s].count(i)
-            assert played.finish[s][i] >= count * (worker.forward + worker.backward) * (1 - 1e-9)
-            assert 1 <= played.in_flight[s][i] <= (count if schedule == "gpipe" else min(count, limits[worker.device]))
-    for link in range(4):
-        used = sum(hop.occupancy for rows in (onward, back) for row in rows for hop in row if hop.link == link)
-        assert played.seconds >= used * (1 - 1e-9)
-    for m in range(len(routes[0])):
-        way = [workers[s][routes[s][m]] for s in range(len(workers))]
-        alone = sum(worker.forward + worker.backward for worker in way)
-        alone += sum(row[m].occupancy + row[m].latency for rows in (onward, back) for row in rows)
-        assert played.seconds >= alone * (1 - 1e-9)
-
-
 @given(st.data())
 def test_virtual_stages_with_any_times_and_limits_come_to_an_end(data: st.DataObject) -> None:
     depth, chunks, count = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3)), data.draw(st.integers(1, 12))
     stages = depth * chunks
     workers = [[Worker(data.draw(seconds), data.draw(seconds), data.draw(st.integers(0, depth - 1)))] for _ in range(stages)]
-    none = [[NOTHING] * count] * (stages - 1)
+    none = [{(0, 0): NOTHING}] * (stages - 1)
     limits = data.draw(st.lists(st.integers(1, 4), min_size=depth, max_size=depth))
     played = simulate(workers, [[0] * count] * stages, none, none, "interleaved", limits)
     assert all(row[0] > 0 for row in played.finish)
     for device in range(depth):
         busy = count * sum(row[0].forward + row[0].backward for row in workers if row[0].device == device)
         assert played.seconds >= busy * (1 - 1e-9)
-
-
-def test_transfers_queue_in_the_order_they_are_sent() -> None:
-    """A long task that began early must not keep the link from a short one that ends before it."""
-    workers = [[Worker(10.0, 1.0, 0), Worker(1.0, 1.0, 1)], [Worker(1.0, 1.0, 2), Worker(1.0, 1.0, 3)]]
-    hop = Hop(2.0, 0.0, 0)
-    played = simulate(workers, [(0, 1), (0, 1)], [[hop, hop]], [[NOTHING, NOTHING]], "1f1b", [1, 1, 1, 1])
-    assert played.finish[0] == pytest.approx([10 + 2 + 1 + 1 + 1, 1 + 2 + 1 + 1 + 1])
-
-
-def test_two_boundaries_over_one_link_do_not_exceed_its_bandwidth() -> None:
-    count = 50
-    workers = [[Worker(0.1, 0.1, s)] for s in range(3)]
-    shared = [[Hop(1.0, 0.0, 0)] * count] * 2
-    none = [[NOTHING] * count] * 2
-    alone = simulate(workers, [[0] * count] * 3, [shared[0], none[0]], none, "1f1b", [50, 50, 50]).seconds
-    both = simulate(workers, [[0] * count] * 3, shared, none, "1f1b", [50, 50, 50]).seconds
-    assert alone >= count * 1.0
-    assert both >= 2 * count * 1.0
-
-
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=8))
-def test_route_gives_every_replica_its_count_evenly(counts: list[int]) -> None:
-    order = route(tuple(counts))
-    total = sum(counts)
-    assert [order.count(i) for i in range(len(counts))] == counts
-    taken = [0] * len(counts)
-    for position, choice in enumerate(order, start=1):
-        taken[choice] += 1
-        for got, count in zip(taken, counts, strict=True):
-            assert abs(got - count * position / total) < 1
-
-
-def test_route_of_thousands() -> None:
-    counts = tuple(range(1, 129))
-    order = route(counts)
-    assert len(order) == sum(counts)
-    assert [order.count(i) for i in range(len(counts))] == list(counts)

@@ -27,6 +27,8 @@ from atoll.runtime.checkpoint.values import to_plain
 
 __all__ = ["Checkpointer", "Outcome"]
 
+_GRACE_SECONDS = 10.0  # for a save under way when the run fails
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -144,8 +146,10 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is None:  # after an error another rank may be gone, and the thread would wait for it
+        if error is None:
             self.wait()
+        elif self._thread is not None:  # what is being saved is good, but another rank may be gone and never answer
+            self._thread.join(_GRACE_SECONDS)
 
     def _start(
         self, began: float, step: int, tensors: Sequence[Held], optimizers: Sequence[torch.optim.Optimizer], extra: Mapping[str, Any]

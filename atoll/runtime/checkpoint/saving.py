@@ -4,6 +4,7 @@ import hashlib
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -153,7 +154,8 @@ class Background:
         write_description(partial, manifest, index, merge_small([report.small for report in reports], self.extra))
         commit(self.directory, self.step)
         if self.keep_last is not None:
-            prune(self.directory, self.step, self.keep_last)
+            with suppress(OSError):  # one too many is no reason to fail; the next save tries again
+                prune(self.directory, self.step, self.keep_last)
         return sum(index.files.values())
 
     def _index(self, reports: Sequence[_Report]) -> Index:

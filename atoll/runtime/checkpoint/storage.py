@@ -8,7 +8,8 @@ and the reader knows where everything is from `index.json`.
 
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -81,12 +82,26 @@ def check_chunks(directory: Path, index: Index, chunks: Iterable[tuple[str, Chun
     for key, chunk in chunks:
         by_file[chunk.file].append((key, chunk))
     for name, entries in sorted(by_file.items()):
-        _check_file(directory / name, index.files[name], entries[0][0])
-        with safe_open(directory / name, framework="pt") as file:
+        path = directory / name
+        _check_file(path, index.files[name], entries[0][0])
+        with _naming(path, [key for key, _ in entries]), safe_open(path, framework="pt") as file:
             for key, chunk in entries:
                 data = file.get_tensor(key)
                 if chunk.crc32 is not None and chunk.crc32 != (zlib.crc32(raw_bytes(data)) if data.numel() else 0):
-                    raise CheckpointError(f"{directory / name}: {key!r}: its bytes are not those that were saved: the checksum differs")
+                    raise CheckpointError(f"{path}: {key!r}: its bytes are not those that were saved: the checksum differs")
+
+
+@contextmanager
+def _naming(path: Path, keys: Iterable[str]) -> Iterator[None]:
+    """Whatever reading a file raises names the file and what was wanted of it."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, OSError, RuntimeError, AssertionError, LookupError) as error:
+        names = sorted(set(keys))
+        shown = ", ".join(repr(name) for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise CheckpointError(f"{path}: cannot read {shown}: {error}") from error
 
 
 class _Pieces(DefaultSavePlanner):
@@ -228,26 +243,17 @@ class _IndexReader(HuggingFaceStorageReader):
         return Metadata(state_dict_metadata=dict(tensors), storage_data=places)
 
     def read_data(self, plan: LoadPlan, planner: DefaultLoadPlanner) -> Future[None]:  # type: ignore[override]
-        from safetensors import SafetensorError
-
         by_file: dict[str, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
             by_file[self.storage_data[item.storage_index].relative_path].append(item)
         for name, items in by_file.items():
             path, key = Path(name), items[0].storage_index.fqn
             _check_file(path, self.index.files[self._names[name]], key)
-            try:
+            with _naming(path, (item.storage_index.fqn for item in items)):
                 super().read_data(LoadPlan(items), planner).wait()
-            except (SafetensorError, OSError, RuntimeError, AssertionError) as error:
-                raise CheckpointError(f"{path}: cannot read {_keys(items)}: {error}") from error
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-
-def _keys(items: Sequence[ReadItem]) -> str:
-    names = sorted({item.storage_index.fqn for item in items})
-    return ", ".join(repr(name) for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _tensor_metadata(tensor: StoredTensor) -> TensorStorageMetadata:

@@ -12,7 +12,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from atoll.errors import AtollError, JobFailedError
 from atoll.runtime.checkpoint import Checkpointer, Held, RunIdentity
@@ -94,6 +98,49 @@ def _turn(run: Path, group: dist.ProcessGroup, rank: int, size: int, case: int, 
         assert [outcome.error for outcome in checkpoints.finished()] == [None, None]
 
 
+def sharded(rank: int, ranks: int, directory: Path) -> list[str]:
+    """FSDP2, saved by all ranks and read by one; and the other way."""
+    everyone, alone = dist.new_group(backend="gloo"), dist.new_group([0], backend="gloo")
+    torch.manual_seed(3)
+    model, whole = nn.Linear(5, 7), nn.Linear(5, 7)
+    fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    optimizer.step()
+    held = [_shard(name, parameter) for name, parameter in model.named_parameters()]
+    with Checkpointer(directory, everyone, identity=IDENTITY) as checkpoints:
+        checkpoints.save(1, held, optimizers=[optimizer], final=True)
+        before = {part.name: (part.tensor.clone(), optimizer.state[part.known_as]["exp_avg"].to_local().clone()) for part in held}
+        if rank == 0:
+            plain = [Held(Holding(name=name, shape=tuple(value.shape)), value) for name, value in whole.named_parameters()]
+            other = torch.optim.AdamW(whole.parameters())
+            with Checkpointer(directory, alone, identity=IDENTITY) as single:
+                single.load(plain, optimizers=[other])
+                single.save(2, plain, optimizers=[other], final=True)
+        dist.barrier(everyone)
+        with torch.no_grad():
+            for part in held:
+                part.tensor.zero_()
+        fresh = torch.optim.AdamW(model.parameters(), foreach=False)
+        loaded = checkpoints.load(held, optimizers=[fresh])
+        assert loaded is not None
+        for part in held:
+            assert torch.equal(part.tensor, before[part.name][0])
+            assert torch.equal(fresh.state[part.known_as]["exp_avg"].to_local(), before[part.name][1])
+        fresh.step()
+    return [f"step {loaded.step}"]
+
+
+def _shard(name: str, parameter: Tensor) -> Held:
+    assert isinstance(parameter, DTensor)
+    local = parameter.to_local().detach()
+    _, (first, *_) = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    row = parameter.numel() // parameter.shape[0]
+    start = min(first * row, parameter.numel())
+    return Held(Holding(name=name, shape=tuple(parameter.shape)), local, (start, start + local.numel()), parameter)
+
+
 def failures(rank: int, ranks: int, directory: Path) -> list[str]:
     """A rank that cannot write, or whose file is damaged: every rank hears the same."""
     group = dist.new_group(backend="gloo")
@@ -154,7 +201,7 @@ def main() -> None:
     torch.set_num_threads(1)
     store = f"file://{directory / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-    for scenario in (reshard, failures, killed):  # the last one costs a rank its life
+    for scenario in (reshard, sharded, failures, killed):  # the last one costs a rank its life
         said = scenario(rank, ranks, directory / scenario.__name__)
         print(json.dumps(said), flush=True)
     os._exit(0)  # a process group whose peer was killed may not end politely

@@ -81,6 +81,24 @@ def test_resuming_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
 
 
+def test_a_tensor_that_a_rank_has_twice(tmp_path: Path) -> None:
+    def twice(value: float) -> list[Held]:
+        return [Held(Holding(name="w", shape=(4, 3)), torch.full((4, 3), value, requires_grad=True)) for _ in range(2)]
+
+    held = twice(2.0)
+    optimizer = torch.optim.AdamW([part.tensor for part in held])
+    for part in held:
+        part.tensor.grad = torch.ones(4, 3)
+    optimizer.step()
+    Checkpointer(tmp_path, identity=IDENTITY).save(1, held, optimizers=[optimizer], final=True)
+    again = twice(0.0)
+    other = torch.optim.AdamW([part.tensor for part in again])
+    Checkpointer(tmp_path, identity=IDENTITY).load(again, optimizers=[other])
+    for part in again:
+        assert torch.equal(part.tensor, held[0].tensor)
+        assert torch.equal(other.state[part.tensor]["exp_avg"], optimizer.state[held[0].tensor]["exp_avg"])
+
+
 def test_nothing_to_load(tmp_path: Path) -> None:
     assert Checkpointer(tmp_path, identity=IDENTITY).load(hold(model_of(0))) is None
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 4; it has none"):

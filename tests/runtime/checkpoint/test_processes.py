@@ -45,9 +45,13 @@ def test_any_layout_on_any_number_of_ranks(run: _Run) -> None:
     assert all(len(said[0]) == 8 for said in run.said)
 
 
+def test_sharded_data_parallelism(run: _Run) -> None:
+    assert [said[1] for said in run.said] == [["step 2"]] * 3
+
+
 def test_a_failure_on_one_rank_is_everybodys(run: _Run) -> None:
-    assert run.said[0][1] == run.said[1][1] == run.said[2][1]
-    late, final, loaded, damaged = run.said[0][1]
+    assert run.said[0][2] == run.said[1][2] == run.said[2][2]
+    late, final, loaded, damaged = run.said[0][2]
     assert late.startswith("rank 1: ")
     assert "File too large" in late
     assert final.startswith("step 3: the last checkpoint could not be saved: rank 1: ")
@@ -59,7 +63,7 @@ def test_a_failure_on_one_rank_is_everybodys(run: _Run) -> None:
 def test_a_rank_is_killed_while_it_writes(run: _Run) -> None:
     assert run.codes == [0, 0, -signal.SIGKILL]
     for said in run.said[:2]:
-        error, when = said[2]
+        error, when = said[3]
         assert "another rank is gone" in error
         assert when == "soon"
     blank = {name: torch.zeros_like(value) for name, value in tensors(0).items()}

@@ -4,6 +4,7 @@ Events are frozen, typed and survive a JSON round trip; a run's `events.jsonl` h
 real or virtual, so that listeners need no clock of their own.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -143,7 +144,9 @@ class Restarted(Event, frozen=True, kw_only=True):
     reason: str
 
 
-AnyEvent: TypeAlias = RunStarted | StepFinished | Evaluated | CheckpointSaved | CheckpointFailed | NonFinite | RunFinished | WorkerFailed | Restarted
+AnyEvent: TypeAlias = (
+    RunStarted | StepFinished | Evaluated | CheckpointSaved | CheckpointFailed | NonFinite | RunFinished | WorkerFailed | Restarted
+)
 Observer: TypeAlias = Callable[[AnyEvent], None]
 
 
@@ -152,15 +155,21 @@ class StopTraining(Exception):  # noqa: N818 - a request, not an error
 
 
 class EventLog:
-    """Appends events to a new file `events.jsonl` in a run's directory. Each is on disk's way at once: a killed run keeps its past."""
+    """Appends events to `events.jsonl` in a run's directory. Each is on disk's way at once: a killed run keeps its past.
 
-    def __init__(self, directory: Path) -> None:
+    The file must be new, unless a run is continued (`resume`): then a last line that a crash cut short is taken off first.
+    """
+
+    def __init__(self, directory: Path, *, resume: bool = False) -> None:
         self.path = directory / "events.jsonl"
-        if self.path.exists():
+        if self.path.exists() and not resume:
             raise AtollError(f"{self.path}: holds another run already; choose a new directory or remove this one")
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._file: BinaryIO = self.path.open("xb", buffering=0)
+            if resume and self.path.exists():
+                whole = self.path.read_bytes().rfind(b"\n") + 1
+                os.truncate(self.path, whole)
+            self._file: BinaryIO = self.path.open("ab", buffering=0)
         except OSError as error:
             raise AtollError(f"{directory}: cannot write the run there: {error.strerror or error}") from error
 

@@ -20,11 +20,12 @@ from atoll.cli.output import show_what_the_terminal_can
 from atoll.cli.plan import plan
 from atoll.cli.presets import presets
 from atoll.cli.probe import probe
+from atoll.cli.run import run as run_command
 from atoll.errors import AtollError
 
 __all__ = ["build_app", "main", "run"]
 
-_TAKES_SCRIPTS = ("plan",)
+_TAKES_SCRIPTS = ("plan", "run")
 _CANNOT_PRINT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)  # a full or broken disk behind stdout
 
 
@@ -40,6 +41,7 @@ def build_app() -> typer.Typer:
     app.callback()(_options)
     app.command()(probe)
     app.command()(plan)
+    app.command("run")(run_command)
     app.command()(presets)
     app.command()(diff)
     return app

@@ -21,7 +21,7 @@ from atoll.units import format_bytes
 if TYPE_CHECKING:
     from atoll.planner import Planned
 
-__all__ = ["plan"]
+__all__ = ["make_plan_for", "plan"]
 
 PlannedMode = Literal["lockstep", "swarm", "islands"]  # a plan may have more modes than the planner makes plans of
 
@@ -80,6 +80,11 @@ def _check_writable(path: Path) -> None:
         raise PlanError(f"-o {path}: is a directory; give a file")
     if not path.resolve().parent.is_dir():
         raise PlanError(f"-o {path}: there is no directory {path.resolve().parent}")
+
+
+def make_plan_for(model: Target, cluster: Cluster, calibration: Calibration | None) -> "Planned":
+    """The best plan that can be run, with progress on stderr."""
+    return _make(model, cluster, calibration or _here(model, cluster), 1, "lockstep", True)
 
 
 def _make(

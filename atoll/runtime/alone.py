@@ -6,7 +6,6 @@ it — events, evaluation, a polite Ctrl-C — never changes a number.
 
 import math
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from atoll.errors import JobError, JobFailedError
 from atoll.events import AnyEvent, Evaluated, NonFinite, Observer, RunFinished, RunStarted, StepFinished, StopTraining
 from atoll.job import Job, LossFunction, LossValue, RunResult, read_loss
 from atoll.randomness import mix, own_randomness, seed_everything
+from atoll.runtime.peak import peak_memory_bytes
 
 __all__ = ["train_alone"]
 
@@ -146,7 +146,7 @@ class _Trainer:
             seconds=time.perf_counter() - began,
             learning_rate=learning_rate,
             gradient_norm=gradient_norm,
-            memory_bytes=_peak_memory_bytes(self.device),
+            memory_bytes=peak_memory_bytes(self.device),
             applied=applied,
         )
 
@@ -287,17 +287,6 @@ def _on_device(job: Job, device: torch.device) -> nn.Module:
 
 def _name_of(observer: object) -> str:
     return str(getattr(observer, "__qualname__", None) or type(observer).__name__)
-
-
-def _peak_memory_bytes(device: torch.device) -> int | None:
-    if device.type not in ("cpu", "mps"):
-        return int(torch.accelerator.max_memory_allocated(device))
-    if sys.platform == "win32":
-        return None
-    import resource  # not there on Windows
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 @contextmanager

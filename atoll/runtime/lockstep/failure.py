@@ -8,6 +8,7 @@ collective can be woken by nothing else. The sentence therefore names the rank t
 import contextlib
 import os
 import re
+import socket
 import sys
 import threading
 import time
@@ -30,6 +31,7 @@ _SUSPECT, _TOLD = "atoll/suspect", "atoll/told"
 _NOTHING = b"-"  # what a key holds before anybody wrote to it: reading a missing key would block
 VICTIM_EXIT_CODE = 76  # of a rank that ended because another failed
 _NEIGHBOURS = 4  # each rank looks after the next few only, so that the traffic grows with the ranks and not with their square
+_SHOWN_RANKS = 16  # in an error that is about all of them
 _LINGER_SECONDS = 2.0  # how long the host of the store waits for the others to read the verdict
 
 
@@ -183,6 +185,7 @@ class Watcher:
         self._talked_at = time.monotonic()
         self._freshness = Freshness(deadline_seconds)
         self._last_beats: dict[int, Beat] = {}
+        self._line: socket.socket | None = None  # never used, but it ends with the store's host: asking the store itself then is noisy
         self._suspecting = threading.Event()
         self._over = threading.Event()
         self._threads = [threading.Thread(target=run, daemon=True, name=f"atoll-{run.__name__}") for run in (self._talk, self._guard)]
@@ -191,6 +194,9 @@ class Watcher:
         """Begin to tell and to look. The process may end at any moment from now on."""
         prepare(self._store, range(self.role.world_size))
         self._store.set(beat_key(self.role.rank), msgspec.json.encode(self._own_beat()).decode())
+        if not self.role.hosts_store:
+            self._line = socket.create_connection((self.role.master_addr, self.role.master_port), timeout=self.deadline_seconds)
+            self._line.setblocking(False)
         for thread in self._threads:
             thread.start()
 
@@ -198,6 +204,8 @@ class Watcher:
         """This rank ended well: its silence means nothing from now on."""
         if self._stop_threads():
             self._store.set(beat_key(self.role.rank), msgspec.json.encode(self._own_beat(left=True)).decode())
+        if self._line is not None:
+            self._line.close()
 
     def failed_here(self, error: BaseException) -> Failure:
         """This rank raised. The others learn of it; if it was the victim of another's failure, this process ends here."""
@@ -207,9 +215,17 @@ class Watcher:
         failure = Failure.of(self.role.rank, {self.role.rank: self._own_beat()}, "raised", _told(error), _exit_code(error))
         if self._stop_threads():
             with contextlib.suppress(dist.DistError):  # the launcher, or the heart-beat that stops, tells then
+                if _is_about_peers(error):
+                    failure = msgspec.structs.replace(failure, message=f"{failure.message} (all ranks are alive: {self._everybody()})")
                 failure = condemn(self._store, failure)
                 self._linger()
         return failure
+
+    def _everybody(self) -> str:
+        """What every rank last said it does: who waits for whom."""
+        beats = read_beats(self._store, range(self.role.world_size))
+        said = [f"rank {rank} {'has left' if beat.left else f'at step {beat.step}: {beat.doing}'}" for rank, beat in beats.items()]
+        return "; ".join([*said[:_SHOWN_RANKS], *(["…"] if len(said) > _SHOWN_RANKS else [])])
 
     def _stop_threads(self) -> bool:
         """Whether the store's connection is free again."""
@@ -237,8 +253,9 @@ class Watcher:
         while not self._over.wait(self.beat_seconds):
             try:
                 failure = self._round()
-            except dist.DistError:
-                failure = None if self._over.is_set() else self._store_lost("it no longer answers")
+            except (dist.DistError, ConnectionError):
+                self._end(self._store_lost("died", "no longer answers"), lost=True)
+                return
             self._talked_at = time.monotonic()
             if failure is not None:
                 self._end(failure)
@@ -253,11 +270,13 @@ class Watcher:
                 self._talked_at = now
             before = now
             if now - self._talked_at > self.deadline_seconds + 2 * self.beat_seconds:
-                self._end(self._store_lost(f"it has not answered for {self.deadline_seconds:g} s"))
+                self._end(self._store_lost("silent", f"has not answered for {self.deadline_seconds:g} s"), lost=True)
                 return
 
     def _round(self) -> Failure | None:
         """Say what this rank does; hear what the neighbours do and whether anybody failed."""
+        if self._line is not None:
+            _raise_if_closed(self._line)
         self._store.set(beat_key(self.role.rank), msgspec.json.encode(self._own_beat()).decode())
         if self._suspecting.is_set():
             self._store.set(_SUSPECT, "1")
@@ -267,7 +286,6 @@ class Watcher:
             self._store.set(STOP, "1")
         self.stop_asked = self.stop_asked or stop != _NOTHING
         if failed != _NOTHING:
-            self._store.add(_TOLD, 1)
             return msgspec.json.decode(failed, type=Failure)
         if suspect != _NOTHING:
             self._freshness.deadline_seconds = self._patience()
@@ -289,32 +307,41 @@ class Watcher:
     def _judge(self, beats: Mapping[int, Beat]) -> Failure | None:
         """The neighbour that failed, if one did; everybody is told."""
         saved = self._last_beats | {self.role.rank: self._own_beat()}
-        for rank in self._freshness.silent({rank: beat.count for rank, beat in beats.items()}, time.monotonic()):
-            deadline = self._freshness.deadline_seconds
-            return condemn(self._store, Failure.of(rank, saved, "silent", f"no sign of life for {deadline:g} s: stopped, hung or cut off"))
-        if self.role.source == "atoll":
-            return None  # its launcher sees processes end, and knows how
-        for rank, beat in beats.items():
-            if beat.place == self._place and not _is_alive(beat.pid) and not read_beats(self._store, range(rank, rank + 1))[rank].left:
-                return condemn(self._store, Failure.of(rank, saved, "died", "its process is gone"))
+        gone = self._gone(beats)
+        if gone is not None:
+            return condemn(self._store, Failure.of(gone, saved, "died", "its process is gone"))
+        silent = self._freshness.silent({rank: beat.count for rank, beat in beats.items()}, time.monotonic())
+        if silent:
+            how = f"no sign of life for {self._freshness.deadline_seconds:g} s: stopped, hung or cut off"
+            return condemn(self._store, Failure.of(silent[0], saved, "silent", how))
         return None
 
-    def _store_lost(self, how: str) -> Failure:
+    def _gone(self, beats: Mapping[int, Beat]) -> int | None:
+        """A rank of this host whose process ended without leaving. Atoll's launcher sees that itself, and knows how they ended."""
+        if self.role.source == "atoll":
+            return None
+        for rank, beat in beats.items():
+            if beat.place == self._place and not _is_alive(beat.pid) and not read_beats(self._store, range(rank, rank + 1))[rank].left:
+                return rank
+        return None
+
+    def _store_lost(self, kind: _Kind, how: str) -> Failure:
         """The store lives with rank 0 or with the launcher: whichever it is has failed, and nobody can be told any more."""
         saved = self._last_beats | {self.role.rank: self._own_beat()}
         where = f"{self.role.master_addr}:{self.role.master_port}"
         if not self.role.store_outside:
-            return Failure.of(0, saved, "died", f"the store at {where} is its: {how}")
+            return Failure.of(0, saved, kind, f"the store that it hosts at {where} {how}")
         whose = "Atoll's launcher" if self.role.source == "atoll" else "torchrun"
-        return Failure.of(self.role.rank, saved, "lost", f"the store of {whose} at {where} is lost: {how}")
+        return Failure.of(self.role.rank, saved, "lost", f"the store of {whose} at {where} {how}: it died or is stopped")
 
-    def _end(self, failure: Failure) -> None:
+    def _end(self, failure: Failure, *, lost: bool = False) -> None:
         """Say why, and end this process whatever its other threads are doing."""
         printing = threading.Thread(target=self._say, args=(failure,), daemon=True)
         printing.start()
         printing.join(1.0)  # a full pipe must not keep the process alive
-        with contextlib.suppress(dist.DistError):
-            self._linger()
+        if not lost:
+            with contextlib.suppress(dist.DistError):
+                self._linger()
         self._end_process(VICTIM_EXIT_CODE)
 
     def _say(self, failure: Failure) -> None:
@@ -324,12 +351,12 @@ class Watcher:
                 print(f"atoll: rank {self.role.rank} stops: {failure.sentence}", file=sys.stderr, flush=True)
 
     def _linger(self) -> None:
-        """The host of the store stays until the others have read the verdict, within bounds."""
-        if not self.role.hosts_store:
-            return
+        """The host of the store stays until all but the rank that failed, or all but itself, have read the verdict, within bounds."""
+        told = self._store.add(_TOLD, 1)
         until = time.monotonic() + _LINGER_SECONDS
-        while time.monotonic() < until and self._store.add(_TOLD, 0) < self.role.world_size - 1:
+        while self.role.hosts_store and told < self.role.world_size - 1 and time.monotonic() < until:
             time.sleep(self.beat_seconds / 5)
+            told = self._store.add(_TOLD, 0)
 
 
 def _is_about_peers(error: BaseException) -> bool:
@@ -343,9 +370,13 @@ def _told(error: BaseException) -> str:
     """The error in words, with the user's own line."""
     if isinstance(error, AtollError):
         return str(error)
+    if isinstance(error, SystemExit):
+        words = f"the script exits ({error.code}) while the run is under way"
+    else:
+        words = in_words(error).partition("\nException raised from")[0]  # the C++ stack that PyTorch adds to lost connections
     frames = own_frames(error)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}: {frames[-1].line})" if frames else ""
-    return in_words(error) + where
+    return words + where
 
 
 def _exit_code(error: BaseException) -> int:
@@ -354,6 +385,13 @@ def _exit_code(error: BaseException) -> int:
     if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code:
         return error.code
     return 1
+
+
+def _raise_if_closed(line: socket.socket) -> None:
+    """Raise a ConnectionError if the other end is gone."""
+    with contextlib.suppress(BlockingIOError):  # nothing to read: as it should be
+        if not line.recv(1, socket.MSG_PEEK):
+            raise ConnectionResetError
 
 
 def _place() -> str:
@@ -365,10 +403,11 @@ def _place() -> str:
 
 
 def _is_alive(pid: int) -> bool:
+    """Whether the process runs or is stopped; one that has ended and waits for its parent to notice is not alive."""
     try:
         os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] not in ("Z", "X")
     except ProcessLookupError:
         return False
-    except OSError:
+    except OSError:  # it is somebody else's, or this is no Linux
         return True
-    return True

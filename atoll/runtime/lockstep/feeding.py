@@ -30,7 +30,6 @@ class PieceFeed:
         sizes: Sizes,
         device: torch.device,
         *,
-        first_step: int,
         last_step: int,
         ahead: int = 0,
     ) -> None:
@@ -38,15 +37,13 @@ class PieceFeed:
         self._lanes = {work.place.stage: work.place.lane for work in stages}
         self._reads = {work.place.stage: _reads_batch(work, sizes) for work in stages}
         self._actions = actions
-        self._range = range(first_step, last_step + 1)
+        self._last_step = last_step
         self._current: dict[tuple[int, _Piece], tuple[dict[str, Any], Binding]] = {}
         self._order = list(self._pieces_of_a_step())
         self._queue: Queue[Any] = Queue(maxsize=max(1, ahead))
+        self._ahead = ahead
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        if ahead and self._order:
-            self._thread = threading.Thread(target=self._load_ahead, name="atoll-feed", daemon=True)
-            self._thread.start()
 
     def _piece(self, stage: int, m: int) -> _Piece:
         return self._layout.pieces(stage, m)[self._lanes[stage]]
@@ -73,9 +70,12 @@ class PieceFeed:
         return self._current[key]
 
     def _fetch(self, key: tuple[int, _Piece]) -> None:
-        if self._thread is None:
+        if not self._ahead:
             self._current[key] = self._load(key)
             return
+        if self._thread is None:  # the first step asked for is the first to load, wherever the run continues
+            self._thread = threading.Thread(target=self._load_ahead, args=(key[0],), name="atoll-feed", daemon=True)
+            self._thread.start()
         while key not in self._current:
             loaded, value = self._queue.get()
             if isinstance(value, BaseException):
@@ -87,8 +87,8 @@ class PieceFeed:
         leaves = self._sizes.leaves(to_device(self._samples.batch(step - 1, start, stop), self._device))
         return leaves, self._sizes.bind(leaves)
 
-    def _load_ahead(self) -> None:
-        for step in self._range:
+    def _load_ahead(self, first_step: int) -> None:
+        for step in range(first_step, self._last_step + 1):
             for piece in self._order:
                 if self._closed.is_set():
                     return

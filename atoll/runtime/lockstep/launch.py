@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
-from typing import BinaryIO, TypeAlias
+from typing import IO, TextIO, TypeAlias
 
 import msgspec
 import torch.distributed as dist
@@ -112,7 +112,7 @@ def _worker_failed(failure: Failure, generation: int, at_seconds: float) -> Work
 class _Output:
     """One stream of one rank, passed on line by line."""
 
-    def __init__(self, stream: BinaryIO, prefix: str, into: BinaryIO) -> None:
+    def __init__(self, stream: IO[bytes], prefix: str, into: TextIO) -> None:
         self.stream, self._prefix, self._into = stream, prefix.encode(), into
         self._rest = b""
         os.set_blocking(stream.fileno(), False)
@@ -128,7 +128,7 @@ class _Output:
             lines, self._rest = [self._rest], b""
         whole = b"".join(self._prefix + line + b"\n" for line in lines if line)
         with contextlib.suppress(OSError, ValueError):  # nobody reads any more: the run goes on
-            self._into.write(whole)
+            self._into.write(whole.decode(errors="replace"))
             self._into.flush()
         return bool(chunk)
 
@@ -215,7 +215,7 @@ class _Launcher:
         prefix = f"[{' '.join(filter(None, (str(rank), self.devices[rank])))}] "
         for stream, into in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             if stream is not None:
-                output = _Output(stream, prefix, into.buffer)  # type: ignore[arg-type]
+                output = _Output(stream, prefix, into)
                 self._selector.register(output.stream, selectors.EVENT_READ, output)
         return _Worker(rank, self.devices[rank], process)
 

@@ -4,7 +4,9 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,6 +14,7 @@ from torch import nn
 from atoll.graph.capture import Captured
 from atoll.job import Job
 from atoll.plan import Plan
+from atoll.runtime.checkpoint import Held
 from atoll.runtime.checkpoint.exchange import Ranks
 from atoll.runtime.lockstep.channels import Channels
 from atoll.runtime.lockstep.check import check
@@ -30,12 +33,22 @@ from atoll.runtime.stage.holding import Holding
 from atoll.runtime.stage.module import StageBuilder, StageModule
 from atoll.runtime.stage.program import StageProgram, cut_stage, shared_parameters
 from atoll.runtime.stage.sizes import Sizes
-from atoll.runtime.stage.state import InitialState
+from atoll.runtime.stage.state import InitialState, tied_names, unread_state
 
 __all__ = ["RankWork", "assemble", "make_plan_schedule"]
 
 _BUCKET_BYTES = 25 * 2**20
 _AHEAD = 2  # pieces of data that are read before they are needed
+
+
+@dataclass
+class OtherState:
+    """What belongs to the model but is not trained here: for checkpoints."""
+
+    to_save: list[Held]
+    to_load: list[Held]
+    tied: dict[str, str]  # other names of a parameter → its first
+    model_config: dict[str, Any] | None  # of a Hugging Face model
 
 
 @dataclass
@@ -51,6 +64,7 @@ class RankWork:
     owned: list[Owned]  # its parts of trainable and frozen parameters
     counted: list[Counted]  # what it adds to the norm of the gradient
     trainable_parameters: int  # of the whole model
+    other: OtherState
 
 
 def make_plan_schedule(layout: Layout) -> Schedule:
@@ -67,11 +81,10 @@ def assemble(
     captured: Captured,
     *,
     device: torch.device,
-    first_step: int = 1,
     doing: Callable[[object, int], None] = lambda action, step: None,
 ) -> RankWork:
     """Put this process's rank together. All ranks do so at the same time: process groups are made on the way."""
-    return _Assembly(job, plan, captured, device).rank_work(first_step, doing)
+    return _Assembly(job, plan, captured, device).rank_work(doing)
 
 
 class _Assembly:
@@ -90,6 +103,8 @@ class _Assembly:
     def _build(self) -> None:
         model = self.job.build_model("cpu")
         self.order = [name for name, _ in model.named_parameters()]
+        self.unread, self.tied, self.config = unread_state(self.captured, model), tied_names(model), _config_of(model)
+        self.persistent = set(model.state_dict())
         self.trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         builder = StageBuilder(InitialState(self.captured, model), device=self.device, key=self.key)
         self.programs: list[StageProgram] = []
@@ -169,7 +184,7 @@ class _Assembly:
         late = frozenset(name for name in whole if uses[name] > 1)
         return Gradients(self.rank, self.parts, whole, self.holdings, bucket_bytes=_BUCKET_BYTES, ready_late=late)
 
-    def rank_work(self, first_step: int, doing: Callable[[object, int], None]) -> RankWork:
+    def rank_work(self, doing: Callable[[object, int], None]) -> RankWork:
         """Everything together."""
         if any(part.dim is not None for part in self.parts) or any(stage.sharded for stage in self.layout.plan.stages):
             check_elementwise(self.job.build_optimizer)
@@ -188,7 +203,6 @@ class _Assembly:
             stages,
             self.sizes,
             self.device,
-            first_step=first_step,
             last_step=self.job.total_steps,
             ahead=0 if draws else _AHEAD,  # loading seeds the generators that dropout draws from
         )
@@ -206,4 +220,27 @@ class _Assembly:
             autocast=lambda: self.job.autocast(self.device),
             doing=doing,
         )
-        return RankWork(self.layout, self.rank, schedule, executor, feed, stages, self.owned, self._counted(), self.trainable)
+        return RankWork(
+            self.layout, self.rank, schedule, executor, feed, stages, self.owned, self._counted(), self.trainable, self._other()
+        )
+
+    def _other(self) -> OtherState:
+        """Buffers are saved by the first that reads them (running statistics differ between replicas) and loaded by all."""
+        to_save: list[Held] = []
+        to_load: list[Held] = []
+        for place, module in zip(self.places, self.modules, strict=True):
+            first = (place.replica, place.lane, place.tensor) == (0, 0, 0)
+            for name, buffer in module.buffers_by_name().items():
+                if name in self.persistent and not any(held.name == name for held in to_load):
+                    to_load.append(Held(Holding(name=name, shape=tuple(buffer.shape)), buffer))
+                    to_save += to_load[-1:] if first else []
+        if self.rank == 0:
+            unread = [Held(Holding(name=name, shape=tuple(value.shape)), value) for name, value in self.unread.items()]
+            to_save, to_load = to_save + unread, to_load + unread
+        return OtherState(to_save, to_load, self.tied, self.config)
+
+
+def _config_of(model: nn.Module) -> dict[str, Any] | None:
+    """The configuration a Hugging Face model is loaded by, if it is one."""
+    to_text = getattr(getattr(model, "config", None), "to_json_string", None)
+    return msgspec.json.decode(to_text(), type=dict[str, Any]) if to_text is not None else None

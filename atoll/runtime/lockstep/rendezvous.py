@@ -166,20 +166,26 @@ def joined(
     store = connect(role, generation, timeout_seconds, host=role.hosts_store)
     watcher = Watcher(role, connect(role, generation, timeout_seconds), device=device_name, stage=stage, deadline_seconds=deadline_seconds)
     watcher.start()
-    try:
+    with _telling(watcher):
         join(role, generation, backend=backend, timeout_seconds=timeout_seconds, device=device, store=store)
-        with _polite_signals(watcher):
-            yield Run(role, generation, store, watcher)
+    with _polite_signals(watcher), _telling(watcher):
+        yield Run(role, generation, store, watcher)
         watcher.action = "leaving"
         _wait_for_all(role, store)
         dist.destroy_process_group()
-    except BaseException as error:
-        failure = watcher.failed_here(error)
-        if failure.rank != role.rank:
-            raise SystemExit(VICTIM_EXIT_CODE) from error
-        raise
     watcher.leave()
     _go(role, store)
+
+
+@contextmanager
+def _telling(watcher: Watcher) -> Iterator[None]:
+    """What is raised here is told to the other ranks; who was not the first to fail exits without a word."""
+    try:
+        yield
+    except BaseException as error:
+        if watcher.failed_here(error).rank != watcher.role.rank:
+            raise SystemExit(VICTIM_EXIT_CODE) from error
+        raise
 
 
 def _wait_for_all(role: Role, store: Store) -> None:
@@ -212,6 +218,9 @@ def _polite_signals(watcher: Watcher) -> Iterator[None]:
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
+    except BaseException:
+        del before[signal.SIGTERM]  # launchers send it to all when one fails: it must not cut short what this one has to say
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

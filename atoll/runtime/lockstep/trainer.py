@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,13 +46,26 @@ class Trainer:
         self.losses: list[float] = []
         self.first_step = 1
 
+    @property
+    def last_step(self) -> int:
+        """The last step that was applied; 0 before the first."""
+        return len(self.losses)
+
+    def resume(self, step: int, extra: dict[str, Any]) -> None:
+        """Continue after `step` steps: weights and optimizer are loaded, this is the rest."""
+        self.losses = [float(loss) for loss in extra["losses"]][:step]
+        self.first_step = step + 1
+        self.scale.restore(extra["loss_scale"])
+        if self.scheduler is not None and extra["scheduler"] is not None:
+            self.scheduler.load_state_dict(extra["scheduler"])
+
     def elapsed(self) -> float:
         """Seconds since the run began."""
         return time.perf_counter() - self.began
 
     def train(self, stop_asked: Callable[[], bool], after_step: Callable[[int], None] = lambda step: None) -> Reason:
         """All steps. `stop_asked` is looked at on every rank and obeyed by all after the same step; `after_step` may save."""
-        self._tell(self._started())
+        self.tell(self._started())
         for step in range(self.first_step, self.job.total_steps + 1):
             event, stop = self.step(step, stop_asked())
             stopped = self._tell_together(event)
@@ -129,11 +142,11 @@ class Trainer:
 
     def _not_finite(self, step: int, what: Literal["loss", "gradient"], value: float) -> None:
         with suppress(StopTraining):
-            self._tell(NonFinite(at_seconds=self.elapsed(), step=step, what=what, value=str(value)))
+            self.tell(NonFinite(at_seconds=self.elapsed(), step=step, what=what, value=str(value)))
         advice = "lower the learning rate, clip gradients with max_grad_norm, or look for bad samples in the data"
         raise JobFailedError(f"step {step}: the {what} is {value}; the weights are still those after step {step - 1}. To go on: {advice}")
 
-    def _tell(self, event: AnyEvent) -> bool:
+    def tell(self, event: AnyEvent) -> bool:
         """Tell this rank's observers; whether one of them asked to stop."""
         stop = False
         for observer in self.observers:
@@ -146,7 +159,7 @@ class Trainer:
 
     def _tell_together(self, event: AnyEvent) -> bool:
         """Tell the observers, and all ranks what they asked for; without callbacks nobody can ask."""
-        stop = self._tell(event)
+        stop = self.tell(event)
         if not self.job.callbacks:
             return stop
         flag = torch.tensor([float(stop)])
@@ -170,7 +183,7 @@ class Trainer:
 
     def finish(self, reason: "Reason | Literal['failed']", message: str = "") -> None:
         """Tell how the run ended."""
-        self._tell(
+        self.tell(
             RunFinished(
                 at_seconds=self.elapsed(),
                 reason=reason,

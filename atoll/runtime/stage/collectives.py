@@ -21,6 +21,11 @@ Samples = tuple[int, int] | None  # the dimension that runs over samples, and it
 class Ranks(Protocol):
     """Devices that divide tensors between them."""
 
+    @property
+    def gathers(self) -> bool:
+        """Whether each device has its own samples."""
+        ...
+
     def enter(self, x: Tensor, samples: Samples) -> Tensor:
         """A value that a device's part is computed from, for all samples; its gradient is a sum over devices."""
         ...
@@ -66,6 +71,8 @@ class _Reducing:
 class TensorRanks(_Reducing):
     """Devices of one lane: all of them see the lane's samples."""
 
+    gathers = False
+
     def enter(self, x: Tensor, samples: Samples) -> Tensor:
         """See `Ranks`."""
         return _SumGradients.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
@@ -85,6 +92,8 @@ class TensorRanks(_Reducing):
 
 class Lanes(_Reducing):
     """Lanes of a replica that divide a layer. `samples` says how many of the micro-batch each lane has: set it before every forward."""
+
+    gathers = True
 
     def __init__(self, group: dist.ProcessGroup, index: int):
         super().__init__(group)

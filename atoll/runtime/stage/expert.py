@@ -63,6 +63,7 @@ class _Rewrite:
         self.graph, self.nodes, self.region, self.table, self.lanes = graph, nodes, region, table, lanes
         self.copies = [nodes[node] for node in region.nodes]
         self.route: fx.Node | None = None  # routed: where every row goes; dense: how many rows each lane has
+        self.choices = _choices(table, region)
         self.arrived: dict[fx.Node, fx.Node] = {}  # entry → what arrived of all lanes
 
     def run(self) -> None:
@@ -90,7 +91,7 @@ class _Rewrite:
         first = min((self.nodes[node] for node in picks), key=_order(self.graph))
         ids = next(own for value, own in _arguments(picks[0], self.nodes[picks[0]]) if value is self.region.ids)
         self.route = self._insert(first, self.lanes.route, ids)
-        local = self._insert(first, self.lanes.local_ids, self.route)
+        local = self._insert(first, self.lanes.local_choices if self.choices else self.lanes.local_ids, self.route)
         for node in picks:
             self.nodes[node].replace_input_with(ids, local)
 
@@ -112,7 +113,10 @@ class _Rewrite:
         if tag.rows is None:
             return self._insert(reader, self.lanes.own_part, own, tag.expert)
         if self.region.ids is not None:
-            assert tag.rows == 0
+            if tag.choices is not None:
+                return self._insert(reader, self.lanes.send_choices, own, self.route)
+            if self.choices:
+                return self._insert(reader, self.lanes.send_alike, own, self.route, self.choices)
             return self._insert(reader, self.lanes.send_rows, own, self.route)
         if self.route is None:
             self.route = self._insert(reader, self.lanes.rows_of_lanes, own, tag.rows)
@@ -124,7 +128,9 @@ class _Rewrite:
         copy, tag = self.nodes[boundary.value], boundary.tag
         inside = set(self.copies)
         with self.graph.inserting_after(copy):
-            if self.region.ids is not None:
+            if self.choices:
+                back = self.graph.call_function(self.lanes.return_choices, (copy, self.route, self.choices))
+            elif self.region.ids is not None:
                 back = self.graph.call_function(self.lanes.return_rows, (copy, self.route))
             elif tag.partial:
                 back = self.graph.call_function(self.lanes.add_parts, (copy, self.route, tag.rows))
@@ -144,6 +150,8 @@ class _Rewrite:
             sizes[tag.expert] = self.lanes.own
         if tag.rows is not None:
             sizes[tag.rows] = -1
+        if tag.choices is not None:
+            sizes[tag.choices] = 1
         copy.args = (copy.args[0], sizes, *copy.args[2:])
 
 
@@ -151,6 +159,12 @@ def _arguments(node: fx.Node, copy: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     """The nodes among the arguments of one of the program's operators, each with what stands in its place in the copy."""
     pairs = zip(pytree.tree_leaves((node.args, node.kwargs)), pytree.tree_leaves((copy.args, copy.kwargs)), strict=True)
     return [(value, own) for value, own in pairs if isinstance(value, fx.Node) and isinstance(own, fx.Node)]
+
+
+def _choices(table: OperatorTable, region: ExpertRegion) -> int:
+    """How many experts a row goes to, where the program has a dimension for them; else 0."""
+    shape = () if region.ids is None else table.specs[region.ids].shape
+    return int(shape[1]) if len(shape) > 1 else 0
 
 
 def _order(graph: fx.Graph) -> Callable[[fx.Node], int]:

@@ -41,8 +41,11 @@ class ExpertLanes:
     # Routed rows ------------------------------------------------------------------------------------------------------------------------
 
     def route(self, ids: Tensor) -> Route:
-        """Where rows go whose experts are `ids` [rows]: they are sorted by expert, and so by lane, and on arrival by expert again."""
-        numbers = ids.long()
+        """Where rows go whose experts are `ids` [rows] or [rows, choices]; a row that goes to several experts goes several times.
+
+        Rows are sorted by expert, and so by lane, and on arrival by expert again.
+        """
+        numbers = ids.long().flatten()
         here = torch.bincount(numbers, minlength=sum(self.counts))
         table = self._of_all_lanes(here)  # [lanes, experts]
         mine = table[:, self.first : self.first + self.own]
@@ -64,6 +67,10 @@ class ExpertLanes:
         sizes = torch.tensor(route.rows_of_experts, device=route.before[0].device)
         return torch.arange(self.own, device=sizes.device).repeat_interleave(sizes)
 
+    def local_choices(self, route: Route) -> Tensor:
+        """As `local_ids`, [rows, 1]: of several choices, each arrives as a row with one."""
+        return self.local_ids(route).unsqueeze(1)
+
     def send_rows(self, rows: Tensor, route: Route) -> Tensor:
         """The rows of all lanes whose expert is here, of `rows` [rows, …] that each lane gives."""
         return _travelled(rows, route, self.group)
@@ -71,6 +78,18 @@ class ExpertLanes:
     def return_rows(self, rows: Tensor, route: Route) -> Tensor:
         """What became of the rows that this lane sent, in the order in which it gave them."""
         return _travelled(rows, route.reversed(), self.group)
+
+    def send_alike(self, rows: Tensor, route: Route, choices: int) -> Tensor:
+        """As `send_rows`, of [rows, …] that are the same for all choices."""
+        return self.send_rows(rows.repeat_interleave(choices, 0), route)
+
+    def send_choices(self, rows: Tensor, route: Route) -> Tensor:
+        """As `send_rows`, of [rows, choices, …]; [rows, 1, …] arrive."""
+        return self.send_rows(rows.flatten(0, 1), route).unsqueeze(1)
+
+    def return_choices(self, rows: Tensor, route: Route, choices: int) -> Tensor:
+        """As `return_rows`, [rows, choices, …] of [rows, 1, …]."""
+        return self.return_rows(rows.squeeze(1), route).unflatten(0, (-1, choices))
 
     def rows_times_weight(self, weights: Tensor, rows: Tensor, route: Route) -> Tensor:
         """`bmm(rows, weights[ids])`, expert by expert: weights [experts, depth, columns], rows [rows, n, depth]."""

@@ -9,7 +9,7 @@ from torch.export.graph_signature import InputKind
 from atoll.errors import CaptureError
 from atoll.graph.capture import Captured
 
-__all__ = ["InitialState"]
+__all__ = ["InitialState", "tied_names", "unread_state"]
 
 
 class InitialState:
@@ -44,3 +44,17 @@ class InitialState:
         if not isinstance(constant, Tensor) or isinstance(constant, torch._subclasses.FakeTensor):
             raise CaptureError(f"the program reads the tensor {path!r}, which the built model does not have; register it as a buffer")
         return constant.detach()
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Other names of parameters that are used under several → the first name, which is the one everything here uses."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = ((name, first[id(parameter)]) for name, parameter in model.named_parameters(remove_duplicate=False))
+    return {name: known for name, known in names if name != known}
+
+
+def unread_state(captured: Captured, model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers that no operator reads: they keep their first values, and belong into checkpoints all the same."""
+    table = captured.liveness.table
+    read = {*table.parameters.values(), *table.buffers.values(), *tied_names(model)}
+    return {name: value.detach().clone() for name, value in model.state_dict().items() if name not in read}

@@ -14,19 +14,21 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
+from atoll.errors import PlanError
 from atoll.graph.sharding_rewrites import (
     ByDepth,
     Cut,
     DivideDraw,
     DivideLoss,
     DivideNormalisation,
+    Gathering,
     Lookup,
     Operand,
     Scale,
     Sharding,
     deal,
 )
-from atoll.runtime.stage.collectives import Ranks, Samples
+from atoll.runtime.stage.collectives import Lanes, Ranks, Samples
 from atoll.runtime.stage.holding import Holding
 from atoll.runtime.stage.tensor_vocabulary import VocabularyPart
 
@@ -42,9 +44,14 @@ def split_tensors(
 
     `graph` is changed in place; `nodes` maps the captured program's nodes to the copy's, parameters included, and stays true. Parameters
     that are not among the results are whole on every device, and so are their gradients (between lanes: like those of any other layer that
-    is data parallel). Nothing is changed and nothing returned for a layer that does not divide.
+    is data parallel, so losses must have their weights before backward). Nothing is changed and nothing returned for a layer that does
+    not divide. Raises `PlanError` where lanes cannot divide what tensor ranks could.
     """
-    rewriter = _Rewriter(graph, nodes, _Place(shares, index), ranks)
+    gathering = sharding.gathering if ranks.gathers else Gathering({}, ())
+    if gathering.refused:
+        raise PlanError(f"lanes cannot divide this layer: {gathering.refused}. Take it out of the stage's `split`.")
+    rewriter = _Rewriter(graph, nodes, _Place(shares, index), ranks, gathering)
+    rewriter.count_samples_of_all_lanes()
     for rewrite in sharding.rewrites:
         rewriter.handle(rewrite)
     return {
@@ -63,8 +70,9 @@ class _Place:
 
 
 class _Rewriter:
-    def __init__(self, graph: fx.Graph, nodes: dict[fx.Node, fx.Node], place: _Place, ranks: Ranks):
-        self.graph, self.nodes, self.place, self.ranks = graph, nodes, place, ranks
+    def __init__(self, graph: fx.Graph, nodes: dict[fx.Node, fx.Node], place: _Place, ranks: Ranks, gathering: Gathering):
+        self.graph, self.nodes, self.place, self.ranks, self.gathering = graph, nodes, place, ranks, gathering
+        self.totals: dict[tuple[fx.Node, fx.Node], fx.Node] = {}  # operator, size → the size for all lanes' samples
         self.products = _Products(ranks)
         self.entered: dict[fx.Node, fx.Node] = {}
         self.taken: dict[tuple[fx.Node, Cut], fx.Node] = {}
@@ -81,6 +89,14 @@ class _Rewriter:
     def handle(self, rewrite: Any) -> None:
         self.handlers[type(rewrite)](rewrite)
 
+    def count_samples_of_all_lanes(self) -> None:
+        """Sizes inside divided regions."""
+        for node, size, per_sample in self.gathering.sizes:
+            assert isinstance(self.ranks, Lanes)
+            reader = self.nodes[node]
+            self.totals[node, size] = self._insert(reader, self.ranks.total, per_sample)
+            reader.replace_input_with(self.nodes[size], self.totals[node, size])
+
     def _insert(self, before: fx.Node, function: Callable[..., Any], *args: Any) -> fx.Node:
         with self.graph.inserting_before(before):
             return self.graph.call_function(function, args)
@@ -88,9 +104,10 @@ class _Rewriter:
     def _operand(self, rewrite: Operand) -> None:
         reader, whole = self.nodes[rewrite.node], self.nodes[rewrite.value]
         value = whole
-        if rewrite.gradient:
+        samples = self.gathering.samples.get(rewrite.value)
+        if samples is not None if self.ranks.gathers else rewrite.gradient:
             if whole not in self.entered:
-                self.entered[whole] = self._insert(reader, self.ranks.enter, whole, None)
+                self.entered[whole] = self._insert(reader, self.ranks.enter, whole, samples)
             value = self.entered[whole]
         if rewrite.cut is not None:
             key = (whole, rewrite.cut)
@@ -104,7 +121,8 @@ class _Rewriter:
         node = self.nodes[rewrite.node]
         own = deal(rewrite.units, self.place.shares)[self.place.index]
         if isinstance(rewrite.size, fx.Node):
-            times = self._insert(node, operator.mul, self.nodes[rewrite.size], own)
+            whole = self.totals.get((rewrite.node, rewrite.size), self.nodes[rewrite.size])
+            times = self._insert(node, operator.mul, whole, own)
             size: int | fx.Node = self._insert(node, operator.floordiv, times, rewrite.units)
         else:
             size = rewrite.size * own // rewrite.units
@@ -120,14 +138,14 @@ class _Rewriter:
         node.args = tuple(args)
 
     def _by_depth(self, rewrite: ByDepth) -> None:
-        node = self.nodes[rewrite.node]
+        node, samples = self.nodes[rewrite.node], self.gathering.samples.get(rewrite.node)
         if node.target is aten.linear.default:
-            node.target, node.args = self.products.linear, (*node.args, *(None,) * (3 - len(node.args)), None)
+            node.target, node.args = self.products.linear, (*node.args, *(None,) * (3 - len(node.args)), samples)
         elif node.target is aten.addmm.default:
             bias, x, weight = node.args
-            node.target, node.args = self.products.matmul, (x, weight, bias, None)
+            node.target, node.args = self.products.matmul, (x, weight, bias, samples)
         else:
-            node.target, node.args = self.products.matmul, (*node.args, None, None)
+            node.target, node.args = self.products.matmul, (*node.args, None, samples)
 
     def _draw(self, rewrite: DivideDraw) -> None:
         node, cut = self.nodes[rewrite.node], rewrite.cut
@@ -137,20 +155,20 @@ class _Rewriter:
         else:
             node.target = attention_part
 
-    def _vocabulary(self, cut: Cut) -> VocabularyPart:
+    def _vocabulary(self, cut: Cut, rows: Any = None) -> VocabularyPart:
         ((start, stop),) = self.place.parts(cut)
-        return VocabularyPart(self.ranks, start, stop, cut.size, cut.dim, None)
+        return VocabularyPart(self.ranks, start, stop, cut.size, cut.dim, self.gathering.samples.get(rows))
 
     def _normalise(self, rewrite: DivideNormalisation) -> None:
         self.nodes[rewrite.node].target = self._vocabulary(rewrite.cut).log_softmax
 
     def _loss(self, rewrite: DivideLoss) -> None:
-        node, part = self.nodes[rewrite.node], self._vocabulary(rewrite.cut)
+        node, part = self.nodes[rewrite.node], self._vocabulary(rewrite.cut, rewrite.node.args[1])
         node.target = part.cross_entropy if node.target is aten.cross_entropy_loss.default else part.nll_loss
 
     def _look_up(self, rewrite: Lookup) -> None:
         node = self.nodes[rewrite.node]
-        node.target, node.args = self._vocabulary(rewrite.cut).embedding, node.args[:3]
+        node.target, node.args = self._vocabulary(rewrite.cut, rewrite.node).embedding, node.args[:3]
 
 
 class _Products:

@@ -1,0 +1,152 @@
+"""`atoll run SCRIPT --cluster FILE`: plan the job, show the plan, start a process for every device, train."""
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from atoll.cli.output import notes_view
+from atoll.cli.plan import make_plan_for
+from atoll.cli.render import plan_view, show
+from atoll.cli.status import say
+from atoll.cli.target import Target, load_target
+from atoll.cluster import Cluster, dump_cluster, load_cluster
+from atoll.cost import Calibration, Cost, cost, load_calibration
+from atoll.errors import JobError, PlanError
+from atoll.events import EventLog
+from atoll.plan import Plan, load_plan, validate
+from atoll.runtime.run_directory import RunDirectory, RunSettings
+
+if TYPE_CHECKING:
+    from atoll.events import AnyEvent
+
+__all__ = ["run"]
+
+
+def run(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="The training script.", metavar="SCRIPT")],
+    cluster: Annotated[Path | None, typer.Option("--cluster", "-c", help="The devices to train on.", metavar="FILE")] = None,
+    plan: Annotated[Path | None, typer.Option(help="Run exactly this plan.", metavar="FILE")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for everything about the run; a new one.", metavar="DIR")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Continue this run, also under another plan.", metavar="DIR")] = None,
+    alone: Annotated[bool, typer.Option("--alone", help="Train in one process: the reference for every plan.")] = False,
+    max_restarts: Annotated[int, typer.Option(help="Start anew from the last checkpoint this many times when a process dies.", min=0)] = 0,
+    checkpoint_every: Annotated[int | None, typer.Option(help="Save after every so many steps; always at the end.", min=1)] = None,
+    keep_last: Annotated[int, typer.Option(help="How many checkpoints to keep.", min=1)] = 2,
+    calibration: Annotated[Path | None, typer.Option(help="Measured constants of the cost model.", metavar="FILE")] = None,
+) -> None:
+    """Plan the job and train it: a process for every device of the plan, on this machine. What follows `--` is the script's own."""
+    arguments = tuple(context.obj or ())
+    if alone:
+        _run_alone(script, arguments, out, cluster, plan, resume)
+        return
+    directory, settings = _directory(script, arguments, out, resume, checkpoint_every, keep_last)
+    devices = _cluster(cluster, plan, directory if resume else None)
+    constants = load_calibration(calibration) if calibration else None
+    model = load_target(script, None, arguments)
+    chosen, predicted = _plan(model, devices, plan, constants, directory if resume and not cluster else None)
+    if chosen.mode != "lockstep":
+        raise PlanError(f"the plan's mode is {chosen.mode}; only lockstep plans can be run yet")
+    _write(directory, settings, chosen, devices, predicted, resumed=resume is not None)
+    _show(chosen, predicted, model, devices)
+    _launch(directory, chosen, max_restarts)
+
+
+def _run_alone(script: str, arguments: tuple[str, ...], out: Path | None, *contradicting: Path | None) -> None:
+    if any(value is not None for value in contradicting):
+        raise JobError("--alone: trains in one process without a plan; leave out --cluster, --plan and --resume")
+    from atoll.script import load_job, seen_arguments  # PyTorch takes seconds to load: mistakes above are told before
+
+    job = load_job(script, arguments)
+    with seen_arguments(script, arguments):
+        job.run(out=out)
+
+
+def _directory(
+    script: str, arguments: tuple[str, ...], out: Path | None, resume: Path | None, checkpoint_every: int | None, keep_last: int
+) -> tuple[RunDirectory, RunSettings]:
+    """Where the run is written, and what is said of it there; nothing is written yet."""
+    if not Path(script).is_file():
+        raise JobError(f"{script}: there is no such file; `atoll run` needs a training script")
+    settings = RunSettings(script=str(Path(script).resolve()), arguments=arguments, checkpoint_every=checkpoint_every, keep_last=keep_last)
+    if resume is not None:
+        if out is not None and out.resolve() != resume.resolve():
+            raise JobError("--out: a resumed run goes on in its own directory; leave it out")
+        directory = RunDirectory(resume)
+        before = directory.settings()
+        every = checkpoint_every if checkpoint_every is not None else before.checkpoint_every
+        return directory, msgspec.structs.replace(settings, checkpoint_every=every)
+    return RunDirectory(out or Path("runs") / f"{Path(script).stem}-{time.strftime('%Y%m%d-%H%M%S')}"), settings
+
+
+def _cluster(path: Path | None, plan: Path | None, resumed: RunDirectory | None) -> Cluster | None:
+    if path is not None:
+        return load_cluster(path)
+    if resumed is not None and resumed.cluster.exists():
+        return load_cluster(resumed.cluster)
+    if plan is None:
+        raise JobError("give the devices with --cluster FILE (`atoll probe -o here.toml` writes one), a plan with --plan FILE, or --alone")
+    return None
+
+
+def _plan(
+    model: Target, cluster: Cluster | None, given: Path | None, constants: Calibration | None, resumed: RunDirectory | None
+) -> tuple[Plan, Cost | None]:
+    """The plan to run: the one given, the one a resumed run had, or the best for the devices."""
+    if given is None and resumed is None:
+        assert cluster is not None
+        best = make_plan_for(model, cluster, constants).candidates[0]
+        return best.plan, best.cost
+    chosen = load_plan(given) if given is not None else resumed.plan()  # type: ignore[union-attr]
+    matching = cluster if cluster is not None and cluster.name == chosen.cluster else None
+    try:
+        validate(chosen, model.graph, matching)
+    except PlanError as error:
+        raise PlanError(f"{given or 'plan.json'}: {error}") from None
+    if chosen.batch_size != model.batch_size:
+        raise PlanError(f"{given}: it is a plan of a batch of {chosen.batch_size}, but the job's is {model.batch_size}; plan anew")
+    predicted = cost(model.graph, matching, chosen, optimizer=model.optimizer, calibration=constants) if matching else None
+    return chosen, predicted
+
+
+def _write(
+    directory: RunDirectory, settings: RunSettings, plan: Plan, cluster: Cluster | None, predicted: Cost | None, *, resumed: bool
+) -> None:
+    if resumed:
+        directory.write_settings(settings)
+    else:
+        directory.create(settings)
+    directory.write_plan(plan)
+    if cluster is not None:
+        directory.write("cluster.toml", dump_cluster(cluster))
+    if predicted is not None:
+        directory.write("predicted.json", msgspec.json.format(msgspec.json.encode(predicted), indent=1))
+
+
+def _show(plan: Plan, predicted: Cost | None, model: Target, cluster: Cluster | None) -> None:
+    notes = [notes_view(model.notes)] if model.notes else []
+    if predicted is not None and cluster is not None:
+        show(plan_view(plan, predicted, model.graph, cluster), *notes)
+    else:
+        print(plan, flush=True)
+
+
+def _launch(directory: RunDirectory, plan: Plan, max_restarts: int) -> None:
+    from atoll.runtime.lockstep.launch import launch
+    from atoll.runtime.lockstep.layout import Layout
+
+    devices = Layout(plan).devices
+    say(f"starting {len(devices)} processes on this machine, one a device; the run is in {directory.path}")
+
+    def keep(event: "AnyEvent") -> None:
+        with EventLog(directory.path, resume=True) as log:
+            log(event)
+
+    command = [sys.executable, "-m", "atoll.cli.worker", str(directory.path.resolve())]
+    result = launch(lambda rank, generation: command, len(devices), devices=devices, max_restarts=max_restarts, observers=[keep])
+    if result.exit_code or result.interrupted:
+        raise typer.Exit(130 if result.interrupted and not result.exit_code else result.exit_code)

@@ -1,0 +1,43 @@
+"""`python -m atoll.cli.worker RUN`: one rank of a run, as `atoll run` starts it for every device. Not for people."""
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from atoll.cli.output import show_what_the_terminal_can
+from atoll.errors import AtollError
+from atoll.events import Observer
+from atoll.runtime.lockstep.role import Role, find_role
+from atoll.runtime.run_directory import RunDirectory
+from atoll.watch.progress import Progress
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the rank that the launcher named in the environment; the run's directory says the rest."""
+    role = find_role(os.environ)
+    assert role is not None, "the launcher says which rank this is"
+    try:
+        return _run(RunDirectory(arguments[0]), role)
+    except AtollError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+def _run(directory: RunDirectory, role: Role) -> int:
+    from atoll.runtime.lockstep.worker import run_rank  # PyTorch takes seconds to load: a wrong directory is told before
+    from atoll.script import load_job, seen_arguments
+
+    settings = directory.settings()
+    job = load_job(settings.script, settings.arguments)
+    with seen_arguments(settings.script, settings.arguments), ExitStack() as stack:
+        observers: list[Observer] = [stack.enter_context(Progress()), *job.callbacks] if role.rank == 0 else []
+        run_rank(job, directory.plan(), role, directory=directory, settings=settings, observers=observers)
+    return 0
+
+
+if __name__ == "__main__":
+    show_what_the_terminal_can()
+    sys.exit(main(sys.argv[1:]))

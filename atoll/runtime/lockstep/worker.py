@@ -1,0 +1,155 @@
+"""A rank's run from meeting the others to leaving them: it captures the job, puts its rank together, continues, trains and saves."""
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from atoll.cluster.memory import keep_freed_memory
+from atoll.errors import AtollError, PlanError
+from atoll.events import EventLog, Observer
+from atoll.graph.capture import Captured, capture_program
+from atoll.job import Job
+from atoll.plan import Plan, validate
+from atoll.runtime.checkpoint import Checkpointer, Held, RunIdentity
+from atoll.runtime.checkpoint.exchange import Ranks
+from atoll.runtime.lockstep.layout import Layout
+from atoll.runtime.lockstep.rank import assemble
+from atoll.runtime.lockstep.rendezvous import Run, joined
+from atoll.runtime.lockstep.role import Role
+from atoll.runtime.lockstep.trainer import Reason, Trainer
+from atoll.runtime.run_directory import RunDirectory, RunSettings
+
+__all__ = ["run_rank"]
+
+
+def own_device(role: Role) -> torch.device:
+    """The accelerator with this rank's local number, or the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, role.local_rank % torch.accelerator.device_count())
+
+
+def run_rank(
+    job: Job, plan: Plan, role: Role, *, directory: RunDirectory | None, settings: RunSettings, observers: Sequence[Observer]
+) -> Reason:
+    """Train this process's rank of the plan; all ranks do so together."""
+    layout = Layout(plan)
+    if role.world_size != layout.world_size:
+        raise PlanError(f"the plan uses {layout.world_size} devices, but {role.world_size} processes were started; start one a device")
+    device_name = layout.devices[role.rank]
+    stages = " and ".join(f"stage {place.stage}" for place in layout.places(role.rank))
+    device = own_device(role)
+    if device.type == "cpu":
+        keep_freed_memory()
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    with joined(role, device_name, stages, device=device) as run:
+        run.doing("capturing the model")
+        captured = capture_program(job)
+        validate(plan, captured.graph)
+        session = _Session(job, plan, captured, device, run, directory, settings)
+        return session.train(observers)
+
+
+class _Session:
+    """One rank's run between meeting the others and leaving them."""
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        captured: Captured,
+        device: torch.device,
+        run: Run,
+        directory: RunDirectory | None,
+        settings: RunSettings,
+    ) -> None:
+        self.job, self.plan, self.run, self.directory, self.settings = job, plan, run, directory, settings
+        run.doing("taking its part of the model")
+        self.work = assemble(job, plan, captured, device=device, doing=run.doing)
+        self.trainer = Trainer(job, self.work, device)
+
+    def train(self, observers: Sequence[Observer]) -> Reason:
+        """Continue from the last checkpoint if there is one, train, save."""
+        with ExitStack() as stack:
+            stack.callback(self.work.feed.close)
+            checkpoints = self._checkpoints(stack)
+            if checkpoints is not None:
+                self._load(checkpoints)
+            if self.run.role.rank == 0 and self.directory is not None:
+                log = stack.enter_context(EventLog(self.directory.path, resume=True))
+                observers = [log, *observers]
+            self.trainer.observers = observers
+            try:
+                reason = self.trainer.train(lambda: self.run.stop_asked, lambda step: self._save_when_due(checkpoints, step))
+            except AtollError as error:
+                self.trainer.finish("failed", str(error))
+                raise
+            if checkpoints is not None and self.trainer.last_step:
+                checkpoints.save(
+                    self.trainer.last_step, self._held(saving=True), optimizers=self._optimizers(), extra=self._extra(), final=True
+                )
+                self.run.saved(self.trainer.last_step)
+            self.trainer.finish(reason)
+            return reason
+
+    def _checkpoints(self, stack: ExitStack) -> Checkpointer | None:
+        if self.directory is None:
+            return None
+        group = dist.new_group(backend="gloo")
+        own = type(self.trainer.optimizer).__name__ if self.trainer.optimizer is not None else ""
+        identity = RunIdentity(
+            job=self.job.name,
+            optimizer=max(Ranks(group).gather(own, str)),  # a rank whose stage is frozen has none
+            seed=self.job.seed,
+            batch_size=self.job.batch_size,
+            plan=str(self.plan),
+            tied=self.work.other.tied,
+            model_config=self.work.other.model_config,
+        )
+        return stack.enter_context(Checkpointer(self.directory.checkpoints, group, identity=identity, keep_last=self.settings.keep_last))
+
+    def _held(self, *, saving: bool) -> list[Held]:
+        return [owned.held for owned in self.work.owned] + (self.work.other.to_save if saving else self.work.other.to_load)
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self.trainer.optimizer] if self.trainer.optimizer is not None else []
+
+    def _extra(self) -> dict[str, Any]:
+        scheduler = self.trainer.scheduler
+        return {
+            "scheduler": _plain(scheduler.state_dict()) if scheduler is not None else None,
+            "loss_scale": self.trainer.scale.state(),
+            "losses": self.trainer.losses,
+        }
+
+    def _load(self, checkpoints: Checkpointer) -> None:
+        self.run.doing("reading the checkpoint")
+        loaded = checkpoints.load(self._held(saving=False), optimizers=self._optimizers())
+        if loaded is None:
+            return
+        self.trainer.resume(loaded.step, loaded.extra)
+
+    def _save_when_due(self, checkpoints: Checkpointer | None, step: int) -> None:
+        every = self.settings.checkpoint_every
+        if checkpoints is None:
+            return
+        if every is not None and step % every == 0 and step != self.job.total_steps:
+            checkpoints.save(step, self._held(saving=True), optimizers=self._optimizers(), extra=self._extra())
+        for outcome in checkpoints.finished():
+            if outcome.error is None:
+                self.run.saved(outcome.step)
+            self.trainer.tell(outcome.event(self.trainer.elapsed()))
+
+
+def _plain(value: Any) -> Any:
+    """A scheduler's state without what JSON cannot hold: functions, which the script makes again."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items() if not callable(item)}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value if not callable(item)]
+    return value.item() if isinstance(value, torch.Tensor) else value

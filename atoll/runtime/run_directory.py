@@ -1,0 +1,113 @@
+"""A run's directory: everything about the run, for those who continue it, report on it or export its weights.
+
+run.json          what was started: the script, its arguments, how often to save
+plan.json         what runs where
+cluster.toml      the devices it was planned for
+predicted.json    what the cost model expected
+events.jsonl      what happened
+measured/         what each rank measured
+checkpoints/      the weights and everything else a run continues from
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from atoll.errors import AtollError, JobError
+from atoll.plan import Plan, load_plan, save_plan
+
+__all__ = ["RunDirectory", "RunSettings"]
+
+
+class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run was started with."""
+
+    format: int = 1
+    script: str  # absolute path
+    arguments: tuple[str, ...] = ()
+    mode: str = "lockstep"
+    checkpoint_every: int | None = None  # steps; None: at the end only
+    keep_last: int = 2
+    profile: bool = False
+
+
+class RunDirectory:
+    """Paths and files of one run."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @property
+    def events(self) -> Path:
+        """What happened."""
+        return self.path / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where it continues from."""
+        return self.path / "checkpoints"
+
+    @property
+    def measured(self) -> Path:
+        """What each rank measured."""
+        return self.path / "measured"
+
+    @property
+    def cluster(self) -> Path:
+        """The devices it was planned for."""
+        return self.path / "cluster.toml"
+
+    @property
+    def predicted(self) -> Path:
+        """What the cost model expected."""
+        return self.path / "predicted.json"
+
+    def create(self, settings: RunSettings) -> None:
+        """Make a new run here; a directory that holds one already is refused."""
+        if (self.path / "run.json").exists() or self.events.exists():
+            advice = f"choose another with --out, or continue that run with --resume {self.path}"
+            raise JobError(f"--out {self.path}: holds a run already; {advice}")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise AtollError(f"--out {self.path}: cannot make the directory: {(error.strerror or str(error)).lower()}") from None
+        self.write_settings(settings)
+
+    def write_settings(self, settings: RunSettings) -> None:
+        """Say what is run."""
+        self.write("run.json", msgspec.json.format(msgspec.json.encode(settings), indent=1))
+
+    def settings(self) -> RunSettings:
+        """What was started."""
+        return msgspec.json.decode(self.read("run.json"), type=RunSettings)
+
+    def write_plan(self, plan: Plan) -> None:
+        """Say what runs where."""
+        save_plan(plan, self.path / "plan.json")
+
+    def plan(self) -> Plan:
+        """What runs where."""
+        return load_plan(self.path / "plan.json")
+
+    def write(self, name: str, content: bytes | str) -> None:
+        """A file that is whole or not there."""
+        target = self.path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        data = content.encode() if isinstance(content, str) else content
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, target)
+
+    def read(self, name: str) -> bytes:
+        """A file of the run; an error says what a run's directory is."""
+        try:
+            return (self.path / name).read_bytes()
+        except FileNotFoundError:
+            what = f"is no run's directory: {name} is missing" if self.path.is_dir() else "there is no such directory"
+            raise JobError(f"{self.path}: {what}; `atoll run SCRIPT --out DIRECTORY` makes one") from None
+        except OSError as error:
+            raise JobError(f"{self.path / name}: cannot read it: {(error.strerror or str(error)).lower()}") from None

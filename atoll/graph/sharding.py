@@ -14,6 +14,7 @@ from torch import fx
 
 from atoll.graph.operators import OperatorTable
 from atoll.graph.sharding_analysis import SMALLEST_VOCABULARY, Analysis
+from atoll.graph.sharding_gathering import find_gathering
 from atoll.graph.sharding_regions import NoRuleError
 from atoll.graph.sharding_rewrites import Cut, DividedParameter, Lookup, Operand, Sharding, Split
 
@@ -55,6 +56,7 @@ def find_sharding(table: OperatorTable, start: int, stop: int, whole: frozenset[
         disputed = _divide_embedding(table, start, stop, found, whole)
         if disputed is None:
             found.rewrites.sort(key=lambda rewrite: table.position[rewrite.node])
+            found.gathering = find_gathering(table, found)
             return found
         whole |= {disputed}
         fused, withdrawn = set(), set()

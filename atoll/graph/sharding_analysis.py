@@ -12,7 +12,7 @@ from torch import fx
 
 from atoll.graph.flops import TensorSpec
 from atoll.graph.operators import OperatorTable
-from atoll.graph.sharding_products import Product, find_product
+from atoll.graph.sharding_products import Product, find_product, operator_name
 from atoll.graph.sharding_regions import NoRuleError, Regions, Tag, require
 from atoll.graph.sharding_rewrites import (
     ByDepth,
@@ -34,11 +34,6 @@ aten = torch.ops.aten
 SMALLEST_VOCABULARY = 64  # fewer classes are not worth dividing
 _LOSSES = ("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d")
 _NORMS = ("layer_norm", "rms_norm")
-
-
-def _name(node: fx.Node) -> str:
-    schema = getattr(node.target, "_schema", None)
-    return schema.name.split("::")[1] if schema is not None else getattr(node.target, "__name__", str(node.target))
 
 
 @dataclass(frozen=True)
@@ -134,7 +129,7 @@ class Analysis:
     def _carry(self, node: fx.Node, product: Product | None, position: int, sources: frozenset[fx.Node]) -> None:
         if product is not None and product.x in self.tags:
             return self._contract(node, product, position)
-        name = _name(node)
+        name = operator_name(node)
         if name in _LOSSES:
             return self._consume(node, position, sources)
         tag = self._moved(node, name, sources)

@@ -8,7 +8,7 @@ from torch import fx
 
 from atoll.graph.operators import OperatorTable
 
-__all__ = ["Product", "find_product"]
+__all__ = ["Product", "find_product", "operator_name"]
 
 aten = torch.ops.aten
 _TRANSPOSES = (aten.t.default, aten.numpy_T.default, aten.transpose.int)
@@ -28,6 +28,12 @@ class Product:
     def depth_dim(self) -> int:
         """The parameter's dimension that is summed over."""
         return 1 - self.columns_dim
+
+
+def operator_name(node: fx.Node) -> str:
+    """What an operator is called, whichever its overload: "view", "add"."""
+    schema = getattr(node.target, "_schema", None)
+    return schema.name.split("::")[1] if schema is not None else getattr(node.target, "__name__", str(node.target))
 
 
 def find_product(table: OperatorTable, node: fx.Node) -> Product | None:

@@ -17,6 +17,7 @@ __all__ = [
     "DivideLoss",
     "DivideNormalisation",
     "DividedParameter",
+    "Gathering",
     "Lookup",
     "Operand",
     "Rewrite",
@@ -146,6 +147,15 @@ class Lookup:
     cut: Cut
 
 
+@dataclass(frozen=True)
+class Gathering:
+    """What else changes where lanes divide a layer: divided values are those of all lanes' samples, everything else of the lane's own."""
+
+    samples: dict[fx.Node, tuple[int, int]]  # value → the dimension that runs over samples, and its length for one sample
+    sizes: tuple[tuple[fx.Node, fx.Node, int], ...]  # operator, a size among its arguments that counts samples, its value for one sample
+    refused: str = ""  # why lanes cannot divide this layer; "" where they can
+
+
 Rewrite = Operand | Scale | ByDepth | DivideDraw | DivideNormalisation | DivideLoss | Lookup
 
 
@@ -161,3 +171,4 @@ class Sharding:
     reductions: int = 0
     divided: dict[fx.Node, DividedParameter] = field(default_factory=dict)  # how those parameters are divided
     rewrites: list[Rewrite] = field(default_factory=list)  # in the program's order
+    gathering: Gathering = field(default_factory=lambda: Gathering({}, ()))

@@ -9,7 +9,7 @@ from torch import fx
 
 from atoll.graph.sharding_regions import Regions, Tag, require
 
-__all__ = ["RULES", "Step"]
+__all__ = ["REDUCE", "RULES", "VIEWS", "Step", "group_of"]
 
 Scaled = tuple[int, int | None, int | fx.Node]  # position among the arguments, index in a list there, the size
 
@@ -62,7 +62,7 @@ def _view(step: Step) -> Tag:
 
 def _regrouped(step: Step) -> Tag:
     shape, target, tag = step.shape, step.result, step.tag
-    left, right = _group(shape, target, tag.dim)
+    left, right = group_of(shape, target, tag.dim)
     before = tag.outer * math.prod(shape[d] for d in left if d < tag.dim)
     if step.regions.fused & tag.sources and before == 1 and len(right) > 1 and target[right[0]] <= 3:
         # Two or three fused projections, one after another: each is divided by itself.
@@ -78,7 +78,7 @@ def _regrouped(step: Step) -> Tag:
     raise ValueError("the tagged dimension is lost")
 
 
-def _group(shape: tuple[int, ...], target: tuple[int, ...], dim: int) -> tuple[list[int], list[int]]:
+def group_of(shape: tuple[int, ...], target: tuple[int, ...], dim: int) -> tuple[list[int], list[int]]:
     """The dimensions before and after a reshape that hold the same elements and include `dim`."""
     i = j = 0
     while i < len(shape) or j < len(target):
@@ -201,13 +201,13 @@ def _reduce(step: Step) -> Tag:
 
 
 _PASS = ("dropout", "to", "contiguous", "alias", "clone", "detach", "_to_copy", "type_as")
-_VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten")
-_REDUCE = ("mean", "sum", "softmax", "_softmax", "amax", "log_softmax", "var", "std", "cumsum", "argmax")
+VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten")
+REDUCE = ("mean", "sum", "softmax", "_softmax", "amax", "log_softmax", "var", "std", "cumsum", "argmax")
 
 RULES: dict[str, Callable[[Step], Tag]] = {
     **dict.fromkeys(_PASS, _pass),
-    **dict.fromkeys(_VIEWS, _view),
-    **dict.fromkeys(_REDUCE, _reduce),
+    **dict.fromkeys(VIEWS, _view),
+    **dict.fromkeys(REDUCE, _reduce),
     **dict.fromkeys(("split", "split_with_sizes", "chunk"), _split),
     **dict.fromkeys(("layer_norm", "rms_norm"), _norm),
     "getitem": _item,

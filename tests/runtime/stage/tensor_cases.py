@@ -232,12 +232,12 @@ _HUGGING_FACE: dict[str, tuple[Any, ...]] = {
 
 CASES: dict[str, Callable[[], Case]] = {name: partial(hugging_face, name, *given) for name, given in _HUGGING_FACE.items()}
 CASES |= {
-    "classifier": lambda: Case("classifier", Classifier, entropy, vectors),
-    "smoothed": lambda: Case("smoothed", Classifier, partial(entropy, label_smoothing=0.1), vectors),
+    "classifier": lambda: Case("classifier", Classifier, entropy, vectors, random=True),
+    "smoothed": lambda: Case("smoothed", Classifier, partial(entropy, label_smoothing=0.1), vectors, random=True),
     "weighed": lambda: Case("weighed", Classifier, partial(entropy, weighed=True, label_smoothing=0.1, ignore_index=5), vectors),
-    "rows": lambda: Case("rows", Classifier, partial(entropy, weighed=True, reduction="none"), vectors),
-    "total": lambda: Case("total", Classifier, partial(entropy, reduction="sum"), vectors),
-    "likelihood": lambda: Case("likelihood", Classifier, likelihood, vectors),
+    "rows": lambda: Case("rows", Classifier, partial(entropy, weighed=True, reduction="none"), vectors, random=True),
+    "total": lambda: Case("total", Classifier, partial(entropy, reduction="sum"), vectors, sums=True, random=True),
+    "likelihood": lambda: Case("likelihood", Classifier, likelihood, vectors, sums=True, random=True),
     "logits-used-twice": lambda: Case("logits-used-twice", Classifier, logits_used_twice, vectors),
     "tied": lambda: Case("tied", Tied, partial(entropy, ignore_index=5), sentences),
     "tied-half": lambda: Case("tied-half", partial(Tied, shift=True), entropy, sentences),

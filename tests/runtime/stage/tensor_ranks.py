@@ -1,6 +1,6 @@
 """What the tests of tensor parallelism run in every process: a captured program divided between processes, against the eager model.
 
-Run as a program: `python tensor_ranks.py STORE RANK CASES` with shares in the cases; prints a line of JSON a case.
+Run as a program: `python tensor_ranks.py STORE RANK CASES tensor|lanes` with shares in the cases; prints a line of JSON a case.
 """
 
 import json
@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from atoll.graph.capture import Captured, capture_program
 from atoll.graph.export import use_batched_experts
-from atoll.runtime.stage.collectives import TensorRanks
+from atoll.runtime.stage.collectives import Lanes, Ranks, TensorRanks
 from atoll.runtime.stage.holding import Holding
 from atoll.runtime.stage.tensor import split_tensors
 
@@ -35,6 +35,8 @@ class Case:
     loss: Loss
     batch: Callable[[int], Any]
     precision: str = "fp32"
+    sums: bool = False  # the loss is a sum over samples, not a mean
+    random: bool = False  # the model draws numbers
 
     @property
     def model(self) -> Callable[[], nn.Module]:
@@ -62,6 +64,7 @@ class Reference:
     batch: Any
     loss: Tensor
     gradients: dict[str, Tensor]
+    trainable: set[str]
     tolerance: float
 
 
@@ -73,13 +76,14 @@ def reference_of(case: Case, samples: int = 3) -> Reference:
     torch.manual_seed(7)
     loss = case.loss(model, batch)
     loss.backward()  # type: ignore[no-untyped-call]
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
     gradients = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
     narrow = any(
         isinstance(value := node.meta.get("val"), Tensor) and value.dtype == torch.float32 for node in captured.program.graph.nodes
     )
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    return Reference(case, captured, parameters, buffers, batch, loss.detach(), gradients, 2e-6 if narrow else 1e-9)
+    return Reference(case, captured, parameters, buffers, batch, loss.detach(), gradients, trainable, 2e-6 if narrow else 1e-9)
 
 
 @dataclass
@@ -92,7 +96,7 @@ class Divided:
     divided_layers: list[str] = field(default_factory=list)
 
 
-def divide(reference: Reference, shares: tuple[int, ...], index: int) -> Divided:
+def divide(reference: Reference, shares: tuple[int, ...], index: int, ranks: Ranks) -> Divided:
     program = reference.captured.program
     graph, nodes = fx.Graph(), {}
     for node in program.graph.nodes:
@@ -100,7 +104,7 @@ def divide(reference: Reference, shares: tuple[int, ...], index: int) -> Divided
     divided = Divided(fx.GraphModule({}, fx.Graph()))
     for layer, sharding in zip(reference.captured.graph.layers, reference.captured.shardings, strict=True):
         assert bool(sharding.rewrites) == bool(sharding.parameters)
-        held = split_tensors(graph, nodes, sharding, shares, index, TensorRanks(dist.group.WORLD))
+        held = split_tensors(graph, nodes, sharding, shares, index, ranks)
         assert all(divided.holdings.get(name, holding) == holding for name, holding in held.items())
         divided.holdings |= held
         divided.divided_layers += [layer.name] if held else []
@@ -122,7 +126,9 @@ def run(reference: Reference, divided: Divided, batch: Any) -> Tensor:
             if name not in divided.leaves:
                 holding = divided.holdings.get(name)
                 whole = reference.parameters[target]
-                divided.leaves[name] = (whole if holding is None else holding.take(whole)).clone().requires_grad_()
+                divided.leaves[name] = (
+                    (whole if holding is None else holding.take(whole)).clone().requires_grad_(name in reference.trainable)
+                )
             inputs.append(divided.leaves[name])
         elif spec.kind is InputKind.BUFFER:
             inputs.append(reference.buffers[target].clone())
@@ -140,7 +146,7 @@ def run(reference: Reference, divided: Divided, batch: Any) -> Tensor:
 def check(reference: Reference, shares: tuple[int, ...]) -> dict[str, Any]:
     """Divide, run, compare: what differs, and what was divided."""
     index = dist.get_rank()
-    divided = divide(reference, shares, index)
+    divided = divide(reference, shares, index, TensorRanks(dist.group.WORLD))
     loss = run(reference, divided, reference.batch)
     loss.backward()  # type: ignore[no-untyped-call]
     wrong = [_difference("loss", loss.detach(), reference.loss, reference.tolerance)]
@@ -151,6 +157,41 @@ def check(reference: Reference, shares: tuple[int, ...]) -> dict[str, Any]:
         if holding is not None:
             gradient = assembled(holding, gradient)
         wrong.append(_difference(name, gradient, reference.gradients[name], reference.tolerance, scale))
+    return {"wrong": [one for one in wrong if one], "divided": sorted(divided.holdings), "layers": divided.divided_layers}
+
+
+def check_lanes(reference: Reference, samples: tuple[int, ...]) -> dict[str, Any]:
+    """As `check`, but every process has its own samples, and all layers are divided between them."""
+    index, case = dist.get_rank(), reference.case
+    batch = case.example_batch(sum(samples))
+    starts = [sum(samples[:lane]) for lane in range(len(samples))]
+    own = [pytree.tree_map(lambda leaf, a=a, n=n: leaf[a : a + n], batch) for a, n in zip(starts, samples, strict=True)]
+    weights = [1.0 if case.sums else count / sum(samples) for count in samples]
+    model = case.seeded()
+    torch.manual_seed(7)
+    if case.random:  # what is dropped is drawn for all samples together
+        expected = case.loss(model, batch)
+    else:
+        expected = sum((weight * case.loss(model, part) for weight, part in zip(weights, own, strict=True)), torch.zeros(()))
+    expected.backward()  # type: ignore[no-untyped-call]
+    lanes = Lanes(dist.group.WORLD, index)
+    lanes.samples = samples
+    divided = divide(reference, (1,) * len(samples), index, lanes)
+    loss = run(reference, divided, own[index]) * weights[index]
+    loss.backward()  # type: ignore[no-untyped-call]
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    wrong = [_difference("loss", total, expected.detach(), reference.tolerance)]
+    gradients = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
+    scale = max(float(gradient.abs().max()) for gradient in gradients.values())
+    for name, leaf in divided.leaves.items():
+        gradient = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+        holding = divided.holdings.get(name)
+        if holding is None:
+            dist.all_reduce(gradient)
+        else:
+            gradient = assembled(holding, gradient)
+        wrong.append(_difference(name, gradient, gradients[name], reference.tolerance, scale))
     return {"wrong": [one for one in wrong if one], "divided": sorted(divided.holdings), "layers": divided.divided_layers}
 
 
@@ -173,8 +214,8 @@ def _difference(name: str, actual: Tensor, expected: Tensor, tolerance: float, s
     return "" if difference <= tolerance * most else f"{name}: differs by {difference:.2e} of {most:.2e}"
 
 
-def main(store: str, rank: int, cases: dict[str, list[tuple[int, ...]]]) -> None:
-    """Every case with every one of its shares; a line of JSON each."""
+def main(store: str, rank: int, cases: dict[str, list[tuple[int, ...]]], between_lanes: bool) -> None:
+    """Every case with every one of its shares (between lanes: their samples); a line of JSON each."""
     import logging
     import warnings
 
@@ -189,7 +230,8 @@ def main(store: str, rank: int, cases: dict[str, list[tuple[int, ...]]]) -> None
     for name, proportions in cases.items():
         try:
             reference = reference_of(CASES[name]())
-            results = [check(reference, tuple(shares)) for shares in proportions]
+            examine = check_lanes if between_lanes else check
+            results = [examine(reference, tuple(shares)) for shares in proportions]
             wrong = [f"{shares}: {one}" for shares, result in zip(proportions, results, strict=True) for one in result["wrong"]]
             answer = {"case": name, **results[0], "wrong": wrong}
         except Exception:
@@ -199,4 +241,4 @@ def main(store: str, rank: int, cases: dict[str, list[tuple[int, ...]]]) -> None
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4] == "lanes")

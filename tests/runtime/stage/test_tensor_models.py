@@ -17,15 +17,20 @@ HERE = Path(__file__).parent
 WHOLE = {"tied-half": ["table.weight"], "logits-used-twice": ["head.weight"]}  # parameters that no rule divides
 
 
+THREE = ("gpt2-dropout", "phi3", "weighed", "tied", "encoder")
+LANES = ("classifier", "smoothed", "rows", "likelihood", "gate", "tied-in-one-layer", "llama")
+
+
 @cache
-def results(size: int) -> dict[str, list[Any]]:
-    """What every process said of every case: two processes run all of them, three some."""
-    shares = [[1, 1], [3, 1]] if size == 2 else [[2, 1, 1]]
-    names = CASES if size == 2 else ("gpt2-dropout", "phi3", "bloom", "t5", "weighed", "tied", "encoder")
-    cases = json.dumps({name: shares for name in names})
+def results(kind: str) -> dict[str, list[Any]]:
+    """What every process said of every case."""
+    names, shares = {"two": (tuple(CASES), [[1, 1], [3, 1]]), "three": (THREE, [[2, 1, 1]]), "lanes": (LANES, [[2, 1], [2, 2]])}[kind]
+    mode = "lanes" if kind == "lanes" else "tensor"
+    size = len(shares[0])
+    cases = json.dumps(dict.fromkeys(names, shares))
     with TemporaryDirectory() as folder:
         command = [sys.executable, str(HERE / "tensor_ranks.py"), str(Path(folder) / "store")]
-        started = [subprocess.Popen([*command, str(rank), cases], stdout=subprocess.PIPE, text=True) for rank in range(size)]
+        started = [subprocess.Popen([*command, str(rank), cases, mode], stdout=subprocess.PIPE, text=True) for rank in range(size)]
         said = [process.communicate()[0] for process in started]
     answers: dict[str, list[Any]] = {name: [] for name in names}
     for lines in said:
@@ -35,9 +40,9 @@ def results(size: int) -> dict[str, list[Any]]:
     return answers
 
 
-def check(name: str, size: int) -> None:
-    answers = results(size)[name]
-    assert len(answers) == size
+def check(name: str, kind: str) -> None:
+    answers = results(kind)[name]
+    assert len(answers) == (3 if kind == "three" else 2)
     for answer in answers:
         assert answer["wrong"] == []
         assert answer["divided"]
@@ -48,10 +53,16 @@ def check(name: str, size: int) -> None:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.timeout(600)
 def test_two_processes_compute_what_one_does(name: str) -> None:
-    check(name, 2)
+    check(name, "two")
 
 
-@pytest.mark.parametrize("name", ["gpt2-dropout", "phi3", "bloom", "t5", "weighed", "tied", "encoder"])
+@pytest.mark.parametrize("name", THREE)
 @pytest.mark.timeout(600)
 def test_three_processes_compute_what_one_does(name: str) -> None:
-    check(name, 3)
+    check(name, "three")
+
+
+@pytest.mark.parametrize("name", LANES)
+@pytest.mark.timeout(600)
+def test_lanes_with_their_own_samples_compute_what_one_process_does(name: str) -> None:
+    check(name, "lanes")

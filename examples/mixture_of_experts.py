@@ -1,7 +1,8 @@
 """A mixture of experts, annotated: every byte is sent to one of eight small networks, so the model is larger than its work.
 
-The annotations demand of the planner that experts are divided among devices and everything else is replicated; what they cost and how many
-devices take part is still its choice. Trained alone they change nothing.
+Two lines make a distributed model of an ordinary one: they demand of the planner that experts are divided among devices, which send each
+other the bytes an expert is to see, and that everything else is replicated. What that costs and how many devices take part is still
+the planner's choice. Trained alone they change nothing.
 
 python examples/mixture_of_experts.py          trains here, alone, in about a minute
 atoll plan examples/mixture_of_experts.py --cluster examples/clusters/one_host.toml
@@ -40,7 +41,7 @@ class MixtureBlock(nn.Module):
         super().__init__()
         self.attention_norm, self.attention = nn.LayerNorm(width), Attention(width, heads)
         self.expert_norm, self.router = nn.LayerNorm(width), nn.Linear(width, EXPERTS, bias=False)
-        with atoll.split():
+        with atoll.split():  # the first of the two lines
             self.experts = Experts(width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -64,7 +65,7 @@ class MixtureModel(LanguageModel):
 
 
 def build() -> nn.Module:
-    return atoll.default(MixtureModel(), atoll.replica())
+    return atoll.default(MixtureModel(), atoll.replica())  # the second; without it: return MixtureModel()
 
 
 job = atoll.Job(

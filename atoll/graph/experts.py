@@ -31,6 +31,7 @@ class Tag:
 
     expert: int | None = None
     rows: int | None = None
+    choices: int | None = None  # routed: where every row goes to several experts, the dimension of these
     partial: bool = False  # summed over the experts a lane has: what all lanes have must be added
 
 
@@ -47,7 +48,7 @@ class ExpertRegion:
     """Operators that run where their expert lives. All nodes are the program's."""
 
     experts: int
-    ids: fx.Node | None  # routed: the expert of every row, [rows]; None: dense
+    ids: fx.Node | None  # routed: the expert of every row, [rows], or its experts, [rows, choices]; None: dense
     parameters: tuple[fx.Node, ...]
     weights: tuple[fx.Node, ...]  # parameters picked, transposed or otherwise made ready, in program order
     nodes: tuple[fx.Node, ...]  # what the experts compute, in program order
@@ -109,7 +110,7 @@ class _Finder:
         self.weights = self._weights()
         self.fixed = _independent_of_the_batch(table, start, stop)
         self.refusal = ""
-        self.reason = ""  # why the last operators that were tried are no region
+        self.reason = ""  # why the first product that does not belong to the region before it does not
 
     def _weights(self) -> dict[fx.Node, _Weight]:
         """Parameters with an expert dimension and what is made of one of them alone."""
@@ -127,13 +128,13 @@ class _Finder:
         """What an operator makes of a weight; None where its experts (or rows) are no longer told apart."""
         if source.ids is None and operator_name(node) in _PICKS:
             ids = _ids_of(self.table, node)
-            return _Weight(source.parameter, Tag(rows=0), ids) if ids is not None and source.tag.expert == 0 else None
+            if ids is None or source.tag.expert != 0:
+                return None
+            return _Weight(source.parameter, Tag(rows=0, choices=1 if len(self.table.specs[ids].shape) > 1 else None), ids)
         if tensors > 1 or operator_name(node) in _PRODUCTS:
             return None
-        dim = _moved_dimension(find_axes(self.table, node), source.tag.expert if source.ids is None else source.tag.rows)
-        if dim is None:
-            return None
-        return _Weight(source.parameter, Tag(expert=dim) if source.ids is None else Tag(rows=dim), source.ids)
+        tag = _moved_tag(find_axes(self.table, node), source.tag)
+        return None if tag is None else _Weight(source.parameter, tag, source.ids)
 
     def regions(self) -> list[ExpertRegion]:
         """Every region of the layer that has a chain of products, its biases included."""
@@ -176,7 +177,8 @@ class _Finder:
         try:
             _Walk(self, group).run()
         except _NoRuleError as error:
-            self.reason = str(error)
+            if self._is_expert_product(group[-1]):
+                self.reason = self.reason or str(error)
             return False
         return True
 
@@ -264,29 +266,27 @@ class _Walk:
             raise _NoRuleError(f"{node.name} uses a sum over experts that lanes have only in part")
         expert = _one(node, [labels[tag.expert] for labels, tag in tagged if tag.expert is not None])
         rows = _one(node, [labels[tag.rows] for labels, tag in tagged if tag.rows is not None])
+        choices = _one(node, [labels[tag.choices] for labels, tag in tagged if tag.choices is not None])
         if rows is None:
             rows = self._choose_rows(axes, expert)
-        if rows is None or {expert, rows} & axes.mixed or rows not in axes.result:
-            raise _NoRuleError(f"{node.name} ({operator_name(node)}) does not act on each row alone")
+        kept = [rows] if choices is None else [rows, choices]
+        if rows is None or {expert, *kept} & axes.mixed or any(label not in axes.result for label in kept):
+            raise _NoRuleError(f"{node.name} ({operator_name(node)}) does not act on each row and each expert alone")
         for value, labels in axes.operands:
-            self._operand(node, value, labels, expert, rows)
+            self._operand(node, value, _tag(labels, expert, rows, choices))
         if expert is not None and expert not in axes.result:
             if not axes.sums:
                 raise _NoRuleError(f"{node.name} ({operator_name(node)}) does not act on each expert alone")
             return Tag(rows=axes.result.index(rows), partial=True)
-        return Tag(expert=None if expert is None else axes.result.index(expert), rows=axes.result.index(rows))
+        return _tag(axes.result, expert, rows, choices)
 
-    def _operand(self, node: fx.Node, value: fx.Node, labels: tuple[object, ...], expert: object, rows: object) -> None:
-        own = Tag(
-            expert=labels.index(expert) if expert is not None and expert in labels else None,
-            rows=labels.index(rows) if rows in labels else None,
-        )
+    def _operand(self, node: fx.Node, value: fx.Node, own: Tag) -> None:
         known = self._tag_of(value)
         if known is not None:
             if own != known:
                 raise _NoRuleError(f"{node.name} mixes experts or rows of {value.name}")
         elif value in self.finder.fixed:
-            if own.rows is not None:
+            if own.rows is not None or own.choices is not None:
                 raise _NoRuleError(f"{value.name} has a number for every row without depending on the batch")
             if own.expert is not None:
                 self._enter(value, own)
@@ -296,6 +296,8 @@ class _Walk:
             self._enter(value, own)
 
     def _enter(self, value: fx.Node, tag: Tag) -> None:
+        if self.ids is not None and (tag.rows != 0 or tag.choices not in (None, 1)):
+            raise _NoRuleError(f"{value.name} enters the experts with rows that are not its first dimension")
         if self.entries.setdefault(value, tag) != tag:
             raise _NoRuleError(f"{value.name} enters the experts in two ways")
 
@@ -353,6 +355,8 @@ class _Walk:
         for value in exits:
             if not isinstance(self.table.specs[value], TensorSpec):
                 raise _NoRuleError(f"{value.name} leaves the experts as several tensors")
+            if self.ids is not None and (self.tags[value].rows != 0 or self.tags[value].choices not in (None, 1)):
+                raise _NoRuleError(f"{value.name} leaves the experts with rows that are not its first dimension")
         changed = [node for node in self.finder.nodes if node not in self.inside and _written(node) is not None]
         touched = [node for node in changed if self.table.memory.get(_written(node)) in self.inside]
         if touched and len(exits) > 1:
@@ -374,6 +378,12 @@ class _Walk:
             self.tags[value] = tag
 
 
+def _tag(labels: tuple[object, ...], *axes: object) -> Tag:
+    """Where the axes of experts, rows and choices are among the labels of a value."""
+    expert, rows, choices = (labels.index(axis) if axis is not None and axis in labels else None for axis in axes)
+    return Tag(expert=expert, rows=rows, choices=choices)
+
+
 def _one(node: fx.Node, labels: list[object]) -> object:
     found = set(labels)
     if len(found) > 1 or None in found:
@@ -381,23 +391,27 @@ def _one(node: fx.Node, labels: list[object]) -> object:
     return found.pop() if found else None
 
 
-def _moved_dimension(axes: Axes | None, dim: int | None) -> int | None:
-    """Where a dimension of the only operand is in the result; None when it is lost or mixed with others."""
-    if axes is None or dim is None:
+def _moved_tag(axes: Axes | None, tag: Tag) -> Tag | None:
+    """Where the dimensions of the only operand are in the result; None when one is lost or mixed."""
+    if axes is None:
         return None
-    label = axes.operands[0][1][dim]
-    return axes.result.index(label) if label in axes.result and label not in axes.mixed else None
+    labels = axes.operands[0][1]
+    wanted = [label for d in (tag.expert, tag.rows, tag.choices) if d is not None for label in [labels[d]]]
+    if any(label not in axes.result or label in axes.mixed for label in wanted):
+        return None
+    places = [None if d is None else axes.result.index(labels[d]) for d in (tag.expert, tag.rows, tag.choices)]
+    return Tag(expert=places[0], rows=places[1], choices=places[2])
 
 
 def _ids_of(table: OperatorTable, node: fx.Node) -> fx.Node | None:
-    """The numbers by which slices of the first dimension are picked, if they are a row of integers."""
+    """The numbers by which slices of the first dimension are picked, if they are integers: one for each row, or several."""
     given: Any = node.args[1]
     if operator_name(node) == "index_select":
         given = [node.args[2]] if given == 0 else []
     if len(given) != 1 or not isinstance(given[0], fx.Node):
         return None
     spec = table.specs[given[0]]
-    return given[0] if len(spec.shape) == 1 and spec.dtype in (torch.int64, torch.int32) else None
+    return given[0] if len(spec.shape) in (1, 2) and spec.dtype in (torch.int64, torch.int32) else None
 
 
 def _grows(value: fx.Node, dim: int) -> bool:

@@ -106,6 +106,22 @@ class Picked(Mixture):
         return (answers * trust.flatten()[:, None]).view(-1, 2, WIDTH).sum(1).view_as(x)
 
 
+class Chosen(Mixture):
+    """Weights picked for all choices of a token at once, with a dimension for the choices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.bias = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH)), nn.Parameter(torch.randn(EXPERTS, WIDTH))
+
+    def mix(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        trust, ids = self.router(rows).softmax(-1).topk(2)  # [rows, 2]
+        hidden = torch.einsum("rw,rcwh->rch", rows, self.up[ids])
+        hidden = hidden * torch.matmul(self.gate[ids], rows[:, None, :, None]).squeeze(-1).sigmoid() * trust.unsqueeze(-1)
+        answers = torch.einsum("rch,rchw->rcw", hidden.reshape(rows.shape[0], 2, HIDDEN), self.down[ids]) + self.bias[ids]
+        return answers.sum(1).view_as(x)
+
+
 class Collapsed(Picked):
     """All tokens go to the same two experts."""
 
@@ -180,7 +196,7 @@ def pairs(samples: int) -> dict[str, Tensor]:
 
 
 HAND_WRITTEN: dict[str, type[nn.Module]] = {
-    kind.__name__: kind for kind in (Repeated, Letters, Summed, Broadcast, Capacity, Picked, Collapsed, Two)
+    kind.__name__: kind for kind in (Repeated, Letters, Summed, Broadcast, Capacity, Picked, Chosen, Collapsed, Two)
 }
 REFUSED: dict[str, type[nn.Module]] = {kind.__name__: kind for kind in (Mixing, Decayed, Dropping, BatchWide)}
 

@@ -163,8 +163,8 @@ def _arguments(node: fx.Node, copy: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
 
 def _choices(table: OperatorTable, region: ExpertRegion) -> int:
     """How many experts a row goes to, where the program has a dimension for them; else 0."""
-    shape = () if region.ids is None else table.specs[region.ids].shape
-    return int(shape[1]) if len(shape) > 1 else 0
+    shape: tuple[int, ...] = () if region.ids is None else table.specs[region.ids].shape
+    return shape[1] if len(shape) > 1 else 0
 
 
 def _order(graph: fx.Graph) -> Callable[[fx.Node], int]:

@@ -89,7 +89,8 @@ class ExpertLanes:
 
     def return_choices(self, rows: Tensor, route: Route, choices: int) -> Tensor:
         """As `return_rows`, [rows, choices, …] of [rows, 1, …]."""
-        return self.return_rows(rows.squeeze(1), route).unflatten(0, (-1, choices))
+        returned = self.return_rows(rows.squeeze(1), route)
+        return returned.reshape(returned.shape[0] // choices, choices, *returned.shape[1:])
 
     def rows_times_weight(self, weights: Tensor, rows: Tensor, route: Route) -> Tensor:
         """`bmm(rows, weights[ids])`, expert by expert: weights [experts, depth, columns], rows [rows, n, depth]."""

@@ -1,10 +1,11 @@
-"""One process of the tests of expert parallelism: every case on two and on three lanes, compared with the whole model in eager PyTorch.
+"""Lanes that divide experts, as processes: every case on two and on three lanes, compared with the whole model in eager PyTorch.
 
-python expert_lanes.py RANK STORE OUT [CASE …] writes a JSON object: case → largest relative differences of the loss and of gradients.
+python expert_lanes.py FOLDER [CASE …] writes a JSON object for every lane: case → largest relative differences of loss and gradients.
 """
 
 import copy
 import json
+import multiprocessing
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -161,23 +162,35 @@ def compare(job: TinyJob, captured: Captured, samples: tuple[int, ...], lane: in
     return {"loss": float((loss - expected).abs() / expected.abs()), "gradient": worst}
 
 
-def main(rank: int, store: str, out: str, cases: Sequence[str]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3, timeout=timedelta(seconds=240))
+def lane(rank: int, folder: Path, programs: dict[str, tuple[TinyJob, Captured]]) -> None:
+    """One process: all cases, on two lanes (two of the three processes) and on three."""
+    store = dist.FileStore(str(folder / "store"), 3)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=120))
     groups = {2: dist.new_group([0, 1]), 3: dist.group.WORLD}
     found: dict[str, dict[str, float]] = {}
-    for case in cases:
-        job = job_of(case)
-        captured = capture_program(job)
+    for case, (job, captured) in programs.items():
         for lanes, group in groups.items():
             if rank < lanes:
                 found[f"{case} {lanes}"] = compare(job, captured, SAMPLES[lanes], rank, group)
         if case in ("Picked", "Repeated"):
             found[f"{case} again"] = compare(job, captured, SAMPLES[3], rank, groups[3], again=True)
             found[f"{case} without samples"] = compare(job, captured, (2, 0, 3), rank, groups[3])
-    Path(out).write_text(json.dumps(found), encoding="utf-8")
+    (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
 
 
+def main(folder: Path, cases: Sequence[str]) -> int:
+    """Capture once, then go on as three processes."""
+    torch.set_num_threads(1)
+    jobs = {case: job_of(case) for case in cases}
+    programs = {case: (job, capture_program(job)) for case, job in jobs.items()}
+    processes = [multiprocessing.get_context("fork").Process(target=lane, args=(rank, folder, programs)) for rank in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return max(abs(process.exitcode or 0) for process in processes)
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:] or CASES)
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:] or CASES))

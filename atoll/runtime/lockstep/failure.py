@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from atoll.blame import in_words, own_frames
-from atoll.errors import AtollError
+from atoll.errors import AtollError, ScheduleError
 from atoll.runtime.lockstep.role import Role
+from atoll.runtime.lockstep.schedule import Action
 
 __all__ = ["FAILED", "STOP", "VICTIM_EXIT_CODE", "Beat", "Failure", "Freshness", "Watcher", "beat_key", "condemn", "prepare", "read_beats"]
 
@@ -72,7 +73,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         names = ", ".join(filter(None, (self.device, self.stage)))
         who = f"rank {self.rank}" + (f" ({names})" if names else "")
         when = f" at step {self.step}" if self.step is not None else ""
-        what = f" while {_spoken(self.doing)}" if self.doing else ""
+        what = f" while {_spoken(self.doing, self.stage)}" if self.doing else ""
         saved = f"the last checkpoint is step {self.checkpoint}" if self.checkpoint is not None else "there is no checkpoint"
         said = {
             "died": f"{who} died{when}{what} ({self.message})",
@@ -102,12 +103,24 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def _spoken(doing: str) -> str:
-    """`1B3` → `running backward of micro-batch 3`; other texts stay."""
-    match = re.fullmatch(r"(?:step \d+, )?\d+([FB])(\d+)", doing)
-    if match is None:
-        return doing if doing == "starting" else f"doing {doing}"
-    return f"running {'forward' if match[1] == 'F' else 'backward'} of micro-batch {match[2]}"
+def _spoken(doing: str, stage: str) -> str:
+    """`1B3` → `running backward of micro-batch 3`; texts that are no actions stay. The stage is said where the rank has another one too."""
+    try:
+        action = Action.parse(doing)
+    except ScheduleError:
+        return doing
+    words = {
+        "F": f"running forward of micro-batch {action.micro_batch}",
+        "B": f"running backward of micro-batch {action.micro_batch}",
+        "RF": f"receiving the input of micro-batch {action.micro_batch}",
+        "SF": f"sending the output of micro-batch {action.micro_batch}",
+        "RB": f"receiving the gradient of micro-batch {action.micro_batch}",
+        "SB": f"sending the gradient of micro-batch {action.micro_batch}",
+        "G": "synchronising gradients",
+        "O": "making the optimizer's step",
+    }
+    among = f" in stage {action.stage}" if action.stage >= 0 and stage and stage != f"stage {action.stage}" else ""
+    return words[action.kind] + among
 
 
 def beat_key(rank: int) -> str:

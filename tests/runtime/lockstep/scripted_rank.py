@@ -43,9 +43,9 @@ def act(run: Run, action: str) -> None:
 
 def train(role: Role, culprit: int, action: str) -> None:
     deadline = 2.0 if action == "freeze" else 60.0
-    with joined(role, f"oslo/cpu{role.local_rank}", f"stage {role.rank}", deadline_seconds=deadline) as run:
+    with joined(role, f"oslo/cpu{role.local_rank}", "stage 1", deadline_seconds=deadline) as run:
         for step in range(1, 7 if action == "train" else 10_000):
-            run.doing("all_reduce", step)
+            run.doing("reducing", step)
             total = torch.ones(3)
             dist.all_reduce(total)
             assert total.tolist() == [role.world_size] * 3

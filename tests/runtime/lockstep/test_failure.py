@@ -26,6 +26,20 @@ def test_the_sentence_says_who_when_what_and_how() -> None:
     assert bare.sentence == "rank 0 failed while starting: ValueError: no; every rank stops; there is no checkpoint"
 
 
+@pytest.mark.parametrize(
+    ("doing", "stage", "words"),
+    [
+        ("1F0", "stage 1", "while running forward of micro-batch 0 ("),
+        ("2F0", "stage 0 and stage 2", "while running forward of micro-batch 0 in stage 2 ("),
+        ("1SB3", "stage 1", "while sending the gradient of micro-batch 3 ("),
+        ("O", "stage 1", "while making the optimizer's step ("),
+        ("capturing the model", "stage 1", "while capturing the model ("),
+    ],
+)
+def test_actions_are_said_in_words(doing: str, stage: str, words: str) -> None:
+    assert words in Failure(rank=0, kind="died", message="signal 9", stage=stage, doing=doing).sentence
+
+
 def test_silence_is_counted_from_the_last_change() -> None:
     freshness = Freshness(deadline_seconds=4.0)
     assert freshness.silent({1: 1, 2: 1}, now=0.0) == []
@@ -114,16 +128,16 @@ def ends(culprit: int, action: str, ranks: int = 2) -> list[tuple[int, str]]:
     ("culprit", "action", "sentence"),
     [
         (1, "die", "rank 1 (oslo/cpu1, stage 1) died at step 3 while running backward of micro-batch 3 (its process is gone)"),
-        (0, "die", "rank 0 (oslo/cpu0, stage 0) died at step 3 while running backward of micro-batch 3 (the store that it hosts at"),
+        (0, "die", "rank 0 (oslo/cpu0, stage 1) died at step 3 while running backward of micro-batch 3 (the store that it hosts at"),
         (
             0,
             "freeze",
-            "rank 0 (oslo/cpu0, stage 0) fell silent at step 3 while running backward of micro-batch 3 (the store that it hosts at",
+            "rank 0 (oslo/cpu0, stage 1) fell silent at step 3 while running backward of micro-batch 3 (the store that it hosts at",
         ),
         (
             0,
             "raise",
-            "rank 0 (oslo/cpu0, stage 0) failed at step 3 while running backward of micro-batch 3: ArithmeticError: the loss went wrong",
+            "rank 0 (oslo/cpu0, stage 1) failed at step 3 while running backward of micro-batch 3: ArithmeticError: the loss went wrong",
         ),
     ],
 )

@@ -37,7 +37,7 @@ def run(*actions: str, culprit: int = 2, ranks: int = 3) -> tuple[LaunchResult, 
 def test_a_killed_rank_is_named_and_everybody_starts_anew(capfd: pytest.CaptureFixture[str]) -> None:
     result, events = run("die", "train")
     sentence = (
-        "rank 2 (oslo/cpu2, stage 2) died at step 3 while running backward of micro-batch 3 (signal 9); every rank stops; "
+        "rank 2 (oslo/cpu2, stage 1) died at step 3 while running backward of micro-batch 3 (signal 9); every rank stops; "
         "the last checkpoint is step 2"
     )
     assert result == LaunchResult(exit_code=0, restarts=1)
@@ -47,7 +47,7 @@ def test_a_killed_rank_is_named_and_everybody_starts_anew(capfd: pytest.CaptureF
     assert (failed.rank, failed.device, failed.stage, failed.step, failed.doing, failed.message) == (
         2,
         "oslo/cpu2",
-        "stage 2",
+        "stage 1",
         3,
         "1B3",
         sentence,
@@ -66,7 +66,7 @@ def test_a_frozen_rank_is_named_after_the_deadline(capfd: pytest.CaptureFixture[
     result, _ = run("freeze", culprit=0, ranks=2)
     assert result.failure is not None
     assert (result.exit_code, result.failure.rank, result.failure.kind, result.failure.doing) == (1, 0, "silent", "1B3")
-    assert "rank 0 (oslo/cpu0, stage 0) fell silent at step 3 while running backward of micro-batch 3" in capfd.readouterr().err
+    assert "rank 0 (oslo/cpu0, stage 1) fell silent at step 3 while running backward of micro-batch 3" in capfd.readouterr().err
 
 
 def test_an_error_in_one_rank_is_told_once_with_the_users_own_line(capfd: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from atoll.events import AnyEvent, Evaluated, NonFinite, Observer, RunFinished, 
 from atoll.job import Job, LossFunction, LossValue, RunResult, read_loss
 from atoll.randomness import mix, own_randomness, seed_everything
 from atoll.runtime.peak import peak_memory_bytes
+from atoll.runtime.stage.drawing import DrawKey, EagerDraws
 
 __all__ = ["train_alone"]
 
@@ -68,6 +69,7 @@ class _Trainer:
         self.parameters: list[nn.Parameter] = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.scheduler = job.build_scheduler(self.optimizer)
         self.scaler = torch.amp.GradScaler(device.type, enabled=job.precision == "fp16")
+        self.random = True  # until a forward has shown that it draws no random numbers
         self.losses: list[float] = []
         self.evaluations: list[Evaluated] = []
 
@@ -177,11 +179,23 @@ class _Trainer:
         with users_code(f"step {step}: loading the batch", JobFailedError):
             batch = to_device(self.job.samples.batch(step - 1, start, stop), self.device)
         seed_everything(mix(self.job.seed, 5, step, number), devices=self.device.type != "cpu")
-        with self.job.autocast(self.device), users_code(f"step {step}: the loss", JobFailedError):
+        with self.job.autocast(self.device), users_code(f"step {step}: the loss", JobFailedError), self._draws(step, start):
             value = read_loss(self.job.loss(self.model, batch))
         if not value.value.requires_grad:
             raise JobError("Job: loss: no gradient flows from it to the model; is it computed under no_grad, or detached?")
         return value
+
+    @contextmanager
+    def _draws(self, step: int, first_sample: int) -> Iterator[None]:
+        """Random calls of the forward are seeded one by one, as distributed modes do; a model that makes none at first is left alone."""
+        if not self.random:
+            yield
+            return
+        key = DrawKey(self.job.seed)
+        key.step, key.first_sample = step, first_sample
+        with EagerDraws(key) as draws:
+            yield
+        self.random = draws.count > 0
 
     def _clip(self, step: int) -> float | None:
         if self.job.max_grad_norm is None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from atoll.cost.pipeline import route
+from atoll.cost.routing import route
 from atoll.errors import PlanError
 from atoll.plan import Plan, Stage
 

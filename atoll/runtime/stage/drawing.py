@@ -3,12 +3,16 @@
 So a micro-batch gives the same numbers on whatever rank, in whatever order and however often it is computed.
 """
 
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from atoll.randomness import mix
 
-__all__ = ["Draw", "DrawKey"]
+__all__ = ["Draw", "DrawKey", "EagerDraws"]
 
 
 class DrawKey:
@@ -37,3 +41,58 @@ class Draw(nn.Module):
             torch.default_generator.manual_seed(self._key.of(number))  # `torch.manual_seed` looks at every kind of device first
         else:
             torch.manual_seed(self._key.of(number))
+
+
+class EagerDraws(TorchFunctionMode):
+    """Around an eager forward: seeds every random call as `Draw` seeds the captured program's, so that both draw the same numbers."""
+
+    def __init__(self, key: DrawKey) -> None:
+        super().__init__()
+        self._key = key
+        self.count = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if function in _RANDOM_FUNCTIONS and _is_on(function, args, kwargs):
+            torch.manual_seed(self._key.of(self.count))
+            self.count += 1
+        return function(*args, **kwargs)
+
+
+_DROPOUTS = (
+    functional.dropout,
+    functional.dropout1d,
+    functional.dropout2d,
+    functional.dropout3d,
+    functional.alpha_dropout,
+    functional.feature_alpha_dropout,
+    torch.dropout,
+    torch.dropout_,
+    torch.feature_dropout,
+    torch.alpha_dropout,
+)
+_ALWAYS_RANDOM = (
+    *(torch.bernoulli, torch.multinomial, torch.normal, torch.poisson, torch.rand, torch.randn, torch.randint, torch.randperm),
+    *(torch.rand_like, torch.randn_like, torch.randint_like, functional.gumbel_softmax, functional.rrelu),
+    *(Tensor.bernoulli, Tensor.bernoulli_, Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.random_, Tensor.multinomial),
+    *(Tensor.cauchy_, Tensor.log_normal_, Tensor.geometric_),
+)
+_ATTENTION = functional.scaled_dot_product_attention
+_MANY_HEADS = functional.multi_head_attention_forward
+_RANDOM_FUNCTIONS = frozenset([*_DROPOUTS, *_ALWAYS_RANDOM, _ATTENTION, _MANY_HEADS])
+
+
+def _is_on(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call draws: dropout may be off, by its probability or outside training."""
+    if function is _ATTENTION:
+        return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
+    if function is _MANY_HEADS:
+        training = args[13] if len(args) > 13 else kwargs.get("training", True)
+        return bool(training) and bool(args[10] if len(args) > 10 else kwargs["dropout_p"])
+    if function is functional.rrelu:
+        return bool(args[3] if len(args) > 3 else kwargs.get("training", False))
+    if function in _DROPOUTS:
+        probability = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+        training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
+        return bool(probability) and bool(training)
+    return True

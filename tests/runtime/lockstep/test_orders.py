@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops, _get_warmup_ops
 
 from atoll.cost.in_flight import in_flight_bounds, micro_batch_counts
-from atoll.cost.pipeline import NO_HOP, Worker, route, simulate
+from atoll.cost.pipeline import simulate
+from atoll.cost.routing import route
+from atoll.cost.workers import NO_HOP, Worker
 from atoll.errors import ScheduleError
 from atoll.plan import Plan, Replica, Stage
 from atoll.runtime.lockstep.check import check

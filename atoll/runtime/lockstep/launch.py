@@ -254,6 +254,8 @@ class _Launcher:
                     if failure is not None:
                         kill_at = time.monotonic() + self.grace_seconds
                         _show(failure)
+                        if failure.kind == "silent":  # it cannot end by itself
+                            self._workers[failure.rank].signal(signal.SIGKILL)
             if time.monotonic() > kill_at:
                 self._kill()
             self._pass_on_request()

@@ -97,6 +97,8 @@ class Analysis:
         readers = [user for user in product.parameter.users if user in self.inside and user.target is not aten.embedding.default]
         if node in self.withdrawn or product.parameter in self.whole or shape[-1] < 2 or len(readers) != 1:
             return
+        if any(self._is_written_after(node, value) for value in node.all_input_nodes):
+            return
         tag = Tag(frozenset([(node, 0, shape[-1])]), len(shape) - 1)
         self.tags[node] = tag
         self.regions.start(node, shape[-1])
@@ -123,8 +125,23 @@ class Analysis:
     def _operand(self, node: fx.Node, value: fx.Node, tag: Tag | None = None, size: int = 0, dim: int = 0) -> None:
         spec = self.table.specs[value]
         if isinstance(spec, TensorSpec):
+            require(not self._is_written_after(node, value))
             cut = (lambda: self.regions.cut(tag, size, dim)) if tag is not None else (lambda: None)
-            self._rewrites.append(lambda: Operand(node, value, spec.requires_grad, cut()))
+            self._rewrites.append(lambda: Operand(node, value, spec.dtype.is_floating_point, cut()))
+
+    def _is_written_after(self, node: fx.Node, value: fx.Node) -> bool:
+        """Whether a value is changed in place after `node` read it: then no reader can have its gradient summed with another's."""
+        root = self.table.memory[value]
+        views, seen = [root], {root}
+        while views:
+            for user in views.pop().users:
+                if user in seen or self.table.memory.get(user) is not root:
+                    continue
+                if torch.Tag.inplace in getattr(user.target, "tags", ()) and self.table.position[user] > self.table.position[node]:
+                    return True
+                seen.add(user)
+                views.append(user)
+        return False
 
     def _carry(self, node: fx.Node, product: Product | None, position: int, sources: frozenset[fx.Node]) -> None:
         if product is not None and product.x in self.tags:

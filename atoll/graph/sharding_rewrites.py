@@ -92,7 +92,7 @@ class Operand:
 
     node: fx.Node
     value: fx.Node
-    gradient: bool  # whether one flows
+    gradient: bool  # whether one may flow: in-place operators can let one flow where none was
     cut: Cut | None = None
 
 

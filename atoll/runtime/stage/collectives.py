@@ -75,6 +75,8 @@ class TensorRanks(_Reducing):
 
     def enter(self, x: Tensor, samples: Samples) -> Tensor:
         """See `Ranks`."""
+        if not x.requires_grad:
+            return x
         return _SumGradients.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
 
     def leave(self, x: Tensor, samples: Samples) -> Tensor:

@@ -15,7 +15,9 @@ from atoll.runtime.lockstep.bridge import backward_hops, forward_hops
 from atoll.runtime.lockstep.channels import Arrival, Channels, Message
 from atoll.runtime.lockstep.gradients import Gradients
 from atoll.runtime.lockstep.layout import Layout, Place
+from atoll.runtime.lockstep.measuring import Recorder
 from atoll.runtime.lockstep.schedule import Action
+from atoll.runtime.stage.collectives import Lanes
 from atoll.runtime.stage.drawing import DrawKey
 from atoll.runtime.stage.module import StageModule
 from atoll.runtime.stage.program import StageProgram
@@ -41,6 +43,7 @@ class StageWork:
     module: StageModule
     parameters: list[nn.Parameter]  # that synchronisation waits for
     before_backward: Callable[[bool], None]  # told whether the backward to come is the step's last
+    lanes: Lanes | None = None  # that divide layers of the stage, and must know each micro-batch's samples
 
 
 @dataclass
@@ -89,6 +92,7 @@ class Executor:
         self._dims = {work.place.stage: [sizes.sample_dim(crossing) for crossing in work.program.receives] for work in stages}
         self._dims_out = {work.place.stage: [sizes.sample_dim(crossing) for crossing in work.program.sends] for work in stages}
         self.loss_scale = 1.0
+        self.recorder = gradients.recorder = Recorder(channels.device.type)
 
     def run(self, step: int) -> StepSums:
         """Forward and backward of all of the step's micro-batches (steps count from 1); gradients are whole afterwards."""
@@ -102,8 +106,10 @@ class Executor:
             self._doing(action, step)
             self._perform(action)
         self._doing("synchronising gradients", step)
+        began = self.recorder.now()
         self._gradients.finish()
         self._channels.settle()
+        self.recorder.add("S", -1, -1, began)
         return self._sums
 
     def _perform(self, action: Action) -> None:
@@ -117,10 +123,10 @@ class Executor:
                 self._arriving["F", stage, m] = self._receive_activations(stage, m)
             case "RB":
                 self._arriving["B", stage, m] = self._receive_gradients(stage, m)
-            case "SF":
-                self._send_activations(stage, m)
-            case "SB":
-                self._send_gradients(stage, m)
+            case "SF" | "SB":
+                began = self.recorder.now()
+                (self._send_activations if action.kind == "SF" else self._send_gradients)(stage, m)
+                self.recorder.add(action.kind, stage, m, began)
             case _:
                 pass  # synchronisation runs by itself as gradients become ready; the optimizer is the trainer's
 
@@ -132,17 +138,29 @@ class Executor:
         work = self._stages[stage]
         if stage == 0:
             return []
-        arrived = self._arriving.pop(("F", stage, m), None)
-        values = arrived.wait() if arrived is not None else self._handed.pop(("F", stage, m))
+        values = self._arrived("F", stage, m)
         return [value.requires_grad_(crossing.wants_gradient) for value, crossing in zip(values, work.program.receives, strict=True)]
+
+    def _arrived(self, direction: str, stage: int, m: int) -> list[Tensor]:
+        """What this stage waits for of a micro-batch: from another rank, or handed over by this very one."""
+        arrival = self._arriving.pop((direction, stage, m), None)
+        if arrival is None:
+            return self._handed.pop((direction, stage, m))
+        began = self.recorder.now()
+        values = arrival.wait()
+        self.recorder.add(f"R{direction}", stage, m, began)
+        return values
 
     def _forward(self, stage: int, m: int) -> None:
         work = self._stages[stage]
+        began = self.recorder.now()
         leaves, binding = self._feed.get(self._step, stage, m)
+        self.recorder.add("D", stage, m, began)
         inputs = self._inputs(stage, m)
+        began = self.recorder.now()
         values: dict[str, Any] = {**leaves, **{name: self._sizes.number(e, binding) for name, e in work.program.numbers.items()}}
         values.update(zip((crossing.name for crossing in work.program.receives), inputs, strict=True))
-        self._key_to(stage, m)
+        self._turn_to(stage, m)
         with self._autocast():
             outputs = work.module(values)
         if work.program.last:
@@ -156,8 +174,12 @@ class Executor:
         layout = self._layout
         return layout.homes[stage][layout.route[stage][m]] == layout.homes[stage + 1][layout.route[stage + 1][m]]
 
-    def _key_to(self, stage: int, m: int) -> None:
+    def _turn_to(self, stage: int, m: int) -> None:
+        """What is computed next, in forward or again in backward, is this micro-batch."""
         self._key.step, self._key.first_sample = self._step, self._piece(stage, m)[0]
+        lanes = self._stages[stage].lanes
+        if lanes is not None:
+            lanes.samples = tuple(stop - start for start, stop in self._layout.pieces(stage, m))
 
     def _count_loss(self, stage: int, m: int, outputs: tuple[Any, ...]) -> Tensor:
         """Note the loss and return what is to be differentiated: each piece by its true weight in the global batch."""
@@ -175,7 +197,7 @@ class Executor:
         work.before_backward(last)
         if last:
             self._gradients.arm(work.parameters)
-        self._key_to(stage, m)
+        self._turn_to(stage, m)
         roots, gradients = self._roots(stage, m, held)
         if roots:
             torch.autograd.backward(roots, gradients)
@@ -193,8 +215,7 @@ class Executor:
         work = self._stages[stage]
         if work.program.last:
             return [held.outputs[0]], [None]
-        arrived = self._arriving.pop(("B", stage, m), None)
-        gradients = arrived.wait() if arrived is not None else self._handed.pop(("B", stage, m))
+        gradients = self._arrived("B", stage, m)
         wanting = [value for value, crossing in zip(held.outputs, work.program.sends, strict=True) if crossing.wants_gradient]
         pairs = [(value, gradient) for value, gradient in zip(wanting, gradients, strict=True) if value.requires_grad]
         return [value for value, _ in pairs], [gradient for _, gradient in pairs]

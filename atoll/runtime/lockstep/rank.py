@@ -18,6 +18,7 @@ from atoll.runtime.checkpoint import Held
 from atoll.runtime.checkpoint.exchange import Ranks
 from atoll.runtime.lockstep.channels import Channels
 from atoll.runtime.lockstep.check import check
+from atoll.runtime.lockstep.dividing import Dividing
 from atoll.runtime.lockstep.executor import Executor, StageWork
 from atoll.runtime.lockstep.feeding import PieceFeed
 from atoll.runtime.lockstep.gradients import Gradients
@@ -28,6 +29,7 @@ from atoll.runtime.lockstep.owned import Owned
 from atoll.runtime.lockstep.schedule import Schedule, Workers
 from atoll.runtime.lockstep.sharding import BackwardPhases, make_meshes, owned_shard, shard_stage
 from atoll.runtime.lockstep.sharing import Part, Share, shares_of
+from atoll.runtime.stage.collectives import Lanes
 from atoll.runtime.stage.drawing import DrawKey
 from atoll.runtime.stage.holding import Holding
 from atoll.runtime.stage.module import StageBuilder, StageModule
@@ -109,18 +111,19 @@ class _Assembly:
         builder = StageBuilder(InitialState(self.captured, model), device=self.device, key=self.key)
         self.programs: list[StageProgram] = []
         self.modules: list[StageModule] = []
+        self.lanes: list[Lanes | None] = []
+        dividing = Dividing(self.layout, self.rank, self.captured)
         last_layer = len(self.captured.graph.layers) - 1
         for place in self.places:
             stage = self.layout.plan.stages[place.stage]
             program = cut_stage(self.captured, stage.start, stage.stop)
-            holdings = self._divide(place, program)
+            holdings, among_lanes, lanes = dividing.divide(place, program)
+            self.lane_divided |= among_lanes
+            self.lanes.append(lanes)
             recompute = [stage.recompute and last_layer not in unit.layers for unit in program.units]
             self.programs.append(program)
             self.modules.append(builder.stage(program, recompute, holdings))
         self.holdings = builder.holdings
-
-    def _divide(self, place: Place, program: StageProgram) -> dict[str, Holding]:
-        return {}
 
     def _shard(self) -> None:
         """Shard over lanes what only one layer uses and lanes hold alike."""
@@ -190,8 +193,8 @@ class _Assembly:
             check_elementwise(self.job.build_optimizer)
         gradients = self._gradients()
         stages = [
-            StageWork(place, program, module, list(module.parameters_by_name().values()), BackwardPhases(module))
-            for place, program, module in zip(self.places, self.programs, self.modules, strict=True)
+            StageWork(place, program, module, list(module.parameters_by_name().values()), BackwardPhases(module), lanes)
+            for place, program, module, lanes in zip(self.places, self.programs, self.modules, self.lanes, strict=True)
         ]
         schedule = make_plan_schedule(self.layout)
         actions = schedule[self.layout.worker_of(self.rank)]

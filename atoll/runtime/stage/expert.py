@@ -39,7 +39,7 @@ def split_experts(
     index: int,
     group: ProcessGroup | None,
 ) -> dict[str, Holding]:
-    """Rewrite a layer's copied graph for lane `index`, which holds `counts[index]` consecutive experts; what it holds of each parameter.
+    """Rewrite a layer's copied graph for lane `index`, which holds `counts[index]` consecutive experts; its part of each divided parameter.
 
     `nodes` leads from the program's nodes to the graph's. `group` joins the lanes in their order; it may be None where there is one.
     With one lane nothing is exchanged, but rows that were routed are still computed expert by expert, without copies of weights.
@@ -50,7 +50,7 @@ def split_experts(
     for region in experts.regions:
         lanes = ExpertLanes(tuple(counts), index, group)
         _Rewrite(graph, nodes, region, table, lanes).run()
-        for parameter in region.parameters:
+        for parameter in region.parameters if len(counts) > 1 else ():
             name, shape = table.parameters[parameter], tuple(table.specs[parameter].shape)
             holdings[name] = Holding(name=name, shape=shape, dim=0, parts=((lanes.first, lanes.first + lanes.own),))
     return holdings
@@ -97,12 +97,18 @@ class _Rewrite:
 
     def _group_products(self, pick: fx.Node) -> None:
         """Products with picked weights go expert by expert instead, so that no weight is copied for every row."""
-        for product in [user for user in list(pick.users) if user in self.copies and operator_name(user) == "bmm"]:
-            left, right = product.args
-            product.target = self.lanes.weight_times_rows if left is pick else self.lanes.rows_times_weight
-            product.args = (pick.args[0], right if left is pick else left, self.route)
+        for node, product in zip(self.region.nodes, self.copies, strict=True):
+            if product in pick.users and self._is_batched_product(node):
+                left, right = product.args
+                product.target = self.lanes.weight_times_rows if left is pick else self.lanes.rows_times_weight
+                product.args = (pick.args[0], right if left is pick else left, self.route)
         if not pick.users:
             self.graph.erase_node(pick)
+
+    def _is_batched_product(self, node: fx.Node) -> bool:
+        """One matrix for every row on both sides: `bmm`, or `matmul` used as such."""
+        shapes = [self.table.specs[value].shape for value in node.all_input_nodes]
+        return operator_name(node) in ("bmm", "matmul") and [len(shape) for shape in shapes] == [3, 3] and shapes[0][0] == shapes[1][0]
 
     def _arrival(self, value: fx.Node, own: fx.Node, tag: Tag, reader: fx.Node) -> fx.Node:
         if value not in self.arrived:

@@ -150,8 +150,10 @@ class _Cutter:
         for value in _sources(nodes, ("placeholder", "get_attr")):
             if value not in inputs:
                 unit.copies[value] = self._attribute(unit, value)
+        for value in {value for node in nodes for value in node.all_input_nodes} - own - unit.copies.keys():
+            unit.copies[value] = unit.copies[self._same(value)]
         for node in nodes:
-            unit.copies[node] = unit.graph.node_copy(node, lambda value: self._copy_of(unit, value))
+            unit.copies[node] = unit.graph.node_copy(node, unit.copies.__getitem__)
             if node in self.random:
                 unit.draws[unit.copies[node].name] = self.random[node]
         made = {self._same(node) for node in nodes if self._same(node) in own}
@@ -174,9 +176,6 @@ class _Cutter:
                 elif value in batch:
                     found[value] = None
         return list(found)
-
-    def _copy_of(self, unit: Unit, value: fx.Node) -> fx.Node:
-        return unit.copies[value] if value in unit.copies else unit.copies[self._same(value)]
 
     def _attribute(self, unit: Unit, value: fx.Node) -> fx.Node:
         if value in self.table.parameters:

@@ -102,7 +102,7 @@ class Picked(Mixture):
         ids = experts.flatten()
         twice = rows.repeat_interleave(2, 0)
         hidden = relu(torch.einsum("rw,rwh->rh", twice, self.up[ids]) + self.bias[ids])
-        answers = torch.bmm(hidden.view(twice.shape[0], 1, HIDDEN), self.down[ids]).squeeze(1) * self.scale.index_select(0, ids)[:, None]
+        answers = (hidden.view(twice.shape[0], 1, HIDDEN) @ self.down[ids]).squeeze(1) * self.scale.index_select(0, ids)[:, None]
         return (answers * trust.flatten()[:, None]).view(-1, 2, WIDTH).sum(1).view_as(x)
 
 

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atoll.graph.capture import capture_program
 from atoll.runtime.stage.expert import expert_counts
 
-from .expert_lanes import CASES
+from .expert_lanes import CASES, compare, job_of, lane_module
 
 TOLERANCE = 1e-9
 
@@ -41,6 +42,20 @@ def test_recomputing_and_a_lane_without_samples(differences: list[dict[str, dict
     for found in differences:
         assert found[f"{case} {how}"]["loss"] < TOLERANCE
         assert found[f"{case} {how}"]["gradient"] < TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["Picked", "Capacity"])
+def test_one_lane_exchanges_nothing_and_computes_the_same(case: str) -> None:
+    job = job_of(case)
+    found = compare(job, capture_program(job), (3,), 0, None)
+    assert max(found.values()) < TOLERANCE
+
+
+def test_routed_rows_are_computed_without_copies_of_weights() -> None:
+    captured = capture_program(job_of("Collapsed"))
+    module, _ = lane_module(captured, job_of("Collapsed").model(), 0, 1, None)
+    products = [node for node in module.graph.nodes if getattr(node.target, "__name__", "") == "rows_times_weight"]
+    assert [node.args[0].op for node in products] == ["get_attr"]
 
 
 @given(st.integers(1, 64), st.integers(0, 200))

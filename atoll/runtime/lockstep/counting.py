@@ -3,7 +3,8 @@
 All steps exchange the same, so one is counted: it alone pays for being looked at.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from atoll.runtime.lockstep.measuring import Exchange
+from atoll.runtime.lockstep.measuring import Exchange, Recorder
 
-__all__ = ["ExchangeCounter"]
+__all__ = ["ExchangeCounter", "counted"]
 
 _KINDS = {
     "allreduce_": "all_reduce",
@@ -32,11 +33,23 @@ _KINDS = {
 _SECOND = ("reduce_scatter", "all_to_all")  # their whole is what goes in, the second argument; that of the others the first
 
 
-class ExchangeCounter(TorchDispatchMode):
+@contextmanager
+def counted(recorder: Recorder, step: int, *, is_last: bool) -> Iterator[None]:
+    """Counts the exchanges inside if this is the rank's second step (the first may set things up), or its only one."""
+    if recorder.counted_step >= 0 or not (recorder.steps == 1 or is_last):
+        yield
+        return
+    counter = ExchangeCounter()
+    with counter:
+        yield
+    recorder.exchanges, recorder.counted_step = counter.exchanges(), step
+
+
+class ExchangeCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside `with`, counts what this rank exchanges; `exchanges` says it, with the ranks of the whole run."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._counted: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

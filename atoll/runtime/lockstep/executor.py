@@ -15,7 +15,7 @@ from atoll.runtime.lockstep.bridge import backward_hops, forward_hops
 from atoll.runtime.lockstep.channels import Arrival, Channels, Message
 from atoll.runtime.lockstep.gradients import Gradients
 from atoll.runtime.lockstep.layout import Layout, Place
-from atoll.runtime.lockstep.measuring import Recorder
+from atoll.runtime.lockstep.measuring import Bucket, Recorder
 from atoll.runtime.lockstep.schedule import Action
 from atoll.runtime.stage.collectives import Lanes
 from atoll.runtime.stage.drawing import DrawKey
@@ -94,6 +94,11 @@ class Executor:
         self.loss_scale = 1.0
         self.recorder = gradients.recorder = Recorder(channels.device.type)
 
+    @property
+    def buckets(self) -> list[Bucket]:
+        """What is added up with other ranks once a step."""
+        return self._gradients.buckets
+
     def run(self, step: int) -> StepSums:
         """Forward and backward of all of the step's micro-batches (steps count from 1); gradients are whole afterwards."""
         self._step = step
@@ -101,6 +106,7 @@ class Executor:
         self._arriving: dict[tuple[str, int, int], Arrival] = {}
         self._handed: dict[tuple[str, int, int], list[Tensor]] = {}
         self._sums = StepSums()
+        self.recorder.begin()
         self._gradients.begin()
         for action in self._actions:
             self._doing(action, step)
@@ -168,6 +174,7 @@ class Executor:
         elif self._layout_keeps(stage, m):
             self._handed["F", stage + 1, m] = [value.detach() for value in outputs]
         self._held[stage, m] = _Held(inputs, outputs)
+        self.recorder.add("F", stage, m, began)
 
     def _layout_keeps(self, stage: int, m: int) -> bool:
         """Whether the next stage of the micro-batch is on this worker, so that nothing is sent."""
@@ -199,8 +206,10 @@ class Executor:
             self._gradients.arm(work.parameters)
         self._turn_to(stage, m)
         roots, gradients = self._roots(stage, m, held)
+        began = self.recorder.now()
         if roots:
             torch.autograd.backward(roots, gradients)
+        self.recorder.add("B", stage, m, began)
         if stage > 0:
             returned = [
                 value.grad if value.grad is not None else torch.zeros_like(value)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from atoll.runtime.lockstep.measuring import Bucket, Recorder
 from atoll.runtime.lockstep.sharing import Part
 from atoll.runtime.stage.holding import Holding
 
@@ -32,11 +33,13 @@ class _Slot:
 
 @dataclass
 class _Bucket:
+    number: int  # in `Gradients.buckets`
     group: Any
     slots: list[_Slot]
     buffer: Tensor
     waiting: set[int] = field(default_factory=set)  # ids of parameters whose gradient is still to come
     work: Any = None
+    launched: Any = None  # when, by the recorder
 
 
 class Gradients:
@@ -56,6 +59,8 @@ class Gradients:
         ready_late: frozenset[str] = frozenset(),
     ) -> None:
         self._parameters = dict(parameters)
+        self.recorder = Recorder()  # replaced by whoever wants to know
+        self.buckets: list[Bucket] = []  # what is added up, for reports
         groups = _make_groups(parts)
         early: list[Part] = []
         late: list[Part] = []
@@ -85,7 +90,8 @@ class Gradients:
         def close(key: tuple[tuple[int, ...], torch.dtype, int]) -> None:
             slots, size = open_slots.pop(key)
             buffer = torch.zeros(size, dtype=key[1], device=slots[0].parameter.device)
-            bucket = _Bucket(groups[key[0]], slots, buffer)
+            self.buckets.append(Bucket(ranks=key[0], stage=max(0, key[2]), bytes=buffer.numel() * buffer.element_size()))
+            bucket = _Bucket(len(self.buckets) - 1, groups[key[0]], slots, buffer)
             self._queues.setdefault((key[0], late), []).append(bucket)
             for parameter_id in {id(slot.parameter) for slot in slots}:
                 self._of.setdefault(parameter_id, []).append(bucket)
@@ -135,8 +141,7 @@ class Gradients:
                     break
                 self._launch(bucket)
 
-    @staticmethod
-    def _launch(bucket: _Bucket) -> None:
+    def _launch(self, bucket: _Bucket) -> None:
         for slot in bucket.slots:
             view = bucket.buffer[slot.start : slot.stop]
             gradient = slot.parameter.grad
@@ -151,6 +156,7 @@ class Gradients:
                 torch.cat(chosen, out=view)
             if slot.scale != 1.0:
                 view.mul_(slot.scale)
+        bucket.launched = self.recorder.now()
         bucket.work = dist.all_reduce(bucket.buffer, group=bucket.group, async_op=True)
 
     def finish(self) -> None:
@@ -162,6 +168,7 @@ class Gradients:
         for queue in self._queues.values():
             for bucket in queue:
                 bucket.work.wait()
+                self.recorder.add("G", self.buckets[bucket.number].stage, bucket.number, bucket.launched)
                 self._hand_back(bucket)
         self._armed.clear()
 

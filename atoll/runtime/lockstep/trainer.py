@@ -14,6 +14,7 @@ from atoll.blame import users_code
 from atoll.errors import JobError, JobFailedError
 from atoll.events import AnyEvent, NonFinite, Observer, RunFinished, RunStarted, StepFinished, StopTraining
 from atoll.job import Job
+from atoll.runtime.lockstep.counting import counted
 from atoll.runtime.lockstep.optimizing import LossScale, clip_factor, scale_gradients, squared_norm
 from atoll.runtime.lockstep.rank import RankWork
 from atoll.runtime.peak import peak_memory_bytes
@@ -67,7 +68,8 @@ class Trainer:
         """All steps. `stop_asked` is looked at on every rank and obeyed by all after the same step; `after_step` may save."""
         self.tell(self._started())
         for step in range(self.first_step, self.job.total_steps + 1):
-            event, stop = self.step(step, stop_asked())
+            with counted(self.work.executor.recorder, step, is_last=step == self.job.total_steps):
+                event, stop = self.step(step, stop_asked())
             stopped = self._tell_together(event)
             after_step(step)
             if stopped or stop:
@@ -84,9 +86,13 @@ class Trainer:
         sums = self.work.executor.run(step)
         for owned in self.trainable:
             owned.hand_gradient_over()
+        recorder = self.work.executor.recorder
+        agreeing = recorder.now()
         totals = self._add_up(sums.total, sums.weight, stop_asked)
+        recorder.add("A", -1, -1, agreeing)
         loss, gradient_norm, applied = self._apply(step, totals)
         self.losses.append(loss)
+        recorder.end(step, time.perf_counter() - began)
         event = StepFinished(
             at_seconds=self.elapsed(),
             step=step,
@@ -134,8 +140,10 @@ class Trainer:
     def _step_optimizer(self, step: int) -> None:
         if self.optimizer is None:
             return
+        began = self.work.executor.recorder.now()
         with users_code(f"step {step}: the optimizer", JobFailedError):
             self.optimizer.step()
+        self.work.executor.recorder.add("O", -1, -1, began)
         if self.scheduler is not None:
             with users_code(f"step {step} of {self.job.total_steps}: the learning-rate schedule", JobFailedError):
                 self.scheduler.step()

@@ -16,6 +16,7 @@ from atoll.job import Job
 from atoll.plan import Plan, validate
 from atoll.runtime.checkpoint import Checkpointer, Held, RunIdentity
 from atoll.runtime.checkpoint.exchange import Ranks
+from atoll.runtime.lockstep.concluding import MeasuredFile
 from atoll.runtime.lockstep.layout import Layout
 from atoll.runtime.lockstep.rank import assemble
 from atoll.runtime.lockstep.rendezvous import Run, joined
@@ -72,6 +73,8 @@ class _Session:
         run.doing("taking its part of the model")
         self.work = assemble(job, plan, captured, device=device, doing=run.doing)
         self.trainer = Trainer(job, self.work, device)
+        self.graph = captured.graph
+        self.measured = MeasuredFile(directory, self.work, device) if directory is not None else None
 
     def train(self, observers: Sequence[Observer]) -> Reason:
         """Continue from the last checkpoint if there is one, train, save."""
@@ -85,17 +88,27 @@ class _Session:
                 observers = [log, *observers]
             self.trainer.observers = observers
             try:
-                reason = self.trainer.train(lambda: self.run.stop_asked, lambda step: self._save_when_due(checkpoints, step))
+                reason = self.trainer.train(lambda: self.run.stop_asked, lambda step: self._after_step(checkpoints, step))
             except AtollError as error:
                 self.trainer.finish("failed", str(error))
                 raise
+            finally:
+                if self.measured is not None:
+                    self.measured.write()
             if checkpoints is not None and self.trainer.last_step:
                 checkpoints.save(
                     self.trainer.last_step, self._held(saving=True), optimizers=self._optimizers(), extra=self._extra(), final=True
                 )
                 self.run.saved(self.trainer.last_step)
             self.trainer.finish(reason)
+            self._conclude()
             return reason
+
+    def _conclude(self) -> None:
+        if self.measured is not None:
+            dist.barrier()  # everybody has written
+            if self.run.role.rank == 0:
+                self.measured.conclude(self.graph)
 
     def _checkpoints(self, stack: ExitStack) -> Checkpointer | None:
         if self.directory is None:
@@ -133,6 +146,11 @@ class _Session:
         if loaded is None:
             return
         self.trainer.resume(loaded.step, loaded.extra)
+
+    def _after_step(self, checkpoints: Checkpointer | None, step: int) -> None:
+        if self.measured is not None:
+            self.measured.after_step()
+        self._save_when_due(checkpoints, step)
 
     def _save_when_due(self, checkpoints: Checkpointer | None, step: int) -> None:
         every = self.settings.checkpoint_every

@@ -1,0 +1,73 @@
+"""What a rank leaves in the run's directory about its time: its own file now and then, and at the end what all of them together say."""
+
+import time
+from contextlib import suppress
+
+import msgspec
+import torch
+
+from atoll.cluster import load_cluster
+from atoll.graph import Graph
+from atoll.runtime.lockstep.calibrating import calibrate
+from atoll.runtime.lockstep.measuring import executed_spans, read_measured, write_measured
+from atoll.runtime.lockstep.rank import RankWork
+from atoll.runtime.lockstep.trace import chrome_trace, table
+from atoll.runtime.peak import peak_memory_bytes
+from atoll.runtime.run_directory import RunDirectory
+
+__all__ = ["MeasuredFile"]
+
+_FIRST_SECONDS, _MOST_SECONDS = 2.0, 30.0  # until the file is written anew; twice as long each time
+
+
+class MeasuredFile:
+    """One rank's measurements on disk, a few seconds old at most when the rank is killed. A disk that is full ends no run."""
+
+    def __init__(self, directory: RunDirectory, work: RankWork, device: torch.device) -> None:
+        self.directory, self.work, self.device = directory, work, device
+        self._pause, self._due = _FIRST_SECONDS, time.perf_counter() + _FIRST_SECONDS
+        if work.rank == 0:
+            with suppress(OSError):
+                self._begin()
+
+    def _begin(self) -> None:
+        """Say what the schedule is; what a run before had measured under another plan is no longer true."""
+        for path in self.directory.measured.glob("rank-*.json"):
+            path.unlink(missing_ok=True)
+        grid = "".join(f"# {line}\n" for line in table(self.work.schedule).splitlines())
+        self.directory.write("schedule.txt", f"{grid}\n{self.work.schedule}\n")
+
+    def after_step(self) -> None:
+        """Write if it is time to."""
+        if time.perf_counter() >= self._due:
+            self.write()
+            self._pause = min(2 * self._pause, _MOST_SECONDS)
+            self._due = time.perf_counter() + self._pause
+
+    def write(self) -> None:
+        """Write now."""
+        recorder = self.work.executor.recorder
+        if not recorder.steps:
+            return
+        measured = recorder.measured(
+            self.work.layout,
+            self.work.rank,
+            accelerator=self.device.type,
+            threads=torch.get_num_threads(),
+            buckets=self.work.executor.buckets,
+            memory=peak_memory_bytes(self.device),
+        )
+        with suppress(OSError):
+            write_measured(self.directory, measured)
+
+    def conclude(self, graph: Graph) -> None:
+        """Once all ranks have written: the executed trace, and the calibration that the next plan may begin with."""
+        ranks = read_measured(self.directory)
+        if len(ranks) < self.work.layout.world_size:  # no step was made, or a disk was full; the report says who is missing
+            return
+        names = {rank.rank: f"rank {rank.rank} {rank.device}" for rank in ranks}
+        with suppress(OSError):
+            self.directory.write("trace.json", msgspec.json.encode(chrome_trace(executed_spans(ranks), names)))
+            cluster = load_cluster(self.directory.cluster) if self.directory.cluster.exists() else None
+            if cluster is not None and cluster.name == self.work.layout.plan.cluster:
+                self.directory.write("calibration.json", calibrate(graph, cluster, self.work.layout.plan, ranks).to_json())

@@ -59,11 +59,11 @@ def capture(job: TrainingJob) -> Graph:
     return capture_program(job).graph
 
 
-def capture_program(job: TrainingJob) -> Captured:
-    """As `capture`, with the program for the runtime."""
-    exported = export_job(job)
+def capture_program(job: TrainingJob, *, training: bool = True) -> Captured:
+    """As `capture`, with the program for the runtime. Without `training`, the model is in evaluation mode and no gradient has to flow."""
+    exported = export_job(job, training=training)
     table = build_table(exported, job.precision)
-    _check_loss(exported.program, table)
+    _check_loss(exported.program, table, training)
     liveness = find_liveness(table)
     _charge_to_makers(table, liveness)
     segments = group_into_segments(table, liveness, exported.model)
@@ -97,7 +97,7 @@ def _assumed(assumptions: Sequence[Assumption]) -> list[str]:
     return sentences
 
 
-def _check_loss(program: ExportedProgram, table: OperatorTable) -> None:
+def _check_loss(program: ExportedProgram, table: OperatorTable, training: bool) -> None:
     """The program returns what can be trained on: one floating number, or (total, weight), that a gradient flows from."""
     results = next(node for node in program.graph.nodes if node.op == "output").args[0]
     outputs = zip(program.graph_signature.output_specs, results, strict=True)
@@ -105,6 +105,8 @@ def _check_loss(program: ExportedProgram, table: OperatorTable) -> None:
     if isinstance(returned[0], fx.Node) and not isinstance(table.specs[returned[0]], TensorSpec):
         raise JobError("Job: loss: it must return a tensor, it returned a plain number (from `.item()`?), from which no gradient flows")
     read_loss(pytree.tree_unflatten([_stand_in(value, table) for value in returned], program.call_spec.out_spec))
+    if not training:
+        return
     spec = table.specs[returned[0]]
     if not spec.dtype.is_floating_point:
         raise JobError(f"Job: loss: it must return a floating-point number, it returned {spec.dtype}")

@@ -150,7 +150,7 @@ def _is_data_dependent(error: BaseException) -> bool:
     return any(name in text for name in _DATA_DEPENDENT) or "data-dependent" in text or "item()" in text or "Expected bool" in text
 
 
-def _record_answers(job: TrainingJob, model: nn.Module, batch: Any) -> Answers | None:
+def _record_answers(job: TrainingJob, model: nn.Module, batch: Any, training: bool) -> Answers | None:
     """What an eager run answers to the model's questions; None when the model is too large to be run here."""
     real = real_model(model, job.model)
     if real is None:
@@ -159,7 +159,7 @@ def _record_answers(job: TrainingJob, model: nn.Module, batch: Any) -> Answers |
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), ambient_precision(job.precision), Recorder() as recorder:
             torch.manual_seed(0)
-            job.loss(real, batch)
+            job.loss(real.train(training), batch)
     except Exception as error:
         raise _capture_error(job, error, real, "The model fails in an ordinary run too; mend that first.") from error
     return dict(recorder.answers)
@@ -186,8 +186,8 @@ _ADVICE_ON_VALUES = "Rewrite that code without reading values of tensors, or wri
 class _Attempts:
     """The ladder: plain export with symbolic sizes; with the oracle; at fixed sizes."""
 
-    def __init__(self, job: TrainingJob, model: nn.Module, batch: Any, growing: dict[str, tuple[int, ...]]):
-        self.job, self.original, self.batch, self.growing = job, model, batch, growing
+    def __init__(self, job: TrainingJob, model: nn.Module, batch: Any, growing: dict[str, tuple[int, ...]], training: bool):
+        self.job, self.original, self.batch, self.growing, self.training = job, model, batch, growing, training
         self.assumptions: tuple[Assumption, ...] = ()
         self.notes: list[str] = []
 
@@ -199,7 +199,7 @@ class _Attempts:
         except Exception as error:
             if not _is_data_dependent(error):
                 return self._at_fixed_size(error, contextlib.nullcontext)
-        answers = _record_answers(self.job, self.original, self.batch)
+        answers = _record_answers(self.job, self.original, self.batch, self.training)
         if answers is None:
             self.notes.append("the model asks tensors for values and is too large to be run here: yes-or-no questions were answered no")
         replayers: list[Replayer] = []
@@ -233,7 +233,7 @@ class _Attempts:
     def _export(self, growing: dict[str, tuple[int, ...]], mode: Callable[[], Any]) -> tuple[ExportedProgram, nn.Module]:
         self._last = model = fake_model(self.original, new_fake_mode())
         use_batched_experts(model)
-        wrapped = _LossOf(model, self.job.loss, mode).train()
+        wrapped = _LossOf(model, self.job.loss, mode).train(self.training)
         shapes = _dynamic_shapes(self.batch, growing)
         with _quiet(), keep_custom_functions(), ambient_precision(self.job.precision):
             program = torch.export.export(wrapped, (self.batch,), strict=False, dynamic_shapes=shapes)
@@ -288,7 +288,7 @@ def _check_parameters(job: TrainingJob, model: nn.Module) -> None:
         raise JobError("Job: model: it has no trainable parameter; set requires_grad on what is to be trained")
 
 
-def export_job(job: TrainingJob) -> Exported:
+def export_job(job: TrainingJob, *, training: bool = True) -> Exported:
     """Capture `job.loss(job.model, batch)` without allocating the model; raises `CaptureError` with the module and the reason."""
     with _running_the_users_code(job, "building the model"):
         model, building = build_model(job.model)
@@ -298,7 +298,7 @@ def export_job(job: TrainingJob) -> Exported:
     growing = _growing(batch, other)
     if not any(growing.values()):
         raise CaptureError(f"job {job.name!r}: no tensor of the batch grows with the number of samples; check the collate function")
-    attempts = _Attempts(job, model, batch, growing)
+    attempts = _Attempts(job, model, batch, growing, training)
     with _running_the_users_code(job, "running the model and its loss"):
         program, fake = attempts.run()
     _drop_metadata_checks(program)

@@ -1,4 +1,4 @@
-"""Dividing: a rank's stages rewritten for the part it computes, by tensor, expert and split parallelism, with the groups they talk through."""
+"""Dividing: a rank's stages rewritten for its part of tensor, expert and split parallelism, with the groups they talk through."""
 
 from typing import Any
 
@@ -7,7 +7,6 @@ import torch.distributed as dist
 from atoll.errors import PlanError
 from atoll.graph.capture import Captured
 from atoll.graph.experts import find_experts
-from atoll.graph.sharding import Sharding, find_shardings
 from atoll.plan import Stage
 from atoll.runtime.lockstep.layout import Layout, Place
 from atoll.runtime.stage.collectives import Lanes, Ranks, TensorRanks
@@ -27,9 +26,7 @@ class Dividing:
         self._along_lane: dict[int, Any] = {}  # stage → this rank's group along its lane
         self._across_lanes: dict[int, Any] = {}
         stages = layout.plan.stages
-        self._shardings: list[Sharding] = []
-        if any(stage.tensor > 1 or stage.split for stage in stages):
-            self._shardings = find_shardings(captured.liveness.table, [layer.nodes for layer in captured.graph.layers])
+        self._shardings = captured.shardings
         for s, stage in enumerate(stages):
             self._make_groups(s, stage, rank)
 

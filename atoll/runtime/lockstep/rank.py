@@ -19,6 +19,7 @@ from atoll.runtime.checkpoint.exchange import Ranks
 from atoll.runtime.lockstep.channels import Channels
 from atoll.runtime.lockstep.check import check
 from atoll.runtime.lockstep.dividing import Dividing
+from atoll.runtime.lockstep.evaluating import Evaluation, prepare_evaluation
 from atoll.runtime.lockstep.executor import Executor, StageWork
 from atoll.runtime.lockstep.feeding import PieceFeed
 from atoll.runtime.lockstep.gradients import Gradients
@@ -67,6 +68,7 @@ class RankWork:
     counted: list[Counted]  # what it adds to the norm of the gradient
     trainable_parameters: int  # of the whole model
     other: OtherState
+    evaluation: Evaluation | None  # None: the job has no evaluation data
 
 
 def make_plan_schedule(layout: Layout) -> Schedule:
@@ -124,6 +126,10 @@ class _Assembly:
             self.programs.append(program)
             self.modules.append(builder.stage(program, recompute, holdings))
         self.holdings = builder.holdings
+        buffers = {name: buffer for module in self.modules for name, buffer in module.buffers_by_name().items()}
+        self.evaluated = prepare_evaluation(
+            self.job, self.layout, self.rank, self.captured, buffers, lambda captured: InitialState(captured, model), self.device
+        )
 
     def _shard(self) -> None:
         """Shard over lanes what only one layer uses and lanes hold alike."""
@@ -224,8 +230,23 @@ class _Assembly:
             doing=doing,
         )
         return RankWork(
-            self.layout, self.rank, schedule, executor, feed, stages, self.owned, self._counted(), self.trainable, self._other()
+            layout=self.layout,
+            rank=self.rank,
+            schedule=schedule,
+            executor=executor,
+            feed=feed,
+            stages=stages,
+            owned=self.owned,
+            counted=self._counted(),
+            trainable_parameters=self.trainable,
+            other=self._other(),
+            evaluation=self._evaluation(),
         )
+
+    def _evaluation(self) -> Evaluation | None:
+        if not self.evaluated:
+            return None
+        return Evaluation(self.job, self.layout, self.rank, self.device, self.evaluated, self.owned, self.lane_divided)
 
     def _other(self) -> OtherState:
         """Buffers are saved by the first that reads them (running statistics differ between replicas) and loaded by all."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from atoll.blame import users_code
 from atoll.errors import JobError, JobFailedError
-from atoll.events import AnyEvent, NonFinite, Observer, RunFinished, RunStarted, StepFinished, StopTraining
+from atoll.events import AnyEvent, Evaluated, NonFinite, Observer, RunFinished, RunStarted, StepFinished, StopTraining
 from atoll.job import Job
 from atoll.runtime.lockstep.counting import counted
 from atoll.runtime.lockstep.optimizing import LossScale, clip_factor, scale_gradients, squared_norm
@@ -45,6 +45,7 @@ class Trainer:
         self.scheduler = job.build_scheduler(self.optimizer) if self.optimizer is not None else None
         self.scale = LossScale(job.precision == "fp16")
         self.losses: list[float] = []
+        self.evaluations: list[Evaluated] = []
         self.first_step = 1
 
     @property
@@ -71,6 +72,7 @@ class Trainer:
             with counted(self.work.executor.recorder, step, is_last=step == self.job.total_steps):
                 event, stop = self.step(step, stop_asked())
             stopped = self._tell_together(event)
+            stopped = self._evaluate_when_due(step) or stopped
             after_step(step)
             if stopped or stop:
                 return "stopped" if stopped else "interrupted"
@@ -173,6 +175,14 @@ class Trainer:
         flag = torch.tensor([float(stop)])
         dist.all_reduce(flag)
         return bool(flag.item() > 0)
+
+    def _evaluate_when_due(self, step: int) -> bool:
+        """Evaluate after the last step and every so many; whether an observer asked to stop."""
+        evaluation, every = self.work.evaluation, self.job.eval_every
+        if evaluation is None or not (step == self.job.total_steps or (every is not None and step % every == 0)):
+            return False
+        self.evaluations.append(evaluation.run(step, self.elapsed))
+        return self._tell_together(self.evaluations[-1])
 
     def _started(self) -> RunStarted:
         return RunStarted(

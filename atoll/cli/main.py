@@ -16,10 +16,12 @@ from rich.console import Console
 from rich.text import Text
 
 from atoll.cli.diff import diff
+from atoll.cli.export import export
 from atoll.cli.output import show_what_the_terminal_can
 from atoll.cli.plan import plan
 from atoll.cli.presets import presets
 from atoll.cli.probe import probe
+from atoll.cli.report import report
 from atoll.cli.run import run as run_command
 from atoll.errors import AtollError
 
@@ -42,6 +44,8 @@ def build_app() -> typer.Typer:
     app.command()(probe)
     app.command()(plan)
     app.command("run")(run_command)
+    app.command()(report)
+    app.command()(export)
     app.command()(presets)
     app.command()(diff)
     return app

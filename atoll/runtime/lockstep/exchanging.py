@@ -16,7 +16,18 @@ from atoll.plan import Plan
 from atoll.runtime.lockstep.layout import Layout
 from atoll.runtime.lockstep.measuring import Bucket, Exchange, MeasuredSpan, RankMeasured
 
-__all__ = ["INSIDE_HOSTS", "Links", "exchange_bytes", "link_bytes", "link_name", "measure_links", "sync_seconds", "transfer_seconds"]
+__all__ = [
+    "INSIDE_HOSTS",
+    "Sync",
+    "distinct_exchanges",
+    "Links",
+    "exchange_bytes",
+    "link_bytes",
+    "link_name",
+    "measure_links",
+    "sync_seconds",
+    "transfer_seconds",
+]
 
 INSIDE_HOSTS = "inside hosts"
 _PASSES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "broadcast": 1.0}

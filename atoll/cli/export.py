@@ -1,0 +1,44 @@
+"""`atoll export RUN --to model.safetensors`: a run's weights for plain PyTorch and transformers."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from atoll.cli.status import say, working
+from atoll.errors import CheckpointError
+from atoll.runtime.run_directory import RunDirectory
+from atoll.units import format_bytes
+
+__all__ = ["export"]
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="The directory that `atoll run` wrote.", metavar="RUN")],
+    to: Annotated[
+        Path,
+        typer.Option(help="A file ending in .safetensors, or a directory, which also gets a Hugging Face model's config.json."),
+    ],
+    step: Annotated[int | None, typer.Option(help="The checkpoint of this step, instead of the last.", min=0)] = None,
+) -> None:
+    """Write the weights of a run's checkpoint with the model's own names."""
+    _check(run, to)
+    with working(f"exporting {run}"):
+        from atoll.runtime.checkpoint import export as write  # PyTorch takes seconds to load: mistakes are told before
+
+        exported = write(run, to, step=step)
+    files = ", ".join(str(path) for path in exported.files)
+    say(f"wrote {exported.tensors} tensors of step {exported.step}, {format_bytes(exported.size_bytes)}: {files}")
+
+
+def _check(run: Path, to: Path) -> None:
+    directory = RunDirectory(run)
+    if not run.exists():
+        raise CheckpointError(f"{run}: there is no such directory; `atoll run SCRIPT --out DIRECTORY` makes one")
+    if directory.events.exists() and not any(directory.checkpoints.glob("step-*")):
+        advice = "a run saves at its end, and while it trains with --checkpoint-every; --alone saves nothing"
+        raise CheckpointError(f"{run}: this run has no checkpoint to export; {advice}")
+    if to.exists() and not to.is_dir() and to.suffix != ".safetensors":
+        raise CheckpointError(f"--to {to}: is a file; give a directory, or a name that ends in .safetensors")
+    if to.suffix == ".safetensors" and to.is_dir():
+        raise CheckpointError(f"--to {to}: is a directory; give a file, or a directory of another name")

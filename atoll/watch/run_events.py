@@ -1,0 +1,111 @@
+"""What a run's events say of it: how far it came, its losses, what was done twice. Restarts and resumes are folded into one story."""
+
+import time
+from collections import Counter
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+from atoll.events import AnyEvent, CheckpointSaved, NonFinite, Restarted, RunFinished, RunStarted, StepFinished, WorkerFailed, read_events
+
+__all__ = ["EventStory", "Samples", "tell_events"]
+
+_SILENT_SECONDS = 120.0  # a file of events nobody has written to for so long is no run under way
+
+
+class Samples(msgspec.Struct, frozen=True, kw_only=True):
+    """Samples of the training data, counted once for every time they were computed on."""
+
+    committed: int  # in the weights the run ended with, or has reached
+    lost: int  # computed for nothing: skipped steps, steps after the last checkpoint of a run that failed
+    redone: int  # computed again after going back to a checkpoint
+
+
+class EventStory(msgspec.Struct, frozen=True, kw_only=True):
+    """A run, by its events alone."""
+
+    name: str
+    mode: str
+    state: str  # "done", "stopped", "interrupted", "failed", "running", "silent" (it ended without a word), "not started"
+    message: str
+    steps: int  # made
+    planned_steps: int
+    losses: list[float]  # one a step, the last that was computed
+    samples: Samples
+    step_seconds: float | None  # median, without each process's first
+    seconds: float  # of all steps, redone ones included
+    counts: dict[str, int]  # events by kind
+
+
+def tell_events(path: Path) -> EventStory:
+    """The story of `events.jsonl`; of a run that has not begun if there is none."""
+    if not path.exists():
+        return _story([], "not started", "")
+    events = list(read_events(path))
+    silent = time.time() - path.stat().st_mtime > _SILENT_SECONDS
+    return _story(events, *_state(events, silent))
+
+
+def _state(events: list[AnyEvent], silent: bool) -> tuple[str, str]:
+    """How it ended, by the last event that tells; what follows a failure may be a new beginning."""
+    for event in reversed(events):
+        match event:
+            case RunFinished():
+                return event.reason, event.message
+            case WorkerFailed() | NonFinite():
+                return "failed", event.message if isinstance(
+                    event, WorkerFailed
+                ) else f"step {event.step}: the {event.what} is {event.value}"
+            case RunStarted() | Restarted() | StepFinished():
+                return ("silent", "") if silent else ("running", "")
+    return "not started", ""
+
+
+def _story(events: list[AnyEvent], state: str, message: str) -> EventStory:
+    started = [event for event in events if isinstance(event, RunStarted)]
+    steps = [event for event in events if isinstance(event, StepFinished)]
+    last = {event.step: event for event in steps}
+    losses = [last[step].loss for step in sorted(last)]
+    return EventStory(
+        name=started[-1].name if started else "",
+        mode=started[-1].mode if started else "",
+        state=state,
+        message=message,
+        steps=len(last),
+        planned_steps=started[-1].steps if started else 0,
+        losses=losses,
+        samples=_samples(events, steps, last, state),
+        step_seconds=_median_seconds(events),
+        seconds=sum(event.seconds for event in steps),
+        counts=dict(sorted(Counter(event.kind for event in events).items())),
+    )
+
+
+def _samples(events: list[AnyEvent], steps: list[StepFinished], last: dict[int, StepFinished], state: str) -> Samples:
+    kept = set(last)
+    if state in ("failed", "silent") and any(isinstance(event, RunStarted) and event.mode != "alone" for event in events):
+        saved = _saved_step(events)
+        kept = {step for step in last if step <= saved}
+    kept = {step for step in kept if last[step].applied}
+    once = sum(event.samples for event in last.values())
+    committed = sum(last[step].samples for step in kept)
+    return Samples(committed=committed, lost=once - committed, redone=sum(event.samples for event in steps) - once)
+
+
+def _saved_step(events: list[AnyEvent]) -> int:
+    """The last step that a checkpoint was said to be whole of, since the run last went back."""
+    saved = 0
+    for event in events:
+        if isinstance(event, CheckpointSaved):
+            saved = event.step
+        elif isinstance(event, RunFinished) and event.reason != "failed":
+            saved = event.steps  # such a run saves before it says so
+    return saved
+
+
+def _median_seconds(events: list[AnyEvent]) -> float | None:
+    """Of the steps since the run was last started: another plan may have been run before."""
+    starts = [i for i, event in enumerate(events) if isinstance(event, RunStarted)]
+    seconds = [event.seconds for event in events[starts[-1] :] if isinstance(event, StepFinished)] if starts else []
+    return median(seconds[2:] or seconds[1:] or seconds) if seconds else None

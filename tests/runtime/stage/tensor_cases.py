@@ -5,9 +5,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from tensor_ranks import Case
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout, embedding, gelu, log_softmax, nll_loss
+
+from .tensor_ranks import Case
 
 VOCABULARY, TOKENS = 97, 6  # a prime: rows of a vocabulary need not divide evenly
 

@@ -1,6 +1,7 @@
 """What the tests of tensor parallelism run in every process: a captured program divided between processes, against the eager model.
 
-Run as a program: `python tensor_ranks.py STORE RANK CASES tensor|lanes` with shares in the cases; prints a line of JSON a case.
+Run as a program: `python -m tests.runtime.stage.tensor_ranks STORE RANK CASES tensor|lanes`, with shares in the cases.
+It prints a line of JSON a case.
 """
 
 import json
@@ -219,7 +220,7 @@ def main(store: str, rank: int, cases: dict[str, list[tuple[int, ...]]], between
     import logging
     import warnings
 
-    from tensor_cases import CASES
+    from .tensor_cases import CASES
 
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

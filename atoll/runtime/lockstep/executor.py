@@ -1,7 +1,7 @@
 """The stage executor: runs one rank's actions of a step — forwards, backwards, what comes in between — as the schedule says."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from atoll.runtime.lockstep.channels import Arrival, Channels, Message
 from atoll.runtime.lockstep.gradients import Gradients
 from atoll.runtime.lockstep.layout import Layout, Place
 from atoll.runtime.lockstep.measuring import Bucket, Recorder
+from atoll.runtime.lockstep.pacing import Pace
 from atoll.runtime.lockstep.schedule import Action
 from atoll.runtime.stage.collectives import Lanes
 from atoll.runtime.stage.drawing import DrawKey
@@ -92,6 +93,7 @@ class Executor:
         self._dims = {work.place.stage: [sizes.sample_dim(crossing) for crossing in work.program.receives] for work in stages}
         self._dims_out = {work.place.stage: [sizes.sample_dim(crossing) for crossing in work.program.sends] for work in stages}
         self.loss_scale = 1.0
+        self.pace: Pace | None = None  # where speeds are imposed
         self.recorder = gradients.recorder = Recorder(channels.device.type)
 
     @property
@@ -167,7 +169,7 @@ class Executor:
         values: dict[str, Any] = {**leaves, **{name: self._sizes.number(e, binding) for name, e in work.program.numbers.items()}}
         values.update(zip((crossing.name for crossing in work.program.receives), inputs, strict=True))
         self._turn_to(stage, m)
-        with self._autocast():
+        with self._paced(stage, m, backward=False), self._autocast():
             outputs = work.module(values)
         if work.program.last:
             outputs = (self._count_loss(stage, m, outputs),)
@@ -175,6 +177,9 @@ class Executor:
             self._handed["F", stage + 1, m] = [value.detach() for value in outputs]
         self._held[stage, m] = _Held(inputs, outputs)
         self.recorder.add("F", stage, m, began)
+
+    def _paced(self, stage: int, m: int, *, backward: bool) -> AbstractContextManager[None]:
+        return nullcontext() if self.pace is None else self.pace.imposed(stage, m, backward=backward)
 
     def _layout_keeps(self, stage: int, m: int) -> bool:
         """Whether the next stage of the micro-batch is on this worker, so that nothing is sent."""
@@ -207,8 +212,9 @@ class Executor:
         self._turn_to(stage, m)
         roots, gradients = self._roots(stage, m, held)
         began = self.recorder.now()
-        if roots:
-            torch.autograd.backward(roots, gradients)
+        with self._paced(stage, m, backward=True):
+            if roots:
+                torch.autograd.backward(roots, gradients)
         self.recorder.add("B", stage, m, began)
         if stage > 0:
             returned = [

@@ -1,0 +1,66 @@
+"""Imposed speeds: what a device of another speed takes, and only the computing of it."""
+
+import pytest
+import torch
+
+from atoll.cluster import parse_cluster
+from atoll.cost import Calibration, Evaluator
+from atoll.graph import dense_transformer
+from atoll.plan import Plan, Replica, Stage
+from atoll.runtime.lockstep.layout import Layout
+from atoll.runtime.lockstep.pacing import Pace
+
+_CLUSTER = """
+[[site]]
+name = "here"
+network = { bandwidth = "1 Gbit/s", latency = "1 ms" }
+  [[site.host]]
+  name = "h"
+  devices = [{ kind = "V100-32GB" }, { kind = "V100-32GB", speed = 0.25 }]
+"""
+_GRAPH = dense_transformer(name="g", layers=2, hidden=512, heads=8, sequence=128, vocabulary=1024, tied=False)
+
+
+def _paces(stages: tuple[Stage, ...], micro_batch: int, batch: int) -> list[Pace]:
+    plan = Plan(graph="g", cluster="c", batch_size=batch, micro_batch_size=micro_batch, stages=stages)
+    evaluator = Evaluator(_GRAPH, parse_cluster(_CLUSTER), calibration=Calibration(kernel_seconds=0))  # launches depend on no speed
+    layout = Layout(plan)
+    return [Pace(plan, layout.places(rank), evaluator, torch.device("cpu")) for rank in range(layout.world_size)]
+
+
+def test_a_device_of_a_quarter_of_the_speed_takes_four_times_as_long() -> None:
+    replicas = tuple(Replica(devices=(f"h/{i}",), samples=(4,)) for i in range(2))
+    fast, slow = _paces((Stage(start=0, stop=4, replicas=replicas),), 4, 8)
+    for backward in (False, True):
+        assert slow.seconds(0, 1, backward=backward) == pytest.approx(4 * fast.seconds(0, 0, backward=backward), rel=1e-6)
+    assert 0 < fast.seconds(0, 0, backward=False) < fast.seconds(0, 0, backward=True)
+
+
+def test_a_short_micro_batch_takes_less() -> None:
+    replica = Replica(devices=("h/0",), samples=(6,))
+    (pace,) = _paces((Stage(start=0, stop=4, replicas=(replica,)),), 4, 6)
+    assert pace.seconds(0, 1, backward=True) < pace.seconds(0, 0, backward=True)
+
+
+def test_exchanges_are_not_imposed_since_they_happen() -> None:
+    """Splitting tensors halves the computing of a lane at most; what its devices exchange is real and takes its own time."""
+    whole = Stage(start=0, stop=4, replicas=(Replica(devices=("h/0",), samples=(4,)),))
+    cluster = parse_cluster(_CLUSTER.replace("speed = 0.25", "speed = 1.0"))
+    split = Stage(start=0, stop=4, tensor=2, replicas=(Replica(devices=("h/0", "h/1"), samples=(4,)),))
+    modelled = Evaluator(_GRAPH, cluster).replica_seconds(split, split.replicas[0], 4)
+    plan = Plan(graph="g", cluster="c", batch_size=4, micro_batch_size=4, stages=(split,))
+    pace = Pace(plan, Layout(plan).places(0), Evaluator(_GRAPH, cluster), torch.device("cpu"))
+    imposed = sum(pace.seconds(0, 0, backward=backward) for backward in (False, True))
+    assert modelled.tensor > 0
+    assert imposed == pytest.approx(modelled.compute)
+    (alone,) = _paces((whole,), 4, 4)
+    assert imposed < sum(alone.seconds(0, 0, backward=backward) for backward in (False, True))
+
+
+def test_what_is_computed_inside_is_computed() -> None:
+    replica = Replica(devices=("h/0",), samples=(1,))
+    (pace,) = _paces((Stage(start=0, stop=4, replicas=(replica,)),), 1, 1)
+    done = []
+    with pace.imposed(0, 0, backward=False):
+        done.append(1)
+    assert done == [1]

@@ -7,12 +7,13 @@ import copy
 import difflib
 import inspect
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,10 @@ from atoll.errors import JobError
 from atoll.events import Evaluated, EventLog, Observer
 from atoll.randomness import mix, own_randomness
 from atoll.uncaught import SentenceIfUncaught
+
+if TYPE_CHECKING:
+    from atoll.runtime.lockstep.ambient import ClusterSource, PlanSource
+    from atoll.runtime.lockstep.role import Role
 
 __all__ = ["Job", "LossFunction", "LossValue", "RunResult", "read_loss"]
 
@@ -48,8 +53,8 @@ class RunResult:
     losses: tuple[float, ...]  # per step
     evaluations: tuple[Evaluated, ...]
     seconds: float
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
+    model: nn.Module | None  # None where several processes trained it: its weights are in the run's checkpoints
+    optimizer: torch.optim.Optimizer | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -204,23 +209,81 @@ class Job:
             return nullcontext()
         return torch.autocast(torch.device(device).type, dtype=self.compute_dtype)
 
-    def run(self, *, out: str | Path | None = None, device: torch.device | str | None = None, progress: bool = True) -> RunResult:
-        """Train on this machine alone: on its accelerator if it has one, else on the CPU.
+    def run(
+        self,
+        *,
+        out: str | Path | None = None,
+        device: torch.device | str | None = None,
+        progress: bool = True,
+        plan: "PlanSource | None" = None,
+        cluster: "ClusterSource | None" = None,
+        resume: bool = False,
+        checkpoint_every: int | None = None,
+    ) -> RunResult:
+        """Train: alone on this machine's accelerator or CPU; or, under torchrun, Slurm or Kubernetes, together with the other processes.
 
-        With `out`, a new directory gets `events.jsonl`. Ctrl-C ends the run after the current step; whatever ends it, the weights are those
-        after a whole step. What goes wrong is a `JobError`, a `JobFailedError` once the run is under way; if the main script lets it pass,
-        the script ends with its sentence and its exit code rather than with a traceback.
+        With `out`, a new directory gets `events.jsonl`, and together with others everything that `atoll run` writes. `plan` or `cluster`
+        (objects or files) say what runs where when there are several processes; without them each takes an equal share of the batch.
+        `resume` continues the run in `out` from its last checkpoint; `checkpoint_every` saves after so many steps.
+
+        Ctrl-C ends the run after the current step; whatever ends it, the weights are those after a whole step. What goes wrong is a
+        `JobError`, a `JobFailedError` once the run is under way; if the main script lets it pass, the script ends with its sentence and
+        its exit code rather than with a traceback.
         """
         from atoll.runtime.alone import train_alone  # later on the road than this file, and not needed to plan
+        from atoll.runtime.lockstep.role import find_role
         from atoll.watch.progress import Progress
 
+        role = find_role(os.environ)
+        if role is not None:
+            return self._run_among_others(role, out, progress, plan, cluster, resume, checkpoint_every)
         with SentenceIfUncaught(), showing_lines(), ExitStack() as stack:
+            if any(value for value in (plan, cluster, resume, checkpoint_every)):
+                _wrong(
+                    "run",
+                    "plan, cluster, resume and checkpoint_every are for several processes: start them with torchrun, or use `atoll run`",
+                )
             observers: list[Observer] = []
             if out is not None:
                 observers.append(stack.enter_context(EventLog(Path(out))))
             if progress:
                 observers.append(stack.enter_context(Progress()))
             return train_alone(self, device=_device(device), observers=[*observers, *self.callbacks])
+
+    def _run_among_others(
+        self,
+        role: "Role",
+        out: str | Path | None,
+        progress: bool,
+        plan: "PlanSource | None",
+        cluster: "ClusterSource | None",
+        resume: bool,
+        checkpoint_every: int | None,
+    ) -> RunResult:
+        from atoll.runtime.lockstep.ambient import run_among_others
+        from atoll.watch.progress import Progress
+
+        with SentenceIfUncaught(), showing_lines(), ExitStack() as stack:
+            observers: list[Observer] = [stack.enter_context(Progress())] if progress and role.rank == 0 else []
+            ended = run_among_others(
+                self,
+                role,
+                out=out,
+                plan=plan,
+                cluster=cluster,
+                resume=resume,
+                checkpoint_every=checkpoint_every,
+                observers=[*observers, *self.callbacks],
+                environ=os.environ,
+            )
+            return RunResult(
+                reason=ended.reason,
+                losses=ended.losses,
+                evaluations=ended.evaluations,
+                seconds=ended.seconds,
+                model=None,
+                optimizer=None,
+            )
 
 
 def read_loss(result: object, name: str = "loss") -> LossValue:

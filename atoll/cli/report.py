@@ -59,7 +59,7 @@ def report_view(found: "RunReport") -> RenderableType:
     if found.links:
         parts.append(_section("Links, a step", _links(found)))
     if found.memory_bytes:
-        parts.append(_section("Memory at the peak", _memory(found)))
+        parts.append(_section("Memory at the peak (on a CPU, of the whole process)", _memory(found)))
     if found.events:
         parts.append(Text.assemble(("Events  ", "bold"), ", ".join(f"{count} {kind}" for kind, count in found.events.items()) + "\n"))
     if found.conclusion:

@@ -22,6 +22,7 @@ _ADVICE = {
     "data": "Reading data takes its time: make samples cheaper to load, or let the data set keep them in memory.",
     "waiting": "Devices wait for one another: their shares do not fit their speeds, or links are slower than the cluster file says.",
     "synchronise": "Gradients take longer to add up than predicted: look at the link's rate in the cluster file.",
+    "sending": "Starting transfers takes long: micro-batches are small, or the processors are shared with other programs.",
     "optimizer": "The optimizer takes longer than predicted; `fused=True` or `foreach=True` often helps.",
     "other": "It passed outside the model: callbacks, checkpoints, or other programs on the machine.",
     "compute": "The devices compute at another speed than the cluster file says, or share their processors with others.",
@@ -131,9 +132,10 @@ def _breakdown(predicted: Cost | None, ranks: Sequence[RankMeasured], syncs: Seq
         "compute": compared(seconds["forward"] + seconds["backward"], *_COMPUTE),
         "waiting": compared(_waited(busiest, ranks, syncs), "bubble", "transfer", "jitter"),
         "synchronise": compared(exposed, "sync"),
+        "sending": compared(seconds["send"]),
         "optimizer": compared(seconds["optimizer"], "optimizer"),
         "data": compared(seconds["data"]),
-        "other": compared(seconds["other"] + seconds["send"] + agreeing, "overhead"),
+        "other": compared(seconds["other"] + agreeing, "overhead"),
     }
 
 
@@ -160,7 +162,8 @@ def _predicted_wait(predicted: Cost | None, s: int) -> float | None:
     if predicted is None:
         return None
     rest = sum(predicted.breakdown.get(name, 0.0) for name in ("sync", "optimizer", "overhead"))
-    return max(0.0, predicted.step_seconds - rest - predicted.stages[s].busy_seconds)
+    wait = predicted.step_seconds - rest - predicted.stages[s].busy_seconds
+    return wait if wait > 1e-9 * predicted.step_seconds else 0.0
 
 
 def _collectives(plan: Plan, predicted: Cost | None, ranks: Sequence[RankMeasured], syncs: Sequence[Sync]) -> list[CollectiveReport]:

@@ -17,7 +17,6 @@ from atoll.runtime.lockstep.layout import Layout
 from atoll.runtime.lockstep.measuring import Bucket, Exchange, MeasuredSpan, RankMeasured
 
 __all__ = [
-    "INSIDE_HOSTS",
     "Sync",
     "distinct_exchanges",
     "Links",
@@ -29,7 +28,7 @@ __all__ = [
     "transfer_seconds",
 ]
 
-INSIDE_HOSTS = "inside hosts"
+_INSIDE_HOSTS = "inside hosts"
 _PASSES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "broadcast": 1.0}
 _LEAST_BYTES = 32 * 1024  # below, an exchange tells of latency and nothing of a rate
 _BLOCKED_SECONDS = 50e-6  # a receive that was waited for less had arrived before
@@ -195,7 +194,7 @@ def link_name(cluster: Cluster | None, a: str, b: str) -> str:
     if cluster is None:
         return f"{a}–{b}"
     devices = device_index(cluster)
-    return INSIDE_HOSTS if devices[a].host == devices[b].host else cluster.link_between(devices[a], devices[b]).name
+    return _INSIDE_HOSTS if devices[a].host == devices[b].host else cluster.link_between(devices[a], devices[b]).name
 
 
 def exchange_bytes(cluster: Cluster | None, plan: Plan, exchange: Exchange) -> dict[str, float]:

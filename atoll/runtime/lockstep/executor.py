@@ -127,10 +127,11 @@ class Executor:
                 self._forward(stage, m)
             case "B":
                 self._backward(stage, m)
-            case "RF":
-                self._arriving["F", stage, m] = self._receive_activations(stage, m)
-            case "RB":
-                self._arriving["B", stage, m] = self._receive_gradients(stage, m)
+            case "RF" | "RB":
+                began = self.recorder.now()
+                receive = self._receive_activations if action.kind == "RF" else self._receive_gradients
+                self._arriving[action.kind[1], stage, m] = receive(stage, m)
+                self.recorder.add("P", stage, m, began)
             case "SF" | "SB":
                 began = self.recorder.now()
                 (self._send_activations if action.kind == "SF" else self._send_gradients)(stage, m)

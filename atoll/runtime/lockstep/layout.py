@@ -1,7 +1,7 @@
 """Layout: a plan as ranks see it — who stands where, which samples a micro-batch is, which replica takes it. Pure.
 
-A rank is a process and a device of the plan; ranks are numbered in the order the plan first names their devices. A worker is a replica's
-whole grid of devices: its ranks run the same actions in the same order. With virtual stages a worker hosts several stages.
+A rank is a process and a device of the plan; unless told otherwise, ranks are numbered in the order the plan first names their devices. A
+worker is a replica's whole grid of devices: its ranks run the same actions in the same order. With virtual stages a worker hosts several.
 """
 
 from collections.abc import Sequence
@@ -39,9 +39,12 @@ def apportion(total: int, weights: Sequence[int]) -> list[int]:
 class Layout:
     """Everything about a plan's ranks and micro-batches."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, order: Sequence[str] | None = None) -> None:
+        """`order` names devices in the order of ranks (those the plan leaves out are passed over); by default the plan's own order."""
         self.plan = plan
         self.devices = tuple(dict.fromkeys(device for stage in plan.stages for device in stage.devices))
+        if order is not None and set(self.devices) <= set(order):
+            self.devices = tuple(device for device in order if device in set(self.devices))
         self._rank = {device: rank for rank, device in enumerate(self.devices)}
         self.workers: dict[tuple[str, ...], int] = {}
         for stage in plan.stages:

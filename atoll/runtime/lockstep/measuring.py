@@ -39,12 +39,13 @@ _PARTS = {
     "RB": "receive",
     "SF": "send",
     "SB": "send",
+    "P": "send",
     "D": "data",
     "S": "synchronise",
     "A": "agree",
     "O": "optimizer",
 }
-"""What a span's kind counts as. Beside the schedule's own: D reads data, S waits for gradients, A agrees on loss and norm."""
+"""What a span's kind counts as. Beside the schedule's own: P posts a receive, D reads data, S waits for gradients, A agrees on loss and norm."""
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):
@@ -309,7 +310,7 @@ def _by_step(rank: RankMeasured) -> Mapping[int, MeasuredStep]:
 
 
 def _action(span: MeasuredSpan) -> Action | None:
-    if span.kind in ("D", "S", "A"):
+    if span.kind in ("P", "D", "S", "A"):
         return None
     if span.kind == "O":
         return Action("O")

@@ -13,7 +13,6 @@ from torch import nn
 
 from atoll.graph.capture import Captured
 from atoll.job import Job
-from atoll.plan import Plan
 from atoll.runtime.checkpoint import Held
 from atoll.runtime.checkpoint.exchange import Ranks
 from atoll.runtime.lockstep.channels import Channels
@@ -81,20 +80,20 @@ def make_plan_schedule(layout: Layout) -> Schedule:
 
 def assemble(
     job: Job,
-    plan: Plan,
+    layout: Layout,
     captured: Captured,
     *,
     device: torch.device,
     doing: Callable[[object, int], None] = lambda action, step: None,
 ) -> RankWork:
     """Put this process's rank together. All ranks do so at the same time: process groups are made on the way."""
-    return _Assembly(job, plan, captured, device).rank_work(doing)
+    return _Assembly(job, layout, captured, device).rank_work(doing)
 
 
 class _Assembly:
-    def __init__(self, job: Job, plan: Plan, captured: Captured, device: torch.device) -> None:
+    def __init__(self, job: Job, layout: Layout, captured: Captured, device: torch.device) -> None:
         self.job, self.captured, self.device = job, captured, device
-        self.layout, self.rank = Layout(plan), dist.get_rank()
+        self.layout, self.rank = layout, dist.get_rank()
         self.places = self.layout.places(self.rank)
         self.sizes, self.key = Sizes(captured), DrawKey(job.seed)
         self.lane_divided: set[str] = set()  # parameters that lanes divide between them: experts, split layers

@@ -1,16 +1,16 @@
 """A rank's run from meeting the others to leaving them: it captures the job, puts its rank together, continues, trains and saves."""
 
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from atoll.cluster.memory import keep_freed_memory
 from atoll.errors import AtollError, PlanError
-from atoll.events import EventLog, Observer
+from atoll.events import Evaluated, EventLog, Observer
+from atoll.graph import Graph
 from atoll.graph.capture import Captured, capture_program
 from atoll.job import Job
 from atoll.plan import Plan, validate
@@ -24,7 +24,19 @@ from atoll.runtime.lockstep.role import Role
 from atoll.runtime.lockstep.trainer import Reason, Trainer
 from atoll.runtime.run_directory import RunDirectory, RunSettings
 
-__all__ = ["run_rank"]
+__all__ = ["Ended", "Planning", "run_rank"]
+
+
+Planning: TypeAlias = Plan | Callable[[Graph], Plan]  # a plan, or who makes one for the captured job
+
+
+class Ended(NamedTuple):
+    """How a rank's run ended."""
+
+    reason: Reason
+    losses: tuple[float, ...]
+    evaluations: tuple[Evaluated, ...]
+    seconds: float
 
 
 def own_device(role: Role) -> torch.device:
@@ -36,24 +48,59 @@ def own_device(role: Role) -> torch.device:
 
 
 def run_rank(
-    job: Job, plan: Plan, role: Role, *, directory: RunDirectory | None, settings: RunSettings, observers: Sequence[Observer]
-) -> Reason:
-    """Train this process's rank of the plan; all ranks do so together."""
-    layout = Layout(plan)
-    if role.world_size != layout.world_size:
-        raise PlanError(f"the plan uses {layout.world_size} devices, but {role.world_size} processes were started; start one a device")
-    device_name = layout.devices[role.rank]
-    stages = " and ".join(f"stage {place.stage}" for place in layout.places(role.rank))
+    job: Job,
+    planning: Planning,
+    role: Role,
+    *,
+    directory: RunDirectory | None,
+    settings: RunSettings,
+    observers: Sequence[Observer],
+    order: Sequence[str] | None = None,
+) -> Ended:
+    """Train this process's rank of the plan; all ranks do so together. A plan that is still to be made is made by rank 0.
+
+    `order` names devices in the order of ranks; by default it is the order in which the plan names them.
+    """
+    layout = _checked_layout(planning, order, role) if isinstance(planning, Plan) else None
+    device_name = layout.devices[role.rank] if layout is not None else ""
+    stages = " and ".join(f"stage {place.stage}" for place in layout.places(role.rank)) if layout is not None else ""
     device = own_device(role)
     if device.type == "cpu":
         keep_freed_memory()
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with joined(role, device_name, stages, device=device) as run:
         run.doing("capturing the model")
         captured = capture_program(job)
-        validate(plan, captured.graph)
-        session = _Session(job, plan, captured, device, run, directory, settings)
-        return session.train(observers)
+        if layout is None:
+            run.doing("waiting for the plan")
+            layout = _checked_layout(_agreed_plan(planning, captured.graph, role), order, role)
+        validate(layout.plan, captured.graph)
+        if directory is not None and role.rank == 0:
+            directory.write_plan(layout.plan)
+        session = _Session(job, layout, captured, device, run, directory, settings)
+        reason = session.train(observers)
+        trainer = session.trainer
+        return Ended(reason, tuple(trainer.losses), tuple(trainer.evaluations), trainer.elapsed())
+
+
+def _agreed_plan(planning: "Planning", graph: Graph, role: Role) -> Plan:
+    """Rank 0 plans, the others hear what it decided, or why it could not."""
+    said = ("", "")
+    if role.rank == 0 and not isinstance(planning, Plan):
+        try:
+            said = (planning(graph).to_json(), "")
+        except AtollError as error:
+            said = ("", str(error))
+    text, problem = Ranks(dist.group.WORLD).gather(said, tuple[str, str])[0]
+    if problem:
+        raise PlanError(problem)
+    return Plan.from_json(text)
+
+
+def _checked_layout(plan: Plan, order: Sequence[str] | None, role: Role) -> Layout:
+    layout = Layout(plan, order)
+    if role.world_size != layout.world_size:
+        raise PlanError(f"the plan uses {layout.world_size} devices, but {role.world_size} processes were started; start one a device")
+    return layout
 
 
 class _Session:
@@ -62,16 +109,16 @@ class _Session:
     def __init__(
         self,
         job: Job,
-        plan: Plan,
+        layout: Layout,
         captured: Captured,
         device: torch.device,
         run: Run,
         directory: RunDirectory | None,
         settings: RunSettings,
     ) -> None:
-        self.job, self.plan, self.run, self.directory, self.settings = job, plan, run, directory, settings
+        self.job, self.plan, self.run, self.directory, self.settings = job, layout.plan, run, directory, settings
         run.doing("taking its part of the model")
-        self.work = assemble(job, plan, captured, device=device, doing=run.doing)
+        self.work = assemble(job, layout, captured, device=device, doing=run.doing)
         self.trainer = Trainer(job, self.work, device)
         self.graph = captured.graph
         self.measured = MeasuredFile(directory, self.work, device) if directory is not None else None

@@ -45,7 +45,8 @@ _PARTS = {
     "A": "agree",
     "O": "optimizer",
 }
-"""What a span's kind counts as. Beside the schedule's own: P posts a receive, D reads data, S waits for gradients, A agrees on loss and norm."""
+"""What a span's kind counts as. Beside the schedule's own: P posts a receive, D reads data, S waits for gradients, A agrees on loss and
+norm."""
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ import typer
 from atoll.cli.output import notes_view
 from atoll.cli.plan import make_plan_for
 from atoll.cli.render import plan_view, show
+from atoll.cli.report import short_view
 from atoll.cli.status import say
 from atoll.cli.target import Target, load_target
 from atoll.cluster import Cluster, dump_cluster, load_cluster
@@ -138,6 +139,7 @@ def _show(plan: Plan, predicted: Cost | None, model: Target, cluster: Cluster | 
 def _launch(directory: RunDirectory, plan: Plan, max_restarts: int) -> None:
     from atoll.runtime.lockstep.launch import launch
     from atoll.runtime.lockstep.layout import Layout
+    from atoll.watch.report import read_report
 
     devices = Layout(plan).devices
     say(f"starting {len(devices)} processes on this machine, one a device; the run is in {directory.path}")
@@ -150,3 +152,4 @@ def _launch(directory: RunDirectory, plan: Plan, max_restarts: int) -> None:
     result = launch(lambda rank, generation: command, len(devices), devices=devices, max_restarts=max_restarts, observers=[keep])
     if result.exit_code or result.interrupted:
         raise typer.Exit(130 if result.interrupted and not result.exit_code else result.exit_code)
+    show(short_view(read_report(directory.path), directory.path))

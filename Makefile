@@ -29,10 +29,13 @@ $(INSTALLED): requirements.lock pyproject.toml
 	@echo "Installed. Commands are in $(BIN), for example $(BIN)/atoll --help"
 
 demo: install
+	@rm -rf .demo && mkdir .demo
 	@echo; echo "1. Plan: where would this model train best on two sites joined by the internet?"; echo
 	@$(BIN)/atoll plan examples/language_model.py --cluster examples/clusters/two_sites.toml
-	@echo; echo "2. Train: the same file, on this machine alone; watch the loss fall."; echo
-	@OMP_WAIT_POLICY=passive $(BIN)/python examples/language_model.py  # threads that wait do not spin: kinder to a busy machine
+	@echo; echo "2. Measure this machine, as two devices that share its cores."; echo
+	@$(BIN)/atoll probe --quick --processes 2 -o .demo/here.toml > .demo/probe.txt
+	@echo; echo "3. Train the same file on them: planned, a process for each device; watch the loss fall. Then the report."; echo
+	@$(BIN)/atoll run examples/language_model.py --cluster .demo/here.toml --out .demo/run
 
 test: lint unit
 

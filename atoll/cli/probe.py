@@ -43,6 +43,9 @@ def probe(
         typer.Option("--serve", help="After measuring, answer the probes of other hosts on this port.", metavar="PORT", min=0, max=65535),
     ] = None,
     threads: Annotated[int | None, typer.Option("--threads", help="CPU threads to use.", min=1, max=1024)] = None,
+    processes: Annotated[
+        int, typer.Option("--processes", help="Describe the CPU as so many devices that share its cores, one a process.", min=1, max=1024)
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure this machine, and links to others, into a cluster file."""
@@ -61,10 +64,14 @@ def probe(
     for address in peer or []:
         with _progress(f"measuring the link to {address}") as tick:
             links.append(measure_peer(address, tick))
+    if processes > 1 and threads is not None:
+        raise ClusterError("--threads: has no meaning with --processes, which divides the cores; leave one of them out")
+    if processes > 1 and torch.accelerator.is_available():
+        raise ClusterError("--processes: this machine has accelerators, and a process runs on each; leave it out")
     if threads is not None:
         torch.set_num_threads(threads)
     with _progress("measuring this machine") as tick:
-        probed = probe_host(quick=quick, tick=tick)
+        probed = probe_host(quick=quick, processes=processes, tick=tick)
     here = probed.cluster
     cluster = join_peers(here, links)
     if output is not None:

@@ -9,13 +9,14 @@ every wait has a time limit, every size a bound, and a session as a whole a dead
 import socket
 import statistics
 import struct
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from atoll.errors import ClusterError
 
-__all__ = ["GREETING", "PeerLink", "listen", "measure_peer", "parse_address", "serve_session"]
+__all__ = ["GREETING", "PeerLink", "listen", "measure_loopback", "measure_peer", "parse_address", "serve_session"]
 
 GREETING = b"atoll-probe/1\n"
 _REQUEST = struct.Struct("!4sQ")
@@ -119,6 +120,16 @@ def measure_peer(address: str, tick: Callable[[float], None] = lambda share: Non
             raise ClusterError(f"{where}: the peer's description is not text") from None
         except (OSError, EOFError) as error:
             raise ClusterError(f"{where}: {_reason(error)}") from None
+
+
+def measure_loopback() -> PeerLink:
+    """Round trip and bandwidth between two processes of this machine, over the sockets they would use."""
+    with listen(0, "127.0.0.1") as server:
+        serving = threading.Thread(target=serve_session, args=(server, ""), daemon=True)
+        serving.start()
+        found = measure_peer(f"127.0.0.1:{server.getsockname()[1]}")
+        serving.join(timeout=_WAIT_S)
+    return found
 
 
 def _measure(connection: socket.socket, address: str, tick: Callable[[float], None]) -> PeerLink:

@@ -19,7 +19,7 @@ from atoll.cluster.cluster import Cluster, Device, DeviceKind, Host, Link, Site
 from atoll.cluster.file import parse_cluster
 from atoll.cluster.measure import Measured, measure, one_way_copy
 from atoll.cluster.memory import host_memory, keep_freed_memory
-from atoll.cluster.peer import PeerLink
+from atoll.cluster.peer import PeerLink, measure_loopback
 from atoll.cluster.timing import interleaved
 
 __all__ = ["Probed", "join_peers", "probe_host", "rounded"]
@@ -40,14 +40,14 @@ class Probed:
     busy: float
 
 
-def probe_host(*, quick: bool = False, budget_s: float | None = None, tick: Tick = lambda share: None) -> Probed:
-    """Measure this machine: its accelerators if PyTorch sees any, else its CPU."""
+def probe_host(*, quick: bool = False, budget_s: float | None = None, processes: int = 1, tick: Tick = lambda share: None) -> Probed:
+    """Measure this machine: its accelerators if PyTorch sees any, else its CPU, as one device or as one for each of several processes."""
     name = _host_name()
 
     def effort(device: torch.device, available_bytes: float) -> Measured:
         return measure(device, available_bytes, quick=quick, budget_s=budget_s, tick=tick)
 
-    devices, busy = _accelerators(name, effort) if torch.accelerator.is_available() else _cpu(name, effort)
+    devices, busy = _accelerators(name, effort) if torch.accelerator.is_available() else _cpu(name, effort, processes)
     link = _inside_link(name, devices)
     host = Host(name=name, site=_SITE, devices=tuple(devices), link=link)
     interface = Link(between=(_SITE, _SITE), bytes_per_s=link.bytes_per_s, latency_s=link.latency_s)
@@ -59,13 +59,17 @@ def _host_name() -> str:
     return name if name and name != _SITE else "this-host"
 
 
-def _cpu(host: str, effort: Effort) -> tuple[list[Device], float]:
+def _cpu(host: str, effort: Effort, processes: int) -> tuple[list[Device], float]:
+    """The CPU, or its cores divided among processes; one is measured, and stands for the others."""
     memory = host_memory()
     keep_freed_memory()  # as a run does
-    measured = effort(torch.device("cpu"), memory.available_bytes)
-    kind = _kind(f"{_cpu_name()}, {torch.get_num_threads()} of {_cores()} cores", memory.total_bytes, measured)
-    usable = memory.available_bytes * (1.0 - DEFAULT_RESERVE)
-    return [Device(name=f"{host}/0", kind=kind, host=host, site=_SITE, memory_bytes=usable)], measured.busy
+    if processes > 1:
+        torch.set_num_threads(max(1, _cores() // processes))
+    measured = effort(torch.device("cpu"), memory.available_bytes / processes)
+    kind = _kind(f"{_cpu_name()}, {torch.get_num_threads()} of {_cores()} cores", memory.total_bytes / processes, measured)
+    usable = memory.available_bytes / processes * (1.0 - DEFAULT_RESERVE)
+    devices = [Device(name=f"{host}/{i}", kind=kind, host=host, site=_SITE, memory_bytes=usable) for i in range(processes)]
+    return devices, measured.busy
 
 
 def _accelerators(host: str, effort: Effort) -> tuple[list[Device], float]:
@@ -105,9 +109,12 @@ def _kind(name: str, memory_bytes: float, measured: Measured) -> DeviceKind:
 def _inside_link(host: str, devices: Sequence[Device]) -> Link:
     """What joins the host's devices: measured between the first two, or the only one's memory."""
     bytes_per_s = min(device.kind.memory_bytes_per_s for device in devices)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if len(devices) > 1 and accelerator is None:
+        found = measure_loopback()
+        return Link(between=(host, host), bytes_per_s=min(bytes_per_s, found.bytes_per_s), latency_s=found.round_trip_s / 2)
     if len(devices) > 1:
-        accelerator = torch.accelerator.current_accelerator()
-        assert accelerator is not None, "only accelerators come in numbers"
+        assert accelerator is not None
         size, case = one_way_copy(torch.device(accelerator.type, 0), torch.device(accelerator.type, 1))
         (timing,) = interleaved([case], budget_s=1.0, synchronize=torch.accelerator.synchronize)
         bytes_per_s = min(bytes_per_s, size / timing.seconds)

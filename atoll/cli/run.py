@@ -50,8 +50,6 @@ def run(
     constants = load_calibration(calibration) if calibration else None
     model = load_target(script, None, arguments)
     chosen, predicted = _plan(model, devices, plan, constants, directory if resume and not cluster else None)
-    if chosen.mode != "lockstep":
-        raise PlanError(f"the plan's mode is {chosen.mode}; only lockstep plans can be run yet")
     _write(directory, settings, chosen, devices, predicted, resumed=resume is not None)
     _show(chosen, predicted, model, devices)
     _launch(directory, chosen, max_restarts)

@@ -92,6 +92,7 @@ class Executor:
         self._most_values = max([1, *(len(work.program.receives) for work in stages), *(len(work.program.sends) for work in stages)])
         self._dims = {work.place.stage: [sizes.sample_dim(crossing) for crossing in work.program.receives] for work in stages}
         self._dims_out = {work.place.stage: [sizes.sample_dim(crossing) for crossing in work.program.sends] for work in stages}
+        self._drawing_stages = {work.place.stage for work in stages if any(unit.draws for unit in work.program.units)}
         self.loss_scale = 1.0
         self.pace: Pace | None = None  # where speeds are imposed
         self.recorder = gradients.recorder = Recorder(channels.device.type)
@@ -170,7 +171,7 @@ class Executor:
         values: dict[str, Any] = {**leaves, **{name: self._sizes.number(e, binding) for name, e in work.program.numbers.items()}}
         values.update(zip((crossing.name for crossing in work.program.receives), inputs, strict=True))
         self._turn_to(stage, m)
-        with self._paced(stage, m, backward=False), self._autocast():
+        with self._paced(stage, m, backward=False), self._autocast(), self._drawing(stage):
             outputs = work.module(values)
         if work.program.last:
             outputs = (self._count_loss(stage, m, outputs),)
@@ -194,6 +195,10 @@ class Executor:
         if lanes is not None:
             lanes.samples = tuple(stop - start for start, stop in self._layout.pieces(stage, m))
 
+    def _drawing(self, stage: int) -> AbstractContextManager[Any]:
+        """Around what may draw random numbers: nobody else seeds the generators meanwhile."""
+        return self._key.lock if stage in self._drawing_stages else nullcontext()
+
     def _count_loss(self, stage: int, m: int, outputs: tuple[Any, ...]) -> Tensor:
         """Note the loss and return what is to be differentiated: each piece by its true weight in the global batch."""
         value: LossValue = read_loss(pytree.tree_unflatten(list(outputs), self._spec))
@@ -213,7 +218,7 @@ class Executor:
         self._turn_to(stage, m)
         roots, gradients = self._roots(stage, m, held)
         began = self.recorder.now()
-        with self._paced(stage, m, backward=True):
+        with self._paced(stage, m, backward=True), self._drawing(stage):
             if roots:
                 torch.autograd.backward(roots, gradients)
         self.recorder.add("B", stage, m, began)

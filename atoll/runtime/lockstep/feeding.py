@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from queue import Queue
 from typing import Any
 
@@ -32,6 +33,7 @@ class PieceFeed:
         *,
         last_step: int,
         ahead: int = 0,
+        lock: AbstractContextManager[Any] | None = None,
     ) -> None:
         self._samples, self._layout, self._sizes, self._device = samples, layout, sizes, device
         self._lanes = {work.place.stage: work.place.lane for work in stages}
@@ -42,6 +44,7 @@ class PieceFeed:
         self._order = list(self._pieces_of_a_step())
         self._queue: Queue[Any] = Queue(maxsize=max(1, ahead))
         self._ahead = ahead
+        self._lock = lock or nullcontext()  # loading seeds the generators, which dropout draws from too
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -84,7 +87,9 @@ class PieceFeed:
 
     def _load(self, key: tuple[int, _Piece]) -> tuple[dict[str, Any], Binding]:
         step, (start, stop) = key
-        leaves = self._sizes.leaves(to_device(self._samples.batch(step - 1, start, stop), self._device))
+        with self._lock:
+            batch = self._samples.batch(step - 1, start, stop)
+        leaves = self._sizes.leaves(to_device(batch, self._device))
         return leaves, self._sizes.bind(leaves)
 
     def _load_ahead(self, first_step: int) -> None:

@@ -41,6 +41,7 @@ class Layout:
 
     def __init__(self, plan: Plan, order: Sequence[str] | None = None) -> None:
         """`order` names devices in the order of ranks (those the plan leaves out are passed over); by default the plan's own order."""
+        _check_supported(plan)
         self.plan = plan
         self.devices = tuple(dict.fromkeys(device for stage in plan.stages for device in stage.devices))
         if order is not None and set(self.devices) <= set(order):
@@ -146,6 +147,15 @@ class Layout:
     def pieces(self, stage: int, micro_batch: int) -> tuple[tuple[int, int], ...]:
         """Samples (start, stop in the global batch) of each lane of the replica that takes the micro-batch."""
         return self._pieces[stage, micro_batch]
+
+
+def _check_supported(plan: Plan) -> None:
+    """What a plan may say but lockstep does not do."""
+    if plan.mode != "lockstep":
+        raise PlanError(f"the plan's mode is {plan.mode}; only lockstep plans can be run yet")
+    coded = [f"{link}: {codec}" for link, codec in plan.codecs.items() if codec != "none"]
+    if coded:
+        raise PlanError(f"the plan has codecs ({', '.join(coded)}), which lockstep does not use yet; plan again with --lossless")
 
 
 def _check_whole_lanes(layout: Layout) -> None:

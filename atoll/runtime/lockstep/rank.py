@@ -203,7 +203,6 @@ class _Assembly:
         ]
         schedule = make_plan_schedule(self.layout)
         actions = schedule[self.layout.worker_of(self.rank)]
-        draws = any(unit.draws for program in self.programs for unit in program.units)
         feed = PieceFeed(
             self.job.samples,
             self.layout,
@@ -212,7 +211,8 @@ class _Assembly:
             self.sizes,
             self.device,
             last_step=self.job.total_steps,
-            ahead=0 if draws else _AHEAD,  # loading seeds the generators that dropout draws from
+            ahead=_AHEAD,
+            lock=self.key.lock,
         )
         executor = Executor(
             self.layout,

@@ -3,6 +3,7 @@
 So a micro-batch gives the same numbers on whatever rank, in whatever order and however often it is computed.
 """
 
+import threading
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ class DrawKey:
         self.seed = seed
         self.step = 0
         self.first_sample = 0  # of the samples under way, in the global batch
+        self.lock = threading.Lock()  # held while draws are made: loading data in another thread seeds the same generators
 
     def of(self, number: int) -> int:
         """The seed of the model's draw `number`."""

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from atoll.errors import PlanError
 
-__all__ = ["Calibration", "LayerTime", "calibration_names", "load_calibration", "meaning", "named_calibration"]
+__all__ = ["Calibration", "KindFactor", "LayerTime", "calibration_names", "load_calibration", "meaning", "named_calibration"]
 
 
 class LayerTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +31,15 @@ class LayerTime(msgspec.Struct, frozen=True, kw_only=True):
     forward_seconds: Annotated[float, Meta(ge=0)]
     backward_seconds: Annotated[float, Meta(ge=0)]
     update_seconds: Annotated[float, Meta(ge=0)] = 0.0
+
+
+class KindFactor(msgspec.Struct, frozen=True, kw_only=True):
+    """How much longer than the roofline, or than its probe, a kind of device was measured to take over layers no `LayerTime` covers."""
+
+    kind: str
+    forward: Annotated[float, Meta(gt=0)]
+    backward: Annotated[float, Meta(gt=0)]
+    update: Annotated[float, Meta(gt=0)] = 1.0
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,6 +75,9 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     context_bytes: Annotated[float, Meta(ge=0, description="memory an accelerator's runtime takes for itself")] = 0.8e9
     memory_overhead: Annotated[float, Meta(ge=1, description="allocator's fragments and workspaces, as a factor on what is counted")] = 1.08
     layer_times: tuple[LayerTime, ...] = ()
+    kind_factors: Annotated[
+        tuple[KindFactor, ...], Meta(description="by kind of device: measured over predicted, for layers that have no measured time")
+    ] = ()
     source: str = "defaults"
 
     def to_json(self) -> str:

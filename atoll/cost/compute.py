@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from atoll.cluster import Device
 from atoll.cost.amounts import lane_part
-from atoll.cost.calibration import Calibration, LayerTime
+from atoll.cost.calibration import Calibration, KindFactor, LayerTime
 from atoll.cost.measured import MeasuredTimes
 from atoll.graph import Graph, Layer, Work
 
@@ -44,6 +44,7 @@ class Compute:
         self._tables: dict[tuple[str, float, float, float, int, int], StageTable] = {}
         self._split_tables: dict[tuple[object, ...], StageTable] = {}
         self._measured = _index(calibration.layer_times)
+        self._factors = {factor.kind: factor for factor in calibration.kind_factors}
         self._probed: dict[str, MeasuredTimes] = {}
         self._measured_splits = {(time.kind, time.tensor) for time in calibration.layer_times}
 
@@ -97,6 +98,12 @@ class Compute:
         measured = _look_up(self._measured, layer, device, divided, tensor)
         if measured is not None:
             return measured
+        return _scaled(self._predicted_layer(layer, device, samples, divided, fraction, expert_lanes), self._factors.get(device.kind.name))
+
+    def _predicted_layer(
+        self, layer: Layer, device: Device, samples: float, divided: float, fraction: float, expert_lanes: int
+    ) -> LayerSeconds:
+        """By the probe's tables where there are some, else by the roofline; `divided` are the samples of split work."""
         if device.kind.measured is not None:
             return self._layer_of_probed(layer, device, samples, divided, fraction, expert_lanes)
         forward = backward = 0.0
@@ -149,6 +156,12 @@ class Compute:
         along = depth / (depth + calibration.matmul_half_depth) if depth else 1.0
         across = outputs / (outputs + enough) if outputs else 1.0
         return along * across
+
+
+def _scaled(seconds: LayerSeconds, factor: KindFactor | None) -> LayerSeconds:
+    if factor is None:
+        return seconds
+    return LayerSeconds(seconds.forward * factor.forward, seconds.backward * factor.backward, seconds.update * factor.update)
 
 
 def _summed(rows: list[LayerSeconds]) -> StageTable:

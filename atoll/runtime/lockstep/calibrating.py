@@ -14,7 +14,7 @@ import msgspec
 from atoll.cluster import Cluster, Device
 from atoll.cost import Calibration, Evaluator
 from atoll.cost.amounts import tensor_fraction
-from atoll.cost.calibration import LayerTime
+from atoll.cost.calibration import KindFactor, LayerTime
 from atoll.cost.compute import Compute, LayerSeconds
 from atoll.graph import Graph, Layer
 from atoll.plan import Plan, Replica, Stage
@@ -32,9 +32,10 @@ def calibrate(graph: Graph, cluster: Cluster, plan: Plan, ranks: Sequence[RankMe
     """The calibration with which `cost(graph, cluster, plan)` is close to what the ranks measured of this plan."""
     links = measure_links(cluster, plan, ranks)
     base = msgspec.structs.replace(Calibration(), **links.constants())
-    times = _LayerTimes(graph, cluster, plan, ranks, base).rows()
+    times, factors = _LayerTimes(graph, cluster, plan, ranks, base).found()
     steps = max(rank.first_step + rank.steps - 1 for rank in ranks)
-    found = msgspec.structs.replace(base, layer_times=times, source=f"{plan.graph} on {plan.cluster}, as it ran until step {steps}")
+    source = f"{plan.graph} on {plan.cluster}, as it ran until step {steps}"
+    found = msgspec.structs.replace(base, layer_times=times, kind_factors=factors, source=source)
     return _with_rest(graph, cluster, plan, found, max(rank.step_seconds for rank in ranks))
 
 
@@ -67,8 +68,8 @@ class _LayerTimes:
         self.compute = Compute(graph, base, self.evaluator.optimizer.update_bytes)
         self.seen = [self._seen(rank, stage) for rank in ranks for stage in rank.stages if stage.forward_seconds and stage.samples]
 
-    def rows(self) -> tuple[LayerTime, ...]:
-        """Every layer on every kind of device that ran, at many sizes."""
+    def found(self) -> tuple[tuple[LayerTime, ...], tuple[KindFactor, ...]]:
+        """Every layer on every kind of device that ran, at many sizes; and what kinds are to be scaled by elsewhere."""
         forward = _explain([(row.kind, row.forward, {key: one.forward for key, one in row.layers.items()}) for row in self.seen])
         backward = _explain([self._without_recomputation(row, forward) for row in self.seen])
         update = self._update_factors()
@@ -79,7 +80,10 @@ class _LayerTimes:
             for layer in _distinct(self.graph.layers):
                 factors = forward.get((kind, _key(layer)), rest[0]), backward.get((kind, _key(layer)), rest[1]), rest[2]
                 rows += [self._row(layer, device, tensor, samples, factors) for samples in self._sizes()]
-        return tuple(rows)
+        kinds = sorted({row.kind for row in self.seen})
+        return tuple(rows), tuple(
+            _kind_factor(kind, _average(forward, kind), _average(backward, kind), update.get(kind, 1.0)) for kind in kinds
+        )
 
     def _row(self, layer: Layer, device: Device, tensor: int, samples: float, factors: tuple[float, float, float]) -> LayerTime:
         number = self.graph.layers.index(layer)
@@ -107,7 +111,7 @@ class _LayerTimes:
         stage = self.plan.stages[measured.stage]
         replica = stage.replicas[measured.replica]
         device = self.evaluator.devices[rank.device]
-        part = self._compute_part(stage, replica, measured) * device.speed
+        part = self._compute_part(stage, replica, measured) * self._own_part(stage, replica, measured) * device.speed
         fraction = tensor_fraction(replica, stage.tensor, measured.tensor)
         lanes = stage.lanes if stage.expert else 1
         full = self._full_speed(device.kind.name)
@@ -127,6 +131,20 @@ class _LayerTimes:
         price = self.evaluator.replica_seconds(stage, replica, whole)
         exchanged = price.expert + price.shard + (price.tensor if stage.split else 0.0)
         return max(_LEAST_COMPUTE, 1 - exchanged / (measured.forward_seconds + measured.backward_seconds))
+
+    def _own_part(self, stage: Stage, replica: Replica, measured: StageMeasured) -> float:
+        """What a device works of a pass in which the devices of its replica wait for each other: less than 1 beside a slower one."""
+        if not (stage.sharded or stage.expert or stage.split or stage.tensor > 1):
+            return 1.0
+        seconds = []
+        for index, name in enumerate(replica.devices):
+            lane, position = divmod(index, stage.tensor)
+            samples = measured.samples * replica.samples[lane] / max(1, replica.samples[measured.lane])
+            table = self.compute.table(
+                self.evaluator.devices[name], samples, tensor_fraction(replica, stage.tensor, position), stage.tensor
+            )
+            seconds.append(sum(column[stage.stop] - column[stage.start] for column in (table.forward, table.backward)))
+        return seconds[measured.lane * stage.tensor + measured.tensor] / max(seconds)
 
     def _layer(self, device: Device, samples: float, fraction: float, tensor: int, lanes: int, number: int) -> LayerSeconds:
         table = self.compute.table(device, samples, fraction, tensor, lanes)
@@ -153,6 +171,13 @@ class _LayerTimes:
                 price = self.evaluator.replica_seconds(stage, stage.replicas[place.replica], float(self.plan.micro_batch_size))
                 predicted[device.kind.name] += price.update
         return {kind: measured[kind] / predicted[kind] for kind in measured if predicted[kind]}
+
+
+def _kind_factor(kind: str, forward: float, backward: float, update: float) -> KindFactor:
+    least = 1e-6  # a stage without a backward, or an optimizer that did nothing, tells nothing
+    return KindFactor(
+        kind=kind, forward=max(least, forward), backward=backward if backward > least else 1.0, update=update if update > least else 1.0
+    )
 
 
 def _key(layer: Layer) -> str:

@@ -1,6 +1,5 @@
 """The peers of `lockstep_speed.py`: training as one writes it by hand with PyTorch, with what makes it fast, and Atoll beside it."""
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from atoll import Job
 from atoll.graph.capture import Captured
 from atoll.plan import Plan
+from atoll.runtime.lockstep.layout import Layout
 from atoll.runtime.lockstep.rank import assemble
 from atoll.runtime.lockstep.trainer import Trainer
 
@@ -173,9 +173,9 @@ class Pipeline(_Mine):
 class Atoll:
     """A plan of the same layout under Atoll's trainer."""
 
-    def __init__(self, job: Job, captured: Captured, plan: Plan, doing: Callable[[object, int], None] = lambda action, step: None) -> None:
+    def __init__(self, job: Job, captured: Captured, plan: Plan) -> None:
         self.name = "; ".join(str(plan).splitlines()[1:])
-        self.work = assemble(job, plan, captured, device=_CPU, doing=doing)
+        self.work = assemble(job, Layout(plan), captured, device=_CPU)
         self.done = 0
         self._trainer = Trainer(job, self.work, _CPU)
 

@@ -1,6 +1,6 @@
 """A step of Atoll against hand-written PyTorch of the same layout: DDP, FSDP2 and 1F1B pipelining, on two processes.
 
-    python benchmarks/lockstep_speed.py [--json] [--layouts data sharded pipeline] [--shapes narrow medium wide] [--rounds 7] [--steps 3]
+    python benchmarks/lockstep_speed.py [--json] [--layouts data sharded pipeline] [--shapes narrow medium wide] [--rounds 7] [--steps 2]
 
 All contestants live in the same two processes (Gloo, one thread each) and train the same model on the same data with the same optimizer;
 their losses must agree. In a round every contestant does some steps, in an order that turns from round to round, so that whatever else the
@@ -153,9 +153,9 @@ def run_rank(options: argparse.Namespace) -> int:
             job = gpt_job(SHAPES[name], name)
             captured = capture_program(job)
             for layout in options.layouts:
-                if dist.get_rank() == 0:
-                    print(f"{layout}, {name}", file=sys.stderr)
                 lines.append(compare(layout, name, job, captured, options.rounds, options.steps))
+                if dist.get_rank() == 0:
+                    print(f"{layout}, {name}: {lines[-1]['ratio']:.3f}, processor {lines[-1]['processor_ratio']:.3f}", file=sys.stderr)
         if dist.get_rank() == 0:
             _show(lines, options.json)
     return 0 if all(line["ratio"] <= LIMIT and line["losses_agree"] for line in lines) else 1
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=tuple(SHAPES))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2)
     options = parser.parse_args(arguments)
     return run_rank(options) if is_rank() else start_ranks(Path(__file__), arguments, _RANKS)
 

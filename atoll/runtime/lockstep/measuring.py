@@ -137,7 +137,7 @@ class Recorder:
         self._recent: deque[_Marks] = deque()
         self._rows: list[tuple[str, int, int, Any, Any]] = []
         self._began, self._origin = 0.0, None
-        self._totals: Counter[str] = Counter()  # of steps that are no longer kept
+        self._totals = dict.fromkeys((*_PARTS.values(), "other"), 0.0)  # of steps that are no longer kept
         self.steps, self.first_step = 0, 0
         self.exchanges: tuple[Exchange, ...] = ()
         self.counted_step = -1  # the one that was looked at, which took longer
@@ -158,7 +158,22 @@ class Recorder:
         self.steps += 1
         self.first_step = self.first_step or step
         if len(self._recent) > _KEPT_STEPS:
-            self._totals.update(_parts(self._resolved(self._recent.popleft())))
+            self._forget(self._recent.popleft())
+
+    def _forget(self, marks: _Marks) -> None:
+        """Keep a step's sums alone."""
+        if not self._on_host:
+            self._add_parts(_parts(self._resolved(marks)))
+            return
+        parts, named = dict.fromkeys(_PARTS.values(), 0.0), _PARTS
+        for kind, _, _, begin, end in marks.rows:
+            if kind in named:
+                parts[named[kind]] += end - begin
+        self._add_parts(parts | {"other": max(0.0, marks.seconds - sum(parts.values()))})
+
+    def _add_parts(self, parts: Mapping[str, float]) -> None:
+        for part, seconds in parts.items():
+            self._totals[part] += seconds
 
     def _resolved(self, marks: _Marks) -> MeasuredStep:
         if self._on_host:
@@ -176,7 +191,7 @@ class Recorder:
         """Everything so far; at least one step must have ended."""
         recent = [self._resolved(marks) for marks in self._recent]
         typical = _typical(recent, {self.first_step, self.counted_step})
-        totals = self._totals.copy()
+        totals = Counter(self._totals)
         for step in recent:
             totals.update(_parts(step))
         return RankMeasured(

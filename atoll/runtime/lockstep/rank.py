@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from atoll.cost.buckets import DEFAULT_BUCKET_BYTES
 from atoll.graph.capture import Captured
 from atoll.job import Job
 from atoll.runtime.checkpoint import Held
 from atoll.runtime.checkpoint.exchange import Ranks
+from atoll.runtime.lockstep.building import build_in_turn
 from atoll.runtime.lockstep.channels import Channels
 from atoll.runtime.lockstep.check import check
 from atoll.runtime.lockstep.dividing import Dividing
@@ -39,7 +41,6 @@ from atoll.runtime.stage.state import InitialState, tied_names, unread_state
 
 __all__ = ["RankWork", "assemble", "make_plan_schedule"]
 
-_BUCKET_BYTES = 25 * 2**20
 _AHEAD = 2  # pieces of data that are read before they are needed
 
 
@@ -84,10 +85,14 @@ def assemble(
     captured: Captured,
     *,
     device: torch.device,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     doing: Callable[[object, int], None] = lambda action, step: None,
 ) -> RankWork:
-    """Put this process's rank together. All ranks do so at the same time: process groups are made on the way."""
-    return _Assembly(job, layout, captured, device).rank_work(doing)
+    """Put this process's rank together. All ranks do so at the same time: process groups are made on the way.
+
+    `bucket_bytes` must be the same on all of them.
+    """
+    return _Assembly(job, layout, captured, device).rank_work(bucket_bytes, doing)
 
 
 class _Assembly:
@@ -97,38 +102,49 @@ class _Assembly:
         self.places = self.layout.places(self.rank)
         self.sizes, self.key = Sizes(captured), DrawKey(job.seed)
         self.lane_divided: set[str] = set()  # parameters that lanes divide between them: experts, split layers
-        self._build()
+        divided = self._cut()
+        build_in_turn(lambda: self._take_parts(divided), 4.0 * captured.graph.parameters)
         self._shard()
         self.parameters = {name: p for module in self.modules for name, p in module.parameters_by_name().items()}
         self.parts = self._agree_on_parts()
         self.owned = [self._owned(name) for name in self.order if name in self.parameters]
 
-    def _build(self) -> None:
+    def _cut(self) -> list[dict[str, Holding]]:
+        """The rank's stages as programs, rewritten for its part; what it holds of divided parameters, stage by stage."""
+        self.programs: list[StageProgram] = []
+        self.lanes: list[Lanes | None] = []
+        dividing = Dividing(self.layout, self.rank, self.captured)
+        divided = []
+        for place in self.places:
+            stage = self.layout.plan.stages[place.stage]
+            program = cut_stage(self.captured, stage.start, stage.stop)
+            holdings, among_lanes, lanes = dividing.divide(place, program)
+            self.programs.append(program)
+            self.lane_divided |= among_lanes
+            self.lanes.append(lanes)
+            divided.append(holdings)
+        return divided
+
+    def _take_parts(self, divided: list[dict[str, Holding]]) -> bool:
+        """Build the whole model and take from it what this rank holds."""
         model = self.job.build_model("cpu")
         self.order = [name for name, _ in model.named_parameters()]
         self.unread, self.tied, self.config = unread_state(self.captured, model), tied_names(model), _config_of(model)
         self.persistent = set(model.state_dict())
         self.trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         builder = StageBuilder(InitialState(self.captured, model), device=self.device, key=self.key)
-        self.programs: list[StageProgram] = []
-        self.modules: list[StageModule] = []
-        self.lanes: list[Lanes | None] = []
-        dividing = Dividing(self.layout, self.rank, self.captured)
         last_layer = len(self.captured.graph.layers) - 1
-        for place in self.places:
-            stage = self.layout.plan.stages[place.stage]
-            program = cut_stage(self.captured, stage.start, stage.stop)
-            holdings, among_lanes, lanes = dividing.divide(place, program)
-            self.lane_divided |= among_lanes
-            self.lanes.append(lanes)
-            recompute = [stage.recompute and last_layer not in unit.layers for unit in program.units]
-            self.programs.append(program)
+        self.modules: list[StageModule] = []
+        for place, program, holdings in zip(self.places, self.programs, divided, strict=True):
+            again = self.layout.plan.stages[place.stage].recompute
+            recompute = [again and last_layer not in unit.layers for unit in program.units]
             self.modules.append(builder.stage(program, recompute, holdings))
         self.holdings = builder.holdings
         buffers = {name: buffer for module in self.modules for name, buffer in module.buffers_by_name().items()}
         self.evaluated = prepare_evaluation(
             self.job, self.layout, self.rank, self.captured, buffers, lambda captured: InitialState(captured, model), self.device
         )
+        return True
 
     def _shard(self) -> None:
         """Shard over lanes what only one layer uses and lanes hold alike."""
@@ -186,17 +202,17 @@ class _Assembly:
         stage = self.layout.plan.stages[self.sharded[owned.name].stage]
         return len(stage.replicas) * (stage.tensor if owned.holding.dim is None else 1)
 
-    def _gradients(self) -> Gradients:
+    def _gradients(self, bucket_bytes: int) -> Gradients:
         whole: dict[str, nn.Parameter] = {n: p for n, p in self.parameters.items() if p.requires_grad and n not in self.sharded}
         uses = Counter(name for module in self.modules for name in module.parameters_by_name())
         late = frozenset(name for name in whole if uses[name] > 1)
-        return Gradients(self.rank, self.parts, whole, self.holdings, bucket_bytes=_BUCKET_BYTES, ready_late=late)
+        return Gradients(self.rank, self.parts, whole, self.holdings, bucket_bytes=bucket_bytes, ready_late=late)
 
-    def rank_work(self, doing: Callable[[object, int], None]) -> RankWork:
+    def rank_work(self, bucket_bytes: int, doing: Callable[[object, int], None]) -> RankWork:
         """Everything together."""
         if any(part.dim is not None for part in self.parts) or any(stage.sharded for stage in self.layout.plan.stages):
             check_elementwise(self.job.build_optimizer)
-        gradients = self._gradients()
+        gradients = self._gradients(bucket_bytes)
         stages = [
             StageWork(place, program, module, list(module.parameters_by_name().values()), BackwardPhases(module), lanes)
             for place, program, module, lanes in zip(self.places, self.programs, self.modules, self.lanes, strict=True)

@@ -7,7 +7,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
+from atoll.cluster import load_cluster
 from atoll.cluster.memory import keep_freed_memory
+from atoll.cost import Evaluator
+from atoll.cost.buckets import DEFAULT_BUCKET_BYTES, bucket_bytes
 from atoll.errors import AtollError, PlanError
 from atoll.events import Evaluated, EventLog, Observer
 from atoll.graph import Graph
@@ -118,7 +121,9 @@ class _Session:
     ) -> None:
         self.job, self.plan, self.run, self.directory, self.settings = job, layout.plan, run, directory, settings
         run.doing("taking its part of the model")
-        self.work = assemble(job, layout, captured, device=device, doing=run.doing)
+        self.work = assemble(
+            job, layout, captured, device=device, bucket_bytes=_bucket_bytes(layout.plan, captured.graph, directory), doing=run.doing
+        )
         self.trainer = Trainer(job, self.work, device)
         self.graph = captured.graph
         self.measured = MeasuredFile(directory, self.work, device) if directory is not None else None
@@ -209,6 +214,16 @@ class _Session:
             if outcome.error is None:
                 self.run.saved(outcome.step)
             self.trainer.tell(outcome.event(self.trainer.elapsed()))
+
+
+def _bucket_bytes(plan: Plan, graph: Graph, directory: RunDirectory | None) -> int:
+    """As the cost model would have it, where the run's directory tells of the links."""
+    if directory is None or not directory.cluster.exists():
+        return DEFAULT_BUCKET_BYTES
+    cluster = load_cluster(directory.cluster)
+    if cluster.name != plan.cluster:
+        return DEFAULT_BUCKET_BYTES
+    return bucket_bytes(Evaluator(graph, cluster), plan)
 
 
 def _plain(value: Any) -> Any:

@@ -12,6 +12,8 @@ from atoll.units import format_bytes
 
 __all__ = ["export"]
 
+_OTHERS = (".pt", ".pth", ".bin", ".ckpt", ".safetensor")  # what a file of weights might be called
+
 
 def export(
     run: Annotated[Path, typer.Argument(help="The directory that `atoll run` wrote.", metavar="RUN")],
@@ -38,7 +40,7 @@ def _check(run: Path, to: Path) -> None:
     if directory.events.exists() and not any(directory.checkpoints.glob("step-*")):
         advice = "a run saves at its end, and while it trains with --checkpoint-every; --alone saves nothing"
         raise CheckpointError(f"{run}: this run has no checkpoint to export; {advice}")
-    if to.exists() and not to.is_dir() and to.suffix != ".safetensors":
-        raise CheckpointError(f"--to {to}: is a file; give a directory, or a name that ends in .safetensors")
+    if to.suffix != ".safetensors" and (to.is_file() or (to.suffix in _OTHERS and not to.is_dir())):
+        raise CheckpointError(f"--to {to}: give a file whose name ends in .safetensors, or a directory; other formats are not written")
     if to.suffix == ".safetensors" and to.is_dir():
         raise CheckpointError(f"--to {to}: is a directory; give a file, or a directory of another name")

@@ -11,7 +11,7 @@ from atoll.plan import Plan
 __all__ = ["DEFAULT_BUCKET_BYTES", "bucket_bytes"]
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20  # where nothing is known of the links
-_SIZES = [2**power for power in range(18, 29)]  # 256 KB to 256 MB
+_SIZES = [1 << power for power in range(18, 29)]  # 256 KB to 256 MB
 
 
 def bucket_bytes(evaluator: Evaluator, plan: Plan) -> int:

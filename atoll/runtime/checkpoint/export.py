@@ -48,7 +48,7 @@ def export(
 
     `run` is a run's directory, its folder of checkpoints or one checkpoint; `step` chooses another than the latest. Above
     `largest_file_bytes` there are several files and an index, as Hugging Face has them. Shared tensors are written under each of their
-    names, so that a strict `load_state_dict` finds them. `config`, or the one the run was saved with, becomes `config.json`.
+    names, so that a strict `load_state_dict` finds them. `config` becomes `config.json`; in a folder, so does the one the run was saved with.
     """
     checkpoint = find_checkpoint(run, step)
     manifest, index = model_tensors(checkpoint)
@@ -61,7 +61,8 @@ def export(
         files = [folder / _file_name(stem, number, len(shards)) for number in range(len(shards))]
         for path, shard in zip(files, shards, strict=True):
             _write_file(path, checkpoint, index, {name: names[name] for name in shard})
-        files += _write_json(folder, stem, files, shards, index, names, config or manifest.run.model_config)
+        own_config = manifest.run.model_config if folder is to else None  # beside a file it might be another model's that is replaced
+        files += _write_json(folder, stem, files, shards, index, names, config or own_config)
     except OSError as error:
         raise CheckpointError(f"{error.filename or to}: cannot write it: {error.strerror or error}") from error
     size = sum(index.tensors[key].size_bytes for key in names.values())

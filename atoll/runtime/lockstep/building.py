@@ -1,4 +1,4 @@
-"""Building the model that ranks take their parts from: all at once where the hosts' memory allows it, else one rank of each host at a time."""
+"""Building the model that ranks take their parts from: all at once where memory allows it, else one rank of each host at a time."""
 
 import socket
 from collections import Counter

@@ -67,7 +67,8 @@ def pair_of(layout: str, speeds: Sequence[int], graph_of: Callable[[Job], Graph]
     if layout == "data":
         shares = [samples for replica in best.stages[0].replicas for samples in replica.samples]
         return Pair(_data(best, [job.batch_size // len(speeds)] * len(speeds)), _data(best, shares))
-    bounds = [round(len(graph.layers) * s / len(speeds)) for s in range(len(speeds) + 1)]
+    inner = [1 + SHAPE.layers * s // len(speeds) for s in range(1, len(speeds))]  # equally many blocks; the embedding is layer 0
+    bounds = [0, *inner, len(graph.layers)]
     even = tuple(msgspec.structs.replace(stage, start=bounds[s], stop=bounds[s + 1]) for s, stage in enumerate(best.stages))
     return Pair(msgspec.structs.replace(best, stages=even), best)
 

@@ -170,10 +170,11 @@ def _collectives(plan: Plan, predicted: Cost | None, ranks: Sequence[RankMeasure
     devices = Layout(plan).devices
     rows = []
     for sync in syncs:
-        price = sum(predicted.stages[s].sync_seconds for s in sync.stages) if predicted is not None else None
+        price = sum(predicted.stages[s].sync_seconds for s in sync.stages) if predicted is not None and sync.stages else None
+        of = f"stage {' and '.join(map(str, sync.stages))}" if sync.stages else "shared weights"
         rows.append(
             CollectiveReport(
-                what=f"gradients of stage {' and '.join(map(str, sync.stages))}",
+                what=f"gradients of {of}",
                 kind="all_reduce",
                 devices=[devices[number] for number in sync.ranks],
                 calls=sync.buckets,

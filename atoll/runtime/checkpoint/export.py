@@ -48,7 +48,7 @@ def export(
 
     `run` is a run's directory, its folder of checkpoints or one checkpoint; `step` chooses another than the latest. Above
     `largest_file_bytes` there are several files and an index, as Hugging Face has them. Shared tensors are written under each of their
-    names, so that a strict `load_state_dict` finds them. `config` becomes `config.json`; in a folder, so does the one the run was saved with.
+    names, so that a strict `load_state_dict` finds them. `config`, or in a folder the one the run was saved with, becomes `config.json`.
     """
     checkpoint = find_checkpoint(run, step)
     manifest, index = model_tensors(checkpoint)

@@ -38,7 +38,7 @@ class Sync(NamedTuple):
     """What a group of ranks needed to add up its gradients, in a median step."""
 
     ranks: tuple[int, ...]
-    stages: tuple[int, ...]
+    stages: tuple[int, ...]  # whose gradients; none for parameters that several stages use
     bytes: int
     buckets: int
     seconds: float  # while buckets were under way and everybody was there
@@ -58,7 +58,7 @@ def sync_seconds(ranks: Sequence[RankMeasured]) -> list[Sync]:
         rows = list(_sync_of_steps(members, present))
         if rows and len(present) == len(members):
             seconds, exposed = (median(column) for column in zip(*rows, strict=True))
-            stages = tuple(sorted({bucket.stage for bucket in buckets}))
+            stages = tuple(sorted({bucket.stage for bucket in buckets if bucket.stage >= 0}))
             found.append(Sync(members, stages, sum(bucket.bytes for bucket in buckets), len(buckets), seconds, exposed))
     return found
 

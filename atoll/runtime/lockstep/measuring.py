@@ -62,7 +62,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
     """A bucket of gradients that some ranks add up together once a step."""
 
     ranks: tuple[int, ...]
-    stage: int
+    stage: int  # -1: of parameters that several stages use
     bytes: int
 
 
@@ -310,7 +310,7 @@ def executed_spans(ranks: Sequence[RankMeasured], steps: int = 3) -> list[Span]:
         for number in shown:
             offset = by_step[number].unix_seconds - began
             for span in by_step[number].spans:
-                action = _action(span)
+                action = _action(span, rank)
                 if action is not None:
                     spans.append(Span(rank.rank, action, offset + span.begin_seconds, offset + span.end_seconds))
     return sorted(spans, key=lambda span: (span.begin_seconds, span.process, span.end_seconds, span.action))
@@ -325,9 +325,12 @@ def _by_step(rank: RankMeasured) -> Mapping[int, MeasuredStep]:
     return {step.step: step for step in rank.recent}
 
 
-def _action(span: MeasuredSpan) -> Action | None:
+def _action(span: MeasuredSpan, rank: RankMeasured) -> Action | None:
     if span.kind in ("P", "D", "S", "A"):
         return None
     if span.kind == "O":
         return Action("O")
-    return Action("G", span.stage) if span.kind == "G" else Action(span.kind, span.stage, span.index)  # type: ignore[arg-type]
+    if span.kind == "G":
+        shared = rank.stages[0].stage if rank.stages else 0  # synchronised with the rank's own, as far as the schedule knows
+        return Action("G", span.stage if span.stage >= 0 else shared)
+    return Action(span.kind, span.stage, span.index)  # type: ignore[arg-type]

@@ -41,8 +41,9 @@ class Trainer:
         self.began = time.perf_counter()
         self.trainable = [owned for owned in work.owned if owned.leaf.requires_grad]
         self.leaves: list[nn.Parameter] = [owned.leaf for owned in self.trainable]
-        self.optimizer = job.build_optimizer(self.leaves) if self.leaves else None
-        self.scheduler = job.build_scheduler(self.optimizer) if self.optimizer is not None else None
+        # a rank whose stages are frozen keeps the schedule too: it may be the one that tells and saves it
+        self.optimizer = job.build_optimizer(self.leaves or [nn.Parameter(torch.zeros(0))])
+        self.scheduler = job.build_scheduler(self.optimizer)
         self.scale = LossScale(job.precision == "fp16")
         self.losses: list[float] = []
         self.evaluations: list[Evaluated] = []
@@ -60,6 +61,9 @@ class Trainer:
         self.scale.restore(extra["loss_scale"])
         if self.scheduler is not None and extra["scheduler"] is not None:
             self.scheduler.load_state_dict(extra["scheduler"])
+            if not self.leaves:  # nothing of its optimizer was loaded
+                for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+                    group["lr"] = rate
 
     def elapsed(self) -> float:
         """Seconds since the run began."""
@@ -81,7 +85,7 @@ class Trainer:
     def step(self, step: int, stop_asked: bool = False) -> tuple[StepFinished, bool]:
         """One step of the optimizer on one global batch. Nothing is applied unless loss and gradient are finite on every rank."""
         began = time.perf_counter()
-        learning_rate = float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None else 0.0
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
         for owned in self.trainable:
             owned.forget_gradient()
         self.work.executor.loss_scale = self.scale.value
@@ -140,8 +144,6 @@ class Trainer:
         return loss, norm if self.job.max_grad_norm is not None else None, True
 
     def _step_optimizer(self, step: int) -> None:
-        if self.optimizer is None:
-            return
         began = self.work.executor.recorder.now()
         with users_code(f"step {step}: the optimizer", JobFailedError):
             self.optimizer.step()

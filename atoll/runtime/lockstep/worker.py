@@ -166,10 +166,9 @@ class _Session:
         if self.directory is None:
             return None
         group = dist.new_group(backend="gloo")
-        own = type(self.trainer.optimizer).__name__ if self.trainer.optimizer is not None else ""
         identity = RunIdentity(
             job=self.job.name,
-            optimizer=max(Ranks(group).gather(own, str)),  # a rank whose stage is frozen has none
+            optimizer=type(self.trainer.optimizer).__name__,
             seed=self.job.seed,
             batch_size=self.job.batch_size,
             plan=str(self.plan),
@@ -182,7 +181,7 @@ class _Session:
         return [owned.held for owned in self.work.owned] + (self.work.other.to_save if saving else self.work.other.to_load)
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        return [self.trainer.optimizer] if self.trainer.optimizer is not None else []
+        return [self.trainer.optimizer] if self.trainer.leaves else []  # else it has nothing of the model's
 
     def _extra(self) -> dict[str, Any]:
         scheduler = self.trainer.scheduler

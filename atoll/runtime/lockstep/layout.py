@@ -7,7 +7,7 @@ worker is a replica's whole grid of devices: its ranks run the same actions in t
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from atoll.cost.routing import route
 from atoll.errors import PlanError
@@ -94,13 +94,18 @@ class Layout:
     def micro_batches(self) -> tuple[tuple[int, int], ...]:
         """Samples of the global batch that each micro-batch is: start and stop.
 
-        With one stage every replica cuts its own contiguous share; with several, whole micro-batches are routed.
+        With one stage every replica cuts its own contiguous share, evenly if it has lanes: each must get something of every micro-batch.
+        With several stages whole micro-batches are routed.
         """
         plan, size = self.plan, self.plan.micro_batch_size
         shares = [replica.total_samples for replica in plan.stages[0].replicas] if len(plan.stages) == 1 else [plan.batch_size]
-        found, start = [], 0
+        evenly = len(plan.stages) == 1 and plan.stages[0].lanes > 1
+        found: list[tuple[int, int]] = []
+        start = 0
         for share in shares:
-            found += [(start + first, start + min(first + size, share)) for first in range(0, share, size)]
+            count = -(-share // size)
+            sizes = apportion(share, [1] * count) if evenly else [size] * (count - 1) + [share - size * (count - 1)]
+            found += pairwise(accumulate(sizes, initial=start))
             start += share
         return tuple(found)
 

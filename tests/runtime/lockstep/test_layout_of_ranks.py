@@ -83,6 +83,12 @@ def test_the_short_micro_batch_goes_to_the_replica_whose_share_is_not_whole() ->
     assert sorted(layout.route[1]) == [0, 0, 1, 1]
 
 
+def test_a_share_is_cut_evenly_where_lanes_divide_it() -> None:
+    layout = Layout(parse_plan("plan v1 graph=g cluster=c schedule=1f1b batch=8 micro_batch=4\nstage 0: layers 0-5: (a b)=3,2 (c d)=2,1\n"))
+    assert layout.micro_batches == ((0, 3), (3, 5), (5, 8))
+    assert [layout.pieces(0, m) for m in range(3)] == [((0, 2), (2, 3)), ((3, 4), (4, 5)), ((5, 7), (7, 8))]
+
+
 def test_a_lane_without_work_is_refused_with_advice() -> None:
     plan = parse_plan("plan v1 graph=g cluster=c schedule=1f1b batch=8 micro_batch=2\nstage 0: layers 0-5: (a b)=7,1\n")
     with pytest.raises(

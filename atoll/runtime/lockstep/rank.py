@@ -157,7 +157,8 @@ class _Assembly:
             names = module.parameters_by_name()
             whole = {name for name in names if name in shared or name in self.lane_divided}
             self.sharded.update(dict.fromkeys(names.keys() - whole, place))
-            shard_stage(module, meshes[place.stage, place.tensor], {names[name] for name in whole})
+            ends_model = place.stage == len(self.layout.plan.stages) - 1
+            shard_stage(module, meshes[place.stage, place.tensor], {names[name] for name in whole}, ends_model=ends_model)
 
     def _agree_on_parts(self) -> list[Part]:
         """What is added up among whom, for all parameters of all ranks but those that sharding takes care of."""

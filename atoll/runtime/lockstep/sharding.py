@@ -27,11 +27,14 @@ def make_meshes(layout: Layout, device: torch.device) -> dict[tuple[int, int], D
     return meshes
 
 
-def shard_stage(module: StageModule, mesh: DeviceMesh, kept_whole: set[nn.Parameter]) -> None:
-    """Shard the stage's parameters, all but those that are `kept_whole`, over the mesh's lanes."""
-    for unit in module.units:
-        if any(parameter not in kept_whole for parameter in unit.parameters()):
-            fully_shard(unit, mesh=mesh, ignored_params=kept_whole)
+def shard_stage(module: StageModule, mesh: DeviceMesh, kept_whole: set[nn.Parameter], *, ends_model: bool) -> None:
+    """Shard the stage's parameters, all but those that are `kept_whole`, over the mesh's lanes.
+
+    Where the stage `ends_model` its last unit's backward follows its forward, so what was gathered for the one is kept for the other.
+    """
+    units = [unit for unit in module.units if any(parameter not in kept_whole for parameter in unit.parameters())]
+    for unit in units:
+        fully_shard(unit, mesh=mesh, ignored_params=kept_whole, reshard_after_forward=not (ends_model and unit is units[-1]))
     fully_shard(module, mesh=mesh, ignored_params=kept_whole, reshard_after_forward=False)
     for part in module.modules():
         if isinstance(part, FSDPModule):

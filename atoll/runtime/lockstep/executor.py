@@ -51,8 +51,8 @@ class StageWork:
 class StepSums:
     """What the rank saw of a step's loss: to be added up over ranks."""
 
-    total: float = 0.0
-    weight: float = 0.0
+    total: Tensor
+    weight: Tensor
 
 
 @dataclass
@@ -108,7 +108,8 @@ class Executor:
         self._held: dict[tuple[int, int], _Held] = {}
         self._arriving: dict[tuple[str, int, int], Arrival] = {}
         self._handed: dict[tuple[str, int, int], list[Tensor]] = {}
-        self._sums = StepSums()
+        zero = torch.zeros((), dtype=torch.float64, device=self._channels.device)
+        self._sums = StepSums(zero, zero.clone())  # on the device: nobody waits for it in the middle of a step
         self.recorder.begin()
         self._gradients.begin()
         for action in self._actions:
@@ -205,8 +206,8 @@ class Executor:
         start, stop = self._piece(stage, m)
         share = value.value * ((stop - start) / self._layout.plan.batch_size) if value.weight is None else value.value
         if self._stages[stage].place.tensor == 0:
-            self._sums.total += float(share.detach())
-            self._sums.weight += float(stop - start) if value.weight is None else float(value.weight)
+            self._sums.total += share.detach()
+            self._sums.weight += stop - start if value.weight is None else value.weight
         return share * self.loss_scale if self.loss_scale != 1.0 else share
 
     def _backward(self, stage: int, m: int) -> None:

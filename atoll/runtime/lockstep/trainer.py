@@ -94,7 +94,7 @@ class Trainer:
             owned.hand_gradient_over()
         recorder = self.work.executor.recorder
         agreeing = recorder.now()
-        totals = self._add_up(sums.total, sums.weight, stop_asked)
+        totals = self._add_up(float(sums.total), float(sums.weight), stop_asked)
         recorder.add("A", -1, -1, agreeing)
         loss, gradient_norm, applied = self._apply(step, totals)
         self.losses.append(loss)

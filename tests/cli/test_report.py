@@ -107,6 +107,8 @@ def test_a_run_leaves_its_schedule_its_trace_and_what_each_rank_measured(trained
     for worker in range(2):
         executed = {str(span.action) for span in spans if span.process == worker}
         assert executed == {str(action) for action in schedule[worker]}  # synchronisation of the tied weights included
+    predicted = read_chrome_trace((run_directory / "predicted-trace.json").read_bytes())
+    assert {str(span.action) for span in predicted} == {str(action) for row in schedule.actions for action in row}
     ends = {str(span.action): span.end_seconds for span in reversed(spans)}
     assert ends["0F0"] <= ends["1F0"] <= ends["1B0"] <= ends["0B0"]
 

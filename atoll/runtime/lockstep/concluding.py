@@ -7,17 +7,36 @@ import msgspec
 import torch
 
 from atoll.cluster import load_cluster
+from atoll.cost import Cost
 from atoll.graph import Graph
 from atoll.runtime.lockstep.calibrating import calibrate
 from atoll.runtime.lockstep.measuring import executed_spans, read_measured, write_measured
 from atoll.runtime.lockstep.rank import RankWork
-from atoll.runtime.lockstep.trace import chrome_trace, table
+from atoll.runtime.lockstep.schedule import Action
+from atoll.runtime.lockstep.trace import chrome_trace, predict, table
 from atoll.runtime.peak import peak_memory_bytes
 from atoll.runtime.run_directory import RunDirectory
 
-__all__ = ["MeasuredFile"]
+__all__ = ["MeasuredFile", "action_seconds"]
 
 _FIRST_SECONDS, _MOST_SECONDS = 2.0, 30.0  # until the file is written anew; twice as long each time
+
+
+def action_seconds(predicted: Cost, action: Action) -> float:
+    """What an action was predicted to take, on its stage's slowest replica."""
+    match action.kind:
+        case "F":
+            return predicted.stages[action.stage].forward_seconds
+        case "B":
+            return predicted.stages[action.stage].backward_seconds
+        case "SF" | "SB":
+            return predicted.stages[action.stage - (action.kind == "SB")].transfer_seconds
+        case "G":
+            return predicted.stages[action.stage].sync_seconds
+        case "O":
+            return predicted.breakdown.get("optimizer", 0.0)
+        case _:
+            return 0.0  # a receive lasts as long as its send
 
 
 class MeasuredFile:
@@ -36,6 +55,11 @@ class MeasuredFile:
             path.unlink(missing_ok=True)
         grid = "".join(f"# {line}\n" for line in table(self.work.schedule).splitlines())
         self.directory.write("schedule.txt", f"{grid}\n{self.work.schedule}\n")
+        if self.directory.predicted.exists():
+            predicted = msgspec.json.decode(self.directory.predicted.read_bytes(), type=Cost)
+            if len(predicted.stages) == len(self.work.layout.plan.stages):  # else it was made for a plan before this one
+                spans = predict(self.work.schedule, lambda worker, action: action_seconds(predicted, action))
+                self.directory.write("predicted-trace.json", msgspec.json.encode(chrome_trace(spans)))
 
     def after_step(self) -> None:
         """Write if it is time to."""

@@ -1,0 +1,98 @@
+"""Stopped under one plan, continued under another with another number of devices: the losses are those of a run that was never stopped."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.events import Restarted, RunFinished, StepFinished, WorkerFailed, read_events
+from atoll.graph.capture import capture
+from atoll.script import load_job
+
+from .equality_cases import EQUAL, PIPE, plan_of
+from .resume_ranks import CASES
+
+pytestmark = pytest.mark.timeout(600)
+
+HERE = Path(__file__).parent
+SCRIPT = HERE / "resume_job.py"
+TOLERANCE = 1e-5
+ROUNDING = {"fp16": 1e-2}  # half the digits, rounded at other places
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found at the end of all cases."""
+    folder = tmp_path_factory.mktemp("resume")
+    done = subprocess.run([sys.executable, str(HERE / "resume_ranks.py"), str(folder)], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(4)]
+
+
+@pytest.mark.parametrize(("job", "before", "after"), CASES)
+def test_a_run_goes_on_under_another_plan(found: list[dict[str, Any]], job: str, before: str, after: str) -> None:
+    results = [result for rank in found if (result := rank.get(f"{job}: {before} → {after}"))]
+    assert results
+    for result in results:
+        assert "error" not in result, result["error"]
+        assert result["steps"] == 10
+        assert result["missing"] == 0
+        assert max(result["losses"], result["weights"], result.get("evaluations", 0.0)) <= ROUNDING.get(job, TOLERANCE)
+
+
+def atoll_run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from atoll.cli import main; main()", "run", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def losses_of(run: Path) -> dict[int, float]:
+    """By step; of a step that was run twice, the later."""
+    return {event.step: event.loss for event in read_events(run / "events.jsonl") if isinstance(event, StepFinished)}
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Plans of the script's job, as files."""
+    graph, folder = capture(load_job(SCRIPT)), tmp_path_factory.mktemp("plans")
+    texts = {"pipeline": PIPE, "data parallel": EQUAL, "sharded": "4 | sharded: (a b c)=4,2,2"}
+    for name, text in texts.items():
+        (folder / f"{name}.json").write_text(plan_of(graph, text, 8).to_json(), encoding="utf-8")
+    return {name: folder / f"{name}.json" for name in texts}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of the script in one process."""
+    run = tmp_path_factory.mktemp("alone") / "run"
+    done = atoll_run(SCRIPT, "--alone", "--out", run)
+    assert done.returncode == 0, done.stderr
+    return losses_of(run)
+
+
+def test_the_command_line_stops_and_resumes(plans: dict[str, Path], alone: dict[int, float], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = atoll_run(SCRIPT, "--plan", plans["pipeline"], "--out", run, "--", "stop", "3")
+    assert done.returncode == 0, done.stderr
+    assert sorted(losses_of(run)) == [1, 2, 3]
+    done = atoll_run(SCRIPT, "--plan", plans["sharded"], "--resume", run)
+    assert done.returncode == 0, done.stderr
+    assert losses_of(run) == pytest.approx(alone, rel=TOLERANCE)
+    steps = [event.step for event in read_events(run / "events.jsonl") if isinstance(event, StepFinished)]
+    assert steps == list(range(1, 9)), "no step is run twice"
+
+
+def test_a_killed_rank_costs_a_restart_and_no_accuracy(plans: dict[str, Path], alone: dict[int, float], tmp_path: Path) -> None:
+    run, mark = tmp_path / "run", tmp_path / "died"
+    options = ["--out", run, "--max-restarts", "1", "--checkpoint-every", "2", "--", "die", "5", mark]
+    done = atoll_run(SCRIPT, "--plan", plans["data parallel"], *options)
+    assert done.returncode == 0, done.stderr
+    events = list(read_events(run / "events.jsonl"))
+    assert mark.exists()
+    assert [event.rank for event in events if isinstance(event, WorkerFailed)] == [1]
+    assert len([event for event in events if isinstance(event, Restarted)]) == 1
+    assert losses_of(run) == pytest.approx(alone, rel=TOLERANCE)
+    last = [event for event in events if isinstance(event, RunFinished)][-1]
+    assert (last.reason, last.steps) == ("done", 8)

@@ -96,14 +96,16 @@ def compare(
     syncs = sync_seconds(ranks) if whole else []
     breakdown = _breakdown(predicted, ranks, syncs)
     carried = link_bytes(cluster, plan, ranks) if whole else {}
+    collectives = _collectives(plan, predicted, ranks, syncs)
+    inside = sum(row.calls for row in collectives if row.what == _INSIDE)
     return Comparison(
         breakdown=breakdown,
         stages=[_stage(plan, s, predicted, ranks, syncs) for s in range(len(plan.stages))],
-        collectives=_collectives(plan, predicted, ranks, syncs),
+        collectives=collectives,
         links=_links(plan, cluster, predicted, carried, ranks, syncs),
         link_bytes=carried,
         memory_bytes=_memory(plan, predicted, ranks),
-        differs_most=_most(breakdown, measured_step, predicted),
+        differs_most=_most(breakdown, measured_step, inside),
     )
 
 
@@ -277,10 +279,10 @@ def _memory(plan: Plan, predicted: Cost | None, ranks: Sequence[RankMeasured]) -
     }
 
 
-def _most(breakdown: dict[str, Compared], measured_step: float | None, predicted: Cost | None) -> Difference | None:
-    """The part of the step that differs most from its prediction, in seconds."""
+def _most(breakdown: dict[str, Compared], measured_step: float | None, inside: int) -> Difference | None:
+    """The part of the step that differs most from its prediction, in seconds; `inside` are exchanges in forward and backward."""
     known = {name: row for name, row in breakdown.items() if row.measured is not None and row.predicted is not None}
-    if not known or measured_step is None or predicted is None:
+    if not known or measured_step is None:
         return None
     what, row = max(known.items(), key=lambda item: abs((item[1].measured or 0.0) - (item[1].predicted or 0.0)))
     assert row.measured is not None, "only such rows are looked at"
@@ -288,4 +290,6 @@ def _most(breakdown: dict[str, Compared], measured_step: float | None, predicted
     sentence = f"Most of the difference is in {what}: {format_seconds(row.measured)}, predicted {format_seconds(row.predicted)}."
     if row.measured > row.predicted and row.measured - row.predicted > 0.05 * measured_step:
         sentence += f" {_ADVICE[what]}"
+        if what == "compute" and inside:
+            sentence += f" {inside} exchanges inside forward and backward are part of it: slow links make sharding and tensor splits dear."
     return Difference(what=what, seconds=row, sentence=sentence)

@@ -42,6 +42,8 @@ class PieceFeed:
         self._last_step = last_step
         self._current: dict[tuple[int, _Piece], tuple[dict[str, Any], Binding]] = {}
         self._order = list(self._pieces_of_a_step())
+        # where sizes depend on which samples stand together (padding), lanes that meet must have them from the same batch
+        self._loaded_with = {} if sizes.follow_samples else self._micro_batches_of_pieces()
         self._queue: Queue[Any] = Queue(maxsize=max(1, ahead))
         self._ahead = ahead
         self._lock = lock or nullcontext()  # loading seeds the generators, which dropout draws from too
@@ -60,6 +62,10 @@ class PieceFeed:
                 if piece not in seen:
                     seen.add(piece)
                     yield piece
+
+    def _micro_batches_of_pieces(self) -> dict[_Piece, _Piece]:
+        used = {(action.stage, action.micro_batch) for action in self._actions if action.kind == "F"}
+        return {self._piece(stage, m): self._layout.micro_batches[m] for stage, m in used}
 
     def get(self, step: int, stage: int, micro_batch: int) -> tuple[dict[str, Any], Binding]:
         """The batch's leaves for the rank's piece of a micro-batch (none if the stage reads none), and the sizes they have."""
@@ -87,9 +93,12 @@ class PieceFeed:
 
     def _load(self, key: tuple[int, _Piece]) -> tuple[dict[str, Any], Binding]:
         step, (start, stop) = key
+        first, last = self._loaded_with.get((start, stop), (start, stop))
         with self._lock:
-            batch = self._samples.batch(step - 1, start, stop)
+            batch = self._samples.batch(step - 1, first, last)
         leaves = self._sizes.leaves(to_device(batch, self._device))
+        if (first, last) != (start, stop):
+            leaves = self._sizes.take(leaves, start - first, stop - first)
         return leaves, self._sizes.bind(leaves)
 
     def _load_ahead(self, first_step: int) -> None:

@@ -23,6 +23,7 @@ from atoll.runtime.lockstep.dividing import Dividing
 from atoll.runtime.lockstep.evaluating import Evaluation, prepare_evaluation
 from atoll.runtime.lockstep.executor import Executor, StageWork
 from atoll.runtime.lockstep.feeding import PieceFeed
+from atoll.runtime.lockstep.fitting import check_fits
 from atoll.runtime.lockstep.gradients import Gradients
 from atoll.runtime.lockstep.layout import Layout, Place
 from atoll.runtime.lockstep.optimizing import Counted, check_elementwise
@@ -101,6 +102,7 @@ class _Assembly:
         self.layout, self.rank = layout, dist.get_rank()
         self.places = self.layout.places(self.rank)
         self.sizes, self.key = Sizes(captured), DrawKey(job.seed)
+        check_fits(layout, captured, self.sizes)
         self.lane_divided: set[str] = set()  # parameters that lanes divide between them: experts, split layers
         divided = self._cut()
         build_in_turn(lambda: self._take_parts(divided), 4.0 * captured.graph.parameters)

@@ -75,11 +75,26 @@ class Sizes:
             advice = "make every batch that size in `collate` (pad or cut)"
             raise JobError(f"Job: collate: batch{path} has shape {list(shape)}, but the job was captured with [{wanted}]; {advice}")
 
+    def take(self, leaves: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+        """Some samples of the leaves; what does not count samples stays whole."""
+        taken = dict(leaves)
+        for name, shape in self._shapes.items():
+            for dim, size in enumerate(shape):
+                if size in self._samples:
+                    taken[name] = taken[name].narrow(dim, start, stop - start)
+        return taken
+
     def bind(self, leaves: dict[str, Any]) -> Binding:
         """The symbols' values for these leaves."""
         values: dict[Any, int] = {}
         for name, shape in self._shapes.items():
             values.update((e, n) for e, n in zip(shape, leaves[name].shape, strict=True) if not isinstance(e, int) and e.is_Symbol)
+        counts = sorted({values[symbol] for symbol in self._samples})
+        if len(counts) > 1:
+            raise JobError(
+                f"Job: collate: tensors of a batch count {counts[0]} and {counts[-1]} along dimensions that were both the number of samples "
+                "when the job was captured; a length that varies must not happen to be that number in the first batch"
+            )
         return tuple(values[symbol] for symbol in self.symbols)
 
     def of_samples(self, samples: int) -> Binding:

@@ -30,7 +30,7 @@ def _check_samples(layout: Layout, captured: Captured, sizes: Sizes) -> None:
                 if stop - start != sizes.fixed:
                     raise PlanError(
                         f"stage {stage}: a device gets {stop - start} samples of micro-batch {m}, but {captured.graph.name} could be "
-                        f"captured for {sizes.fixed} samples only; choose shares and a micro_batch that give every device {sizes.fixed} at a time"
+                        f"captured for {sizes.fixed} samples only; choose shares and a micro_batch that give every device as many"
                     )
 
 
@@ -43,5 +43,5 @@ def _check_crossing(layout: Layout, captured: Captured, sizes: Sizes, stage: int
             shape = ", ".join(map(str, crossing.shape))
             raise PlanError(
                 f"stages {stage - 1} and {stage} divide micro-batches differently, but the value {crossing.name!r} of shape [{shape}], "
-                f"which crosses the cut before {name!r}, has no dimension of samples to divide; give both stages the same lanes, or cut elsewhere"
+                f"which crosses the cut before {name!r}, has no dimension of samples; give both stages the same lanes, or cut elsewhere"
             )

@@ -22,12 +22,12 @@ _LATE = 64  # sends under way before the oldest is waited for
 class Message:
     """What is said about one micro-batch in one direction between two stages: every value, in order, with a tag of its own."""
 
-    def __init__(self, crossings: Sequence[Crossing], dims: Sequence[int | None], first_tag: int) -> None:
-        self.crossings, self.dims, self.first_tag = crossings, dims, first_tag
+    def __init__(self, crossings: Sequence[Crossing], dims: Sequence[int | None], number: int, messages: int) -> None:
+        self.crossings, self.dims, self._number, self._messages = crossings, dims, number, messages
 
     def tag(self, index: int) -> int:
         """Distinguishes the values of a micro-batch, where the backend looks at tags; elsewhere order does."""
-        return self.first_tag + index
+        return self._number + index * self._messages
 
 
 class Arrival:

@@ -89,7 +89,6 @@ class Executor:
         self._sizes, self._channels, self._gradients, self._feed = sizes, channels, gradients, feed
         self._key, self._autocast, self._doing = key, autocast, doing
         self._last_backward = {action.stage: action.micro_batch for action in actions if action.kind == "B"}
-        self._most_values = max([1, *(len(work.program.receives) for work in stages), *(len(work.program.sends) for work in stages)])
         self._dims = {work.place.stage: [sizes.sample_dim(crossing) for crossing in work.program.receives] for work in stages}
         self._dims_out = {work.place.stage: [sizes.sample_dim(crossing) for crossing in work.program.sends] for work in stages}
         self._drawing_stages = {work.place.stage for work in stages if any(unit.draws for unit in work.program.units)}
@@ -249,8 +248,10 @@ class Executor:
         else:
             crossings, dims = self._stages[boundary + 1].program.receives, self._dims[boundary + 1]
         chosen = [i for i, crossing in enumerate(crossings) if crossing.wants_gradient or not back]
-        tag = ((2 * boundary + back) * len(self._layout.micro_batches) + m) * self._most_values
-        return Message([crossings[i] for i in chosen], [dims[i] for i in chosen], tag)
+        micro_batches = len(self._layout.micro_batches)
+        tag = (2 * boundary + back) * micro_batches + m
+        messages = 2 * len(self._layout.plan.stages) * micro_batches  # in a step: something both ends know
+        return Message([crossings[i] for i in chosen], [dims[i] for i in chosen], tag, messages)
 
     def _receive_activations(self, stage: int, m: int) -> Arrival:
         message = self._message(stage - 1, m, back=False)

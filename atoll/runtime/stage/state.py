@@ -56,5 +56,5 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 def unread_state(captured: Captured, model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers that no operator reads: they keep their first values, and belong into checkpoints all the same."""
     table = captured.liveness.table
-    read = {*table.parameters.values(), *table.buffers.values(), *tied_names(model)}
+    read = {name for value, name in (*table.parameters.items(), *table.buffers.items()) if value.users} | tied_names(model).keys()
     return {name: value.detach().clone() for name, value in model.state_dict().items() if name not in read}

@@ -10,6 +10,8 @@ AtollError
 ├── PlanError         a plan breaks its own rules; shows the table with the wrong cell marked
 ├── ScheduleError     a schedule cannot be read or run; shows the table with the wrong cell marked
 ├── CheckpointError   a checkpoint or a file of weights cannot be read, or is not this job's; names the file and the tensor
+├── CodecError        a tensor cannot be encoded for a link, or what arrived is not a tensor some codec made; says which part
+│   └── NonFiniteTensorError  the codec cannot carry NaN or Inf
 ├── RoleError         the environment of a launched process is partial or contradicts itself; names the variables
 └── NoPlanError       nothing fits; says what came closest and what would help
 ```
@@ -26,9 +28,11 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "ClusterError",
+    "CodecError",
     "JobError",
     "JobFailedError",
     "NoPlanError",
+    "NonFiniteTensorError",
     "PlanError",
     "RoleError",
     "ScheduleError",
@@ -73,6 +77,14 @@ class ScheduleError(AtollError):
 
 class CheckpointError(AtollError):
     """A checkpoint or a file of weights cannot be read, or belongs to another job."""
+
+
+class CodecError(AtollError):
+    """A tensor cannot be encoded for a link, or what arrived cannot be decoded."""
+
+
+class NonFiniteTensorError(CodecError):
+    """A codec that sends a tensor as a whole was given NaN or Inf, which it could only spread."""
 
 
 class RoleError(AtollError):

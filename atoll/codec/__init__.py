@@ -1,5 +1,38 @@
 """Codec: what a tensor looks like on a link."""
 
+from atoll.codec.base import Codec, NoCodec
 from atoll.codec.codec import CODECS, CodecSpec, codec_spec
+from atoll.codec.decoding import decode, empty_encoded, encoded_from, make_codec, parts_of
+from atoll.codec.encoded import Encoded, Header, Part, Role
+from atoll.codec.feedback import ErrorFeedback
+from atoll.codec.halves import Bf16, Fp16
+from atoll.codec.integers import Int4, Int8
+from atoll.codec.low_rank import LowRank
+from atoll.codec.measured import relative_error, sampled_error
+from atoll.codec.top_k import TopK
 
-__all__ = ["CODECS", "CodecSpec", "codec_spec"]
+__all__ = [
+    "Bf16",
+    "CODECS",
+    "Codec",
+    "CodecSpec",
+    "Encoded",
+    "ErrorFeedback",
+    "Fp16",
+    "Header",
+    "Int4",
+    "Int8",
+    "LowRank",
+    "NoCodec",
+    "Part",
+    "Role",
+    "TopK",
+    "codec_spec",
+    "decode",
+    "empty_encoded",
+    "encoded_from",
+    "make_codec",
+    "parts_of",
+    "relative_error",
+    "sampled_error",
+]

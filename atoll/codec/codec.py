@@ -1,6 +1,6 @@
 """What a codec promises to the cost model: how small it makes a tensor, what that costs and what it loses.
 
-The codecs themselves come with the fabric; planning needs only their statements.
+Planning needs only these statements. Codecs with a strength (`top-k:0.01`, `low-rank:4`) make theirs: `make_codec(text).spec`.
 """
 
 import msgspec
@@ -24,13 +24,14 @@ class CodecSpec(msgspec.Struct, frozen=True, kw_only=True):
         return min(1.0, self.bits / (8 * element_bytes)) if self.bits else 1.0
 
 
-# Block-wise integers carry one fp32 scale for 256 elements; errors are those of rounding a normal distribution whose largest value in
-# 256 (2.8 standard deviations) maps to the largest integer: step / sqrt(12).
+# Block-wise integers carry one fp32 scale for 256 elements; errors are those of rounding a normal distribution whose largest magnitude in
+# 256 (3.05 standard deviations in root mean square) maps to the largest integer: step / sqrt(12).
 CODECS = {
     "none": CodecSpec(name="none", bits=0, memory_passes=0, relative_error=0.0),
     "bf16": CodecSpec(name="bf16", bits=16, memory_passes=2, relative_error=0.0017),
-    "int8": CodecSpec(name="int8", bits=8.125, memory_passes=5, relative_error=0.0064),
-    "int4": CodecSpec(name="int4", bits=4.125, memory_passes=6, relative_error=0.115),
+    "fp16": CodecSpec(name="fp16", bits=16, memory_passes=2, relative_error=0.0002),
+    "int8": CodecSpec(name="int8", bits=8.125, memory_passes=5, relative_error=0.0069),
+    "int4": CodecSpec(name="int4", bits=4.125, memory_passes=6, relative_error=0.126),
 }
 
 

@@ -46,6 +46,8 @@ CASES: tuple[tuple[str, str], ...] = (
     ("roberta", LANES),
     ("t5", "2 gpipe | a=8 | recompute: b=8"),
     ("t5", TENSOR_UNEQUAL),
+    ("t5", "3 | a=8 | b=8 | recompute: c=8"),  # cuts that different numbers of values cross
+    ("transformer", "2 | a=8 | recompute: b=8 | c=8 | d=8"),
     ("bart", PIPE),
     ("bart", SHARDED),
     ("vit", UNEQUAL),

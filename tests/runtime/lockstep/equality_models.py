@@ -226,6 +226,7 @@ JOBS: dict[str, Callable[[], Job]] = {
         scheduler=partial(StepLR, step_size=3, gamma=0.5),
     ),
     "counted": lambda: job(gpt2, counted_loss, max_grad_norm=1.0),
+    "doubled": lambda: job(lambda: gpt2(4).double(), counted_loss, max_grad_norm=1.0),
     "odd": lambda: job(gpt2, counted_loss, batch_size=7),
     "padded": lambda: job(tiny("bert").model, padded_loss, rows(masked_tokens, seed=9), collate=padded),
     "dropout": lambda: job(partial(gpt2, 2, 0.1), micro_batch_size=2),

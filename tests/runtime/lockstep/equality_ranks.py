@@ -1,7 +1,7 @@
 """Plans in real processes, compared with plain PyTorch in one.
 
 python equality_ranks.py FOLDER TASKS.json: captures every job of the tasks and trains it once in a plain loop, goes on as four processes,
-and runs each task's plan in the first so many of them. Each process writes what it found of each task to FOLDER/RANK.json.
+and runs each task's plan in the first so many of them. What every rank found of every task is written to FOLDER/found.json.
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ import gc
 import json
 import math
 import multiprocessing
+import multiprocessing.connection
 import os
 import sys
 import traceback
@@ -145,10 +146,10 @@ def _evaluation_difference(own: Sequence[tuple[Any, dict[str, Any]]], true: Sequ
 
 def spread(owned: Owned) -> Tensor:
     """What a rank owns of a parameter in its place in the whole, NaN elsewhere."""
-    whole = torch.full(owned.holding.shape, math.nan)
+    whole = torch.full(owned.holding.shape, math.nan, dtype=owned.leaf.dtype)
     part = owned.leaf.detach()
     if owned.flat is not None:
-        part = torch.full(owned.holding.local_shape, math.nan)
+        part = torch.full(owned.holding.local_shape, math.nan, dtype=owned.leaf.dtype)
         part.view(-1)[slice(*owned.flat)] = owned.leaf.detach().reshape(-1)
     owned.holding.put(whole, part)
     return whole
@@ -183,21 +184,42 @@ def attempt(subject: Subject, plan: Plan) -> dict[str, Any]:
         return {"error": traceback.format_exc()}
 
 
-def rank_process(rank: int, folder: Path, subjects: dict[str, Subject], plans: list[tuple[str, str, Plan]]) -> None:
-    """One process: every plan that has so many ranks, each in a process group of its own."""
-    results: dict[str, dict[str, Any]] = {}
-    for number, (task, name, plan) in enumerate(plans):
+def rank_process(rank: int, folder: Path, subjects: dict[str, Subject], plans: list[tuple[str, str, Plan]], first: int) -> None:
+    """One process: every plan from the number `first` on that has so many ranks, each in a process group of its own."""
+    for number, (_, name, plan) in enumerate(plans):
         world = _world_size(plan)
-        if rank >= world:
+        if rank >= world or number < first:
             continue
-        store = dist.FileStore(str(folder / f"store-{number}"), world)
+        store = dist.FileStore(str(folder / f"{number}.{first}.store"), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-        results[task] = attempt(subjects[name], plan)
+        result = attempt(subjects[name], plan)
+        (folder / f"{number}.{rank}.json").write_text(json.dumps(result), encoding="utf-8")
         dist.destroy_process_group()
-        if "--verbose" in sys.argv and rank == 0:
-            print(task, results[task], flush=True)
-        (folder / f"{rank}.json").write_text(json.dumps(results), encoding="utf-8")
     os._exit(0)  # threads of FSDP and Gloo have nothing left to do
+
+
+def run_all(folder: Path, subjects: dict[str, Subject], plans: list[tuple[str, str, Plan]]) -> None:
+    """All plans; processes that were killed by one of them (Gloo aborts on messages of a wrong size) are started anew after it."""
+    fork, first = multiprocessing.get_context("fork"), 0
+    while True:
+        processes = [fork.Process(target=rank_process, args=(rank, folder, subjects, plans, first)) for rank in range(PROCESSES)]
+        for process in processes:
+            process.start()
+        multiprocessing.connection.wait([process.sentinel for process in processes])
+        while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
+            multiprocessing.connection.wait([process.sentinel for process in processes if process.is_alive()])
+        broken = any(process.exitcode for process in processes)
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+        if not broken:
+            return
+        first = 1 + min(number for number in range(first, len(plans)) if not _is_complete(folder, number, plans[number][2]))
+
+
+def _is_complete(folder: Path, number: int, plan: Plan) -> bool:
+    return all((folder / f"{number}.{rank}.json").exists() for rank in range(_world_size(plan)))
 
 
 def _world_size(plan: Plan) -> int:
@@ -217,7 +239,7 @@ def _planned(subjects: dict[str, Subject], name: str, task: str | int) -> tuple[
     return f"{name} {task}", known, plan_for(task, subjects[known])
 
 
-def main(folder: Path, tasks: list[tuple[str, str | int]]) -> int:
+def main(folder: Path, tasks: list[tuple[str, str | int]]) -> None:
     """Capture once, then go on as so many processes."""
     torch.set_num_threads(1)
     subjects: dict[str, Subject] = {}
@@ -233,14 +255,20 @@ def main(folder: Path, tasks: list[tuple[str, str | int]]) -> int:
     (folder / "plans.json").write_text(json.dumps({task: str(plan) for task, _, plan in plans}), encoding="utf-8")
     gc.collect()
     gc.freeze()  # what was captured stays: collecting garbage need not look at it again in every process
-    fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=rank_process, args=(rank, folder, subjects, plans)) for rank in range(PROCESSES)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    return max(abs(process.exitcode or 0) for process in processes)
+    run_all(folder, subjects, plans)
+    found = {
+        task: [_result(folder / f"{number}.{rank}.json") for rank in range(_world_size(plan))]
+        for number, (task, _, plan) in enumerate(plans)
+    }
+    (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def _result(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {"error": "its process died"}
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))))
+    main(Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")))

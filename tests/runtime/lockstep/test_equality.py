@@ -15,10 +15,11 @@ pytestmark = pytest.mark.timeout(900)  # of the first test, which waits for all 
 
 TOLERANCE = 1e-5
 LOOSER = {"bf16": 3e-2, "fp16": 1e-2}  # rounding of half the digits, at other places in pieces than in the whole
+TIGHTER = {"doubled": 1e-12}  # of weights: in twice the digits rounding hides nothing
 
 # Plans drawn by these seeds, each for the job beside it: `python -m tests.runtime.lockstep.equality_soak` tries many more.
 DRAWN: tuple[tuple[str, int], ...] = (
-    *(("counted", seed) for seed in range(5)),
+    *(("doubled", seed) for seed in range(8)),
     *(("mixtral", seed) for seed in range(5)),
     *(("repeats", seed) for seed in range(5)),
 )
@@ -46,11 +47,15 @@ def run_tasks(folder: Path, tasks: list[tuple[str, Any]]) -> dict[str, list[dict
     found: dict[str, list[dict[str, Any]]] = {}
     for place, process in running:
         assert process.wait() == 0, (place / "errors").read_text(encoding="utf-8")[-5000:]
-        for rank in range(4):
-            written = place / f"{rank}.json"
-            for task, result in json.loads(written.read_text(encoding="utf-8")).items() if written.exists() else ():
-                found.setdefault(task, []).append(result)
+        found |= json.loads((place / "found.json").read_text(encoding="utf-8"))
     return found
+
+
+def is_exact(job: str, result: dict[str, Any]) -> bool:
+    """Whether a result is within the tolerance of its job."""
+    tolerance = LOOSER.get(job, TOLERANCE)
+    close = max(result["losses"], result.get("evaluations", 0.0)) <= tolerance and result["weights"] <= TIGHTER.get(job, tolerance)
+    return close and result["missing"] == 0
 
 
 @pytest.fixture(scope="module")
@@ -65,16 +70,14 @@ def test_a_plan_computes_what_one_process_computes(found: dict[str, list[dict[st
     for result in results:
         assert not result.keys() & {"refused", "error"}, result.get("refused") or result.get("error")
         assert result["steps"] == STEPS
-        assert result["missing"] == 0, "numbers that no rank holds"
-        for what in result.keys() & {"losses", "weights", "evaluations"}:
-            assert result[what] <= LOOSER.get(job, TOLERANCE), what
+        assert is_exact(job, result), result
 
 
 @pytest.mark.parametrize(("job", "seed"), DRAWN)
 def test_a_drawn_plan_is_exact_or_refused(found: dict[str, list[dict[str, Any]]], job: str, seed: int) -> None:
     for result in found[f"{job} {seed}"]:
         assert "error" not in result, result["error"]
-        assert "refused" in result or max(result["losses"], result["weights"], result["missing"]) <= TOLERANCE
+        assert "refused" in result or is_exact(job, result)
 
 
 def test_the_cases_cover_what_they_claim() -> None:

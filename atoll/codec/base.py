@@ -141,7 +141,8 @@ class NoCodec(Codec):
 
 def _encode_exactly(tensor: torch.Tensor) -> Encoded:
     header = Header(codec="none", dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
-    return Encoded(header, [tensor.reshape(-1).cpu()])
+    flat = tensor.resolve_conj().resolve_neg().reshape(-1).cpu()
+    return Encoded(header, [flat.as_strided(flat.shape, (1,))])  # a single element may have any stride and still be contiguous
 
 
 def _as_dtype(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

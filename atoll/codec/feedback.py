@@ -35,9 +35,10 @@ class ErrorFeedback:
         return self.residual + tensor
 
     def keep(self, total: torch.Tensor, arrived: torch.Tensor) -> None:
-        """What of the total did not arrive is owed from now on. Takes the total over."""
+        """What of the total did not arrive is owed from now on. Takes `arrived` over, never `total`: an encoding may share its memory."""
+        out = arrived if arrived.dtype == total.dtype else None
+        self.residual = _forget_non_finite(torch.sub(total, arrived, out=out))
         norm = torch.linalg.vector_norm(total)
-        self.residual = _forget_non_finite(total.sub_(arrived))
         self.relative_error = float(torch.linalg.vector_norm(self.residual) / norm) if norm else 0.0
 
     def undelivered(self, arrived: torch.Tensor) -> None:

@@ -73,7 +73,10 @@ class Dividing:
         holdings: dict[str, Holding] = {}
         for layer in unit.layers:
             if layer in layers:
-                holdings |= split_tensors(unit.graph, unit.copies, self._shardings[layer], shares, index, ranks)
+                try:
+                    holdings |= split_tensors(unit.graph, unit.copies, self._shardings[layer], shares, index, ranks)
+                except PlanError as error:
+                    raise PlanError(f"layer {layer} ({self._captured.graph.layers[layer].name!r}): {error}") from None
         return holdings
 
     def _experts(self, unit: Unit, stage: Stage, place: Place) -> dict[str, Holding]:

@@ -205,9 +205,10 @@ def run_all(folder: Path, subjects: dict[str, Subject], plans: list[tuple[str, s
         processes = [fork.Process(target=rank_process, args=(rank, folder, subjects, plans, first)) for rank in range(PROCESSES)]
         for process in processes:
             process.start()
-        multiprocessing.connection.wait([process.sentinel for process in processes])
-        while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
-            multiprocessing.connection.wait([process.sentinel for process in processes if process.is_alive()])
+        running = processes
+        while running and not any(process.exitcode for process in processes):
+            multiprocessing.connection.wait([process.sentinel for process in running])
+            running = [process for process in processes if process.is_alive()]
         broken = any(process.exitcode for process in processes)
         for process in processes:
             if process.is_alive():

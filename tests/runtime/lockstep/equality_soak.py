@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .test_equality import is_exact, run_tasks
+from .test_equality import is_exact, is_refused, run_tasks
 
 JOBS = ("doubled", "llama", "t5", "mixtral", "deepseek-v3", "transformer", "repeats", "convolutions", "classifier", "padded", "adapted")
 
@@ -25,9 +25,9 @@ def main(plans: int = 200, first: int = 0) -> int:
     for name, seed in tasks:
         task = f"{name} {seed}"
         results = found.get(task, [])
-        if results and all("refused" in result for result in results):
+        if is_refused(results):
             counts["refused"] += 1
-            print(f"{task}: {results[0]['refused'].splitlines()[0]}")
+            print(f"{task}: {next(r['refused'] for r in results if 'refused' in r).splitlines()[0]}")
         elif results and all("steps" in result and is_exact(name, result) for result in results):
             counts["exact"] += 1
         else:

@@ -58,6 +58,12 @@ def is_exact(job: str, result: dict[str, Any]) -> bool:
     return close and result["missing"] == 0
 
 
+def is_refused(results: list[dict[str, Any]]) -> bool:
+    """Whether a plan was refused with a sentence, maybe by some ranks only, whose going the others noticed."""
+    left = [result.get("error", "") for result in results if "refused" not in result]
+    return len(left) < len(results) and all("Connection closed by peer" in error for error in left)
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """All cases in one go: capturing models and starting processes is what takes long."""
@@ -75,9 +81,8 @@ def test_a_plan_computes_what_one_process_computes(found: dict[str, list[dict[st
 
 @pytest.mark.parametrize(("job", "seed"), DRAWN)
 def test_a_drawn_plan_is_exact_or_refused(found: dict[str, list[dict[str, Any]]], job: str, seed: int) -> None:
-    for result in found[f"{job} {seed}"]:
-        assert "error" not in result, result["error"]
-        assert "refused" in result or is_exact(job, result)
+    results = found[f"{job} {seed}"]
+    assert is_refused(results) or all("steps" in result and is_exact(job, result) for result in results), results
 
 
 def test_the_cases_cover_what_they_claim() -> None:

@@ -8,7 +8,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from atoll.events import AnyEvent, Evaluated, NonFinite, RunFinished, RunStarted, StepFinished
+from atoll.events import AnyEvent, CheckpointFailed, Evaluated, NonFinite, RunFinished, RunStarted, StepFinished
 from atoll.units import format_bytes, format_count
 
 __all__ = ["Progress"]
@@ -46,6 +46,8 @@ class Progress:
             case Evaluated():
                 metrics = "".join(f"  {name} {_number(value, '.4g')}" for name, value in event.metrics.items())
                 self._say(f"step {event.step}: evaluation loss {_number(event.loss, '.4f')}{metrics}")
+            case CheckpointFailed():
+                self._say(f"step {event.step}: the checkpoint could not be saved: {event.message}")
             case NonFinite():
                 self._say(f"step {event.step}: the {event.what} is {event.value}")
             case RunFinished():

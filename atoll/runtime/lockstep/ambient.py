@@ -53,7 +53,8 @@ def run_among_others(
 
 
 def _begin(directory: RunDirectory, settings: RunSettings, resume: bool) -> None:
-    if resume and (directory.path / "run.json").exists():
+    if resume:
+        directory.settings()  # an error where there is no run to continue
         directory.write_settings(settings)
     else:
         directory.create(settings)

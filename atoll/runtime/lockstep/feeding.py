@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from atoll.blame import users_code
 from atoll.data import Samples, to_device
+from atoll.errors import JobFailedError
 from atoll.runtime.lockstep.executor import StageWork
 from atoll.runtime.lockstep.layout import Layout
 from atoll.runtime.lockstep.schedule import Action
@@ -94,7 +96,7 @@ class PieceFeed:
     def _load(self, key: tuple[int, _Piece]) -> tuple[dict[str, Any], Binding]:
         step, (start, stop) = key
         first, last = self._loaded_with.get((start, stop), (start, stop))
-        with self._lock:
+        with self._lock, users_code(f"step {step}: loading the batch", JobFailedError):
             batch = self._samples.batch(step - 1, first, last)
         leaves = self._sizes.leaves(to_device(batch, self._device))
         if (first, last) != (start, stop):

@@ -89,7 +89,7 @@ class Gradients:
 
         def close(key: tuple[tuple[int, ...], torch.dtype, int]) -> None:
             slots, size = open_slots.pop(key)
-            buffer = torch.zeros(size, dtype=key[1], device=slots[0].parameter.device)
+            buffer = torch.zeros(size + len(slots), dtype=key[1], device=slots[0].parameter.device)  # at its end: who has a gradient
             self.buckets.append(Bucket(ranks=key[0], stage=key[2], bytes=buffer.numel() * buffer.element_size()))
             bucket = _Bucket(len(self.buckets) - 1, groups[key[0]], slots, buffer)
             self._queues.setdefault((key[0], late), []).append(bucket)
@@ -142,6 +142,8 @@ class Gradients:
                 self._launch(bucket)
 
     def _launch(self, bucket: _Bucket) -> None:
+        present = bucket.buffer[bucket.slots[-1].stop :]
+        present.copy_(torch.tensor([slot.parameter.grad is not None for slot in bucket.slots]))
         for slot in bucket.slots:
             view = bucket.buffer[slot.start : slot.stop]
             gradient = slot.parameter.grad
@@ -174,7 +176,11 @@ class Gradients:
 
     @staticmethod
     def _hand_back(bucket: _Bucket) -> None:
-        for slot in bucket.slots:
+        """A parameter that no rank has a gradient for keeps none: optimizers pass it over, as in one process."""
+        present = bucket.buffer[bucket.slots[-1].stop :].tolist()
+        for slot, somewhere in zip(bucket.slots, present, strict=True):
+            if not somewhere:
+                continue
             view = bucket.buffer[slot.start : slot.stop]
             if slot.pieces is None:
                 if slot.parameter.grad is None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from atoll.errors import JobError
 
-__all__ = ["Counted", "LossScale", "check_elementwise", "clip_factor", "local", "scale_gradients", "squared_norm"]
+__all__ = ["Counted", "LossScale", "check_elementwise", "check_separable", "clip_factor", "local", "scale_gradients", "squared_norm"]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -91,22 +92,59 @@ class LossScale:
         self.value, self.good_steps = float(state["value"]), int(state["good_steps"])
 
 
+_SHAPES = ((32,), (4, 6), (136, 144), (4, 6, 8))  # some optimizers treat large matrices, or vectors, in their own way
+
+
 def check_elementwise(build: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]) -> None:
     """Refuse an optimizer that does not treat each number by itself, where ranks hold parts of parameters.
 
-    Tried, not looked up: two steps on a small matrix and on its halves must agree.
+    Tried, not looked up: two steps on tensors of several shapes and on their halves must agree.
     """
+    for shape in _shapes_it_takes(build):
+        whole, *gradients = _drawn(shape, 3)
+        together = _after_steps(build, [whole], [[gradient] for gradient in gradients])[0]
+        for dim in range(len(shape)):
+            apart = _after_steps(build, list(whole.chunk(2, dim)), [list(gradient.chunk(2, dim)) for gradient in gradients])
+            if not _alike(torch.cat(apart, dim), together):
+                raise JobError(
+                    "Job: optimizer: it looks at whole parameters, but this plan divides parameters between devices (tensor, sharded, "
+                    "expert or split parallelism); choose an optimizer that treats each number by itself (AdamW, SGD, …) or another plan"
+                )
+
+
+def check_separable(build: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]) -> None:
+    """Refuse an optimizer that looks at several parameters together, where ranks hold different parameters. Tried, as above."""
+    for shape in _shapes_it_takes(build)[:2]:
+        first, second, *gradients = _drawn(shape, 6)
+        second = second * 3
+        rows = [[gradients[0], 5 * gradients[1]], [gradients[2], 5 * gradients[3]]]
+        together = _after_steps(build, [first, second], rows)
+        for index, value in enumerate((first, second)):
+            alone = _after_steps(build, [value], [[row[index]] for row in rows])[0]
+            if not _alike(alone, together[index]):
+                raise JobError(
+                    "Job: optimizer: what it does to one parameter depends on the others, but under this plan devices hold different "
+                    "parameters; choose an optimizer that treats each parameter by itself (AdamW, SGD, …) or a plan with one stage"
+                )
+
+
+def _shapes_it_takes(build: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]) -> list[tuple[int, ...]]:
+    """Some optimizers are for matrices only, and say so."""
+    taken = []
+    for shape in _SHAPES:
+        with suppress(Exception):
+            build([nn.Parameter(torch.zeros(shape))])
+            taken.append(shape)
+    return taken
+
+
+def _drawn(shape: tuple[int, ...], count: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    whole = torch.randn(4, 6, generator=generator)
-    gradients = [torch.randn(4, 6, generator=generator) for _ in range(2)]
-    together = _after_steps(build, [whole], [[gradient] for gradient in gradients])[0]
-    for dim in (0, 1):
-        apart = _after_steps(build, list(whole.chunk(2, dim)), [list(gradient.chunk(2, dim)) for gradient in gradients])
-        if not torch.allclose(torch.cat(apart, dim), together, rtol=1e-5, atol=1e-7):
-            raise JobError(
-                "Job: optimizer: it looks at whole parameters, but this plan divides parameters between devices (tensor, sharded, "
-                "expert or split parallelism); choose an optimizer that treats each number by itself (AdamW, SGD, …) or another plan"
-            )
+    return [torch.randn(shape, generator=generator) for _ in range(count)]
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
 def _after_steps(

@@ -16,6 +16,7 @@ from atoll.graph.capture import Captured
 from atoll.job import Job
 from atoll.runtime.checkpoint import Held
 from atoll.runtime.checkpoint.exchange import Ranks
+from atoll.runtime.lockstep.agreement import agree, digest_of_weights
 from atoll.runtime.lockstep.building import build_in_turn
 from atoll.runtime.lockstep.channels import Channels
 from atoll.runtime.lockstep.check import check
@@ -26,7 +27,7 @@ from atoll.runtime.lockstep.feeding import PieceFeed
 from atoll.runtime.lockstep.fitting import check_fits
 from atoll.runtime.lockstep.gradients import Gradients
 from atoll.runtime.lockstep.layout import Layout, Place
-from atoll.runtime.lockstep.optimizing import Counted, check_elementwise
+from atoll.runtime.lockstep.optimizing import Counted, check_elementwise, check_separable
 from atoll.runtime.lockstep.orders import make_schedule, post_receives_early
 from atoll.runtime.lockstep.owned import Owned
 from atoll.runtime.lockstep.schedule import Schedule, Workers
@@ -70,6 +71,7 @@ class RankWork:
     trainable_parameters: int  # of the whole model
     other: OtherState
     evaluation: Evaluation | None  # None: the job has no evaluation data
+    callbacks: bool  # whether some rank has callbacks, which may ask to stop
 
 
 def make_plan_schedule(layout: Layout) -> Schedule:
@@ -106,6 +108,7 @@ class _Assembly:
         self.lane_divided: set[str] = set()  # parameters that lanes divide between them: experts, split layers
         divided = self._cut()
         build_in_turn(lambda: self._take_parts(divided), 4.0 * captured.graph.parameters)
+        self.callbacks = agree(job, self.weights)
         self._shard()
         self.parameters = {name: p for module in self.modules for name, p in module.parameters_by_name().items()}
         self.parts = self._agree_on_parts()
@@ -130,6 +133,7 @@ class _Assembly:
     def _take_parts(self, divided: list[dict[str, Holding]]) -> bool:
         """Build the whole model and take from it what this rank holds."""
         model = self.job.build_model("cpu")
+        self.weights = digest_of_weights(model)
         self.order = [name for name, _ in model.named_parameters()]
         self.unread, self.tied, self.config = unread_state(self.captured, model), tied_names(model), _config_of(model)
         self.persistent = set(model.state_dict())
@@ -157,7 +161,7 @@ class _Assembly:
             if not self.layout.plan.stages[place.stage].sharded:
                 continue
             names = module.parameters_by_name()
-            whole = {name for name in names if name in shared or name in self.lane_divided}
+            whole = {name for name in names if name in shared or name in self.lane_divided or not names[name].dim()}
             self.sharded.update(dict.fromkeys(names.keys() - whole, place))
             ends_model = place.stage == len(self.layout.plan.stages) - 1
             shard_stage(module, meshes[place.stage, place.tensor], {names[name] for name in whole}, ends_model=ends_model)
@@ -213,8 +217,11 @@ class _Assembly:
 
     def rank_work(self, bucket_bytes: int, doing: Callable[[object, int], None]) -> RankWork:
         """Everything together."""
-        if any(part.dim is not None for part in self.parts) or any(stage.sharded for stage in self.layout.plan.stages):
+        divided = any(part.dim is not None for part in self.parts) or any(stage.sharded for stage in self.layout.plan.stages)
+        if divided:
             check_elementwise(self.job.build_optimizer)
+        if divided or len(self.layout.plan.stages) > 1:
+            check_separable(self.job.build_optimizer)
         gradients = self._gradients(bucket_bytes)
         stages = [
             StageWork(place, program, module, list(module.parameters_by_name().values()), BackwardPhases(module), lanes)
@@ -259,6 +266,7 @@ class _Assembly:
             trainable_parameters=self.trainable,
             other=self._other(),
             evaluation=self._evaluation(),
+            callbacks=self.callbacks,
         )
 
     def _evaluation(self) -> Evaluation | None:

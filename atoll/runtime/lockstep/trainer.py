@@ -172,7 +172,7 @@ class Trainer:
     def _tell_together(self, event: AnyEvent) -> bool:
         """Tell the observers, and all ranks what they asked for; without callbacks nobody can ask."""
         stop = self.tell(event)
-        if not self.job.callbacks:
+        if not self.work.callbacks:
             return stop
         flag = torch.tensor([float(stop)])
         dist.all_reduce(flag)

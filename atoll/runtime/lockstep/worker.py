@@ -1,5 +1,6 @@
 """A rank's run from meeting the others to leaving them: it captures the job, puts its rank together, continues, trains and saves."""
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeAlias
@@ -186,7 +187,7 @@ class _Session:
     def _extra(self) -> dict[str, Any]:
         scheduler = self.trainer.scheduler
         return {
-            "scheduler": _plain(scheduler.state_dict()) if scheduler is not None else None,
+            "scheduler": _saved(scheduler.state_dict()) if scheduler is not None else None,
             "loss_scale": self.trainer.scale.state(),
             "losses": self.trainer.losses,
         }
@@ -197,6 +198,9 @@ class _Session:
         if loaded is None:
             return
         self.trainer.resume(loaded.step, loaded.extra)
+        if self.run.role.rank == 0:
+            for sentence in loaded.differences:
+                print(f"resuming at step {loaded.step}: {sentence}", file=sys.stderr, flush=True)
 
     def _after_step(self, checkpoints: Checkpointer | None, step: int) -> None:
         if self.measured is not None:
@@ -225,10 +229,6 @@ def _bucket_bytes(plan: Plan, graph: Graph, directory: RunDirectory | None) -> i
     return bucket_bytes(Evaluator(graph, cluster), plan)
 
 
-def _plain(value: Any) -> Any:
-    """A scheduler's state without what JSON cannot hold: functions, which the script makes again."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items() if not callable(item)}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value if not callable(item)]
-    return value.item() if isinstance(value, torch.Tensor) else value
+def _saved(state: dict[str, Any]) -> dict[str, Any]:
+    """A scheduler's state without functions, which the script makes again; everything else as it is."""
+    return {key: value for key, value in state.items() if not callable(value)}

@@ -92,8 +92,8 @@ class Sizes:
         counts = sorted({values[symbol] for symbol in self._samples})
         if len(counts) > 1:
             raise JobError(
-                f"Job: collate: tensors of a batch count {counts[0]} and {counts[-1]} along dimensions that were both the number of samples "
-                "when the job was captured; a length that varies must not happen to be that number in the first batch"
+                f"Job: collate: tensors of a batch count {counts[0]} and {counts[-1]} along dimensions that both were the number of "
+                "samples when the job was captured; a length that varies must not happen to be that number in the first batch"
             )
         return tuple(values[symbol] for symbol in self.symbols)
 

@@ -10,6 +10,12 @@ AtollError
 ├── PlanError         a plan breaks its own rules; shows the table with the wrong cell marked
 ├── ScheduleError     a schedule cannot be read or run; shows the table with the wrong cell marked
 ├── CheckpointError   a checkpoint or a file of weights cannot be read, or is not this job's; names the file and the tensor
+├── FabricError       something between hosts went wrong in a run under way
+│   ├── FrameError    a peer sent what the protocol or the limits do not allow
+│   ├── PeerLostError the connection to a peer ended, or it could not be reached; says which and why
+│   ├── DeadlineError a call took longer than measured speeds allow
+│   ├── RefusedError  a peer refused a call: unknown method, wrong type, limit, not allowed
+│   └── RemoteError   a peer's own code raised; carries its kind and text
 ├── CodecError        a tensor cannot be encoded for a link, or what arrived is not a tensor some codec made; says which part
 │   └── NonFiniteTensorError  the codec cannot carry NaN or Inf
 ├── RoleError         the environment of a launched process is partial or contradicts itself; names the variables
@@ -29,11 +35,17 @@ __all__ = [
     "CheckpointError",
     "ClusterError",
     "CodecError",
+    "DeadlineError",
+    "FabricError",
+    "FrameError",
     "JobError",
     "JobFailedError",
     "NoPlanError",
     "NonFiniteTensorError",
+    "PeerLostError",
     "PlanError",
+    "RefusedError",
+    "RemoteError",
     "RoleError",
     "ScheduleError",
 ]
@@ -77,6 +89,36 @@ class ScheduleError(AtollError):
 
 class CheckpointError(AtollError):
     """A checkpoint or a file of weights cannot be read, or belongs to another job."""
+
+
+class FabricError(AtollError):
+    """Something between hosts went wrong in a run under way."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class FrameError(FabricError):
+    """A peer sent what the protocol or the limits do not allow."""
+
+
+class PeerLostError(FabricError):
+    """The connection to a peer ended, or it could not be reached."""
+
+
+class DeadlineError(FabricError):
+    """A call took longer than the measured speeds of the link and of the method allow."""
+
+
+class RefusedError(FabricError):
+    """A peer refused a call: there is no such method, its types are others, a limit was passed, or the caller may not."""
+
+
+class RemoteError(FabricError):
+    """A peer's own code raised while it served a call; `kind` is the class of what it raised."""
+
+    def __init__(self, text: str, kind: str = "") -> None:
+        super().__init__(text)
+        self.kind = kind
 
 
 class CodecError(AtollError):

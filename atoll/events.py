@@ -24,6 +24,8 @@ __all__ = [
     "EventLog",
     "NonFinite",
     "Observer",
+    "PeerChanged",
+    "PeerRetried",
     "RunFinished",
     "RunStarted",
     "Restarted",
@@ -144,8 +146,37 @@ class Restarted(Event, frozen=True, kw_only=True):
     reason: str
 
 
+class PeerChanged(Event, frozen=True, kw_only=True):
+    """A peer of the fabric came, went or is judged otherwise than before."""
+
+    peer: str
+    role: str
+    state: Literal["alive", "slow", "stopped", "unreachable", "dead"]
+    before: Literal["new", "alive", "slow", "stopped", "unreachable", "dead"]
+    reason: str
+
+
+class PeerRetried(Event, frozen=True, kw_only=True):
+    """A peer could not be reached or was lost; it is dialled again after a delay, or given up (`delay_seconds` None)."""
+
+    peer: str
+    attempt: int
+    delay_seconds: float | None
+    reason: str
+
+
 AnyEvent: TypeAlias = (
-    RunStarted | StepFinished | Evaluated | CheckpointSaved | CheckpointFailed | NonFinite | RunFinished | WorkerFailed | Restarted
+    RunStarted
+    | StepFinished
+    | Evaluated
+    | CheckpointSaved
+    | CheckpointFailed
+    | NonFinite
+    | RunFinished
+    | WorkerFailed
+    | Restarted
+    | PeerChanged
+    | PeerRetried
 )
 Observer: TypeAlias = Callable[[AnyEvent], None]
 

@@ -1,0 +1,70 @@
+"""What carries a connection's bytes: the interface that TCP, memory and simulated carriers share. Protocol code never knows which."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from atoll.errors import FabricError
+from atoll.fabric.connection import Connection
+
+__all__ = ["Carrier", "Listener", "Outlet", "Wire", "split_address"]
+
+
+class Outlet(Protocol):
+    """Where a pump gets what it sends: a Connection, or a Connection behind a shaped link."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something can be sent now."""
+
+    def due_seconds(self, now: float) -> float | None:
+        """In how long something can be sent; None: not before something else happens."""
+
+    def outgoing(self, size_bytes: int) -> list[memoryview]:
+        """What to send next; empty if nothing."""
+
+    def sent(self, count: int) -> None:
+        """So much of it went."""
+
+
+class Wire(Protocol):
+    """One end of a wire, driving one connection."""
+
+    @property
+    def certificate(self) -> bytes | None:
+        """The peer's certificate (DER), where the wire has such a thing and once it is there."""
+
+    def start(self) -> None:
+        """Begins to connect and to move bytes."""
+
+    def submit(self, action: Callable[[], None]) -> None:
+        """Has the connection's owner do something with it, in order, soon; callable from any thread."""
+
+
+class Listener(Protocol):
+    """Where peers can dial."""
+
+    @property
+    def address(self) -> str:
+        """What to dial."""
+
+    def close(self) -> None:
+        """Accepts no more. Connections that exist stay."""
+
+
+class Carrier(Protocol):
+    """Makes wires. All methods are called in the fabric's event loop."""
+
+    def dial(self, address: str, connection: Connection, loop: asyncio.AbstractEventLoop) -> Wire:
+        """A wire to an address, not started."""
+
+    def listen(self, address: str, accept: Callable[[Callable[[Connection], Wire]], None], loop: asyncio.AbstractEventLoop) -> Listener:
+        """Accepts at an address: `accept` is called with what makes the wire once there is a connection for it."""
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """`"host:port"`, `"[::1]:port"` as host and port; FabricError if it is neither."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or int(port) > 65535:
+        raise FabricError(f"{address!r} is no address; write it like 'host:port'")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,260 @@
+"""Fabric: everything between this process and its peers. It has an event loop of its own in a thread of its own.
+
+```python
+with Fabric("oslo-0", services=[Store()]) as fabric:
+    address = fabric.listen("0.0.0.0:7000")
+    rome = fabric.connect("rome:7000")
+    reply = rome.call_sync(Store.fetch, Fetch("layer.0"))      # from training code
+    future = rome.call_soon(Store.fetch, Fetch("layer.1"))     # without waiting
+    fabric.run(coroutine())                                    # inside: await rome.call(...)
+```
+"""
+
+import asyncio
+import concurrent.futures
+import random
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from atoll.errors import FabricError, RefusedError
+from atoll.events import Observer, PeerChanged, PeerRetried
+from atoll.fabric.backoff import Backoff
+from atoll.fabric.carrier import Carrier, Listener, Wire
+from atoll.fabric.connection import Connection, ConnectionSettings
+from atoll.fabric.deadline import DeadlineRule
+from atoll.fabric.headers import Hello
+from atoll.fabric.inbox import Inbox
+from atoll.fabric.link import Link, LinkOwner
+from atoll.fabric.liveness import Verdict
+from atoll.fabric.method import Method, methods_of, read_method
+from atoll.fabric.remote import Remote
+from atoll.fabric.serving import serve_call
+from atoll.fabric.tcp import TcpCarrier
+
+__all__ = ["Fabric"]
+
+Result = TypeVar("Result")
+_CLOSE_SECONDS = 5.0
+
+
+class Fabric(LinkOwner):
+    """This process among its peers. Close it (or use `with`): then no thread, task or file of it is left.
+
+    `identify(hello, certificate)` may refuse a peer, `authorise(role, method)` a call; both raise RefusedError and run outside the loop.
+    `observer` is told every change of a peer's state as an Event, in the loop.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        role: str = "worker",
+        services: Sequence[object] = (),
+        carrier: Carrier | None = None,
+        settings: ConnectionSettings | None = None,
+        deadlines: DeadlineRule | None = None,
+        backoff: Backoff | None = None,
+        observer: Observer | None = None,
+        identify: Callable[[Hello, bytes | None], None] | None = None,
+        authorise: Callable[[str, str], None] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.name = name
+        self.settings = settings or ConnectionSettings(name=name, role=role)
+        self._carrier: Carrier = carrier or TcpCarrier()
+        self._deadlines, self._backoff = deadlines or DeadlineRule(), backoff or Backoff()
+        self._observer, self._identify, self._authorise = observer, identify, authorise
+        self._random = random.Random(seed)
+        self._methods: dict[str, tuple[Method, Callable[..., Any]]] = {}
+        for service in services:
+            self._methods |= methods_of(service)
+        self._read: dict[Callable[..., Any], Method] = {}
+        self._links: set[Link] = set()
+        self._remotes: dict[Link, Remote] = {}
+        self._peers: dict[str, Remote] = {}
+        self._listeners: list[Listener] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._started_at = time.monotonic()
+        self._loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self._run_loop, name=f"fabric loop {name}", daemon=True)
+        self.thread.start()
+
+    # ---- for code outside the loop
+
+    def listen(self, address: str = "127.0.0.1:0") -> str:
+        """Accepts peers at an address (port 0: any); returns the address to dial."""
+
+        async def listen() -> str:
+            listener = self._carrier.listen(address, self._accept, self._loop)
+            self._listeners.append(listener)
+            return listener.address
+
+        return self.run(listen())
+
+    def connect(self, address: str) -> Remote:
+        """A peer at an address. Returns at once; the connection is made, and made again when lost, in the background."""
+
+        async def connect() -> Remote:
+            remote = Remote(self, address, self._backoff, self._deadlines)
+            self._spawn(remote.keep())
+            return remote
+
+        return self.run(connect())
+
+    def peer(self, name: str) -> Remote:
+        """A peer that is or was connected, whoever dialled; RefusedError if there is none of that name."""
+        if name not in self._peers:
+            raise RefusedError(f"{self.name} knows no peer {name!r}; there are {', '.join(sorted(self._peers)) or 'none'}")
+        return self._peers[name]
+
+    @property
+    def peers(self) -> dict[str, Remote]:
+        """Every peer that is or was connected, by name."""
+        return dict(self._peers)
+
+    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Runs a coroutine in the fabric's loop and waits for it."""
+        assert threading.current_thread() is not self.thread, "run would wait for itself; await it"
+        return self.submit(coroutine).result()
+
+    def submit(self, coroutine: Coroutine[Any, Any, Result]) -> "concurrent.futures.Future[Result]":
+        """Runs a coroutine in the fabric's loop; a future of its result."""
+        if self._loop.is_closed():
+            coroutine.close()
+            raise FabricError(f"the fabric of {self.name} is closed")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def close(self) -> None:
+        """Says goodbye to every peer and ends all threads and tasks. Calls under way fail. Closing again does nothing."""
+        if not self._loop.is_closed() and self.thread.is_alive():
+            self.run(self._shut_down())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self.thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # ---- in the loop
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+
+    async def _shut_down(self) -> None:
+        for listener in self._listeners:
+            listener.close()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
+        links = list(self._links)
+        for link in links:
+            link.close(f"{self.name} closes")
+        if links:
+            await asyncio.wait([link.over for link in links], timeout=_CLOSE_SECONDS)
+        for link in links:
+            thread = getattr(link.wire, "thread", None)
+            if isinstance(thread, threading.Thread):
+                await asyncio.to_thread(thread.join, _CLOSE_SECONDS)
+        await self._loop.shutdown_default_executor()
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, object]) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _accept(self, make_wire: Callable[[Connection], Wire]) -> None:
+        link = Link(self.settings, self, self._loop, dialled=False)
+        self._links.add(link)
+        link.start(make_wire(link.connection))
+
+    # ---- for remotes
+
+    def method(self, function: Callable[..., Any]) -> Method:
+        """What a function's annotations say, read once."""
+        if function not in self._read:
+            self._read[function] = read_method(function)
+        return self._read[function]
+
+    def new_link(self, address: str, remote: Remote) -> Link:
+        """A link that begins to connect to a remote."""
+        link = Link(self.settings, self, self._loop, dialled=True)
+        self._remotes[link] = remote
+        self._links.add(link)
+        link.start(self._carrier.dial(address, link.connection, self._loop))
+        return link
+
+    def retried(self, peer: str, attempt: int, delay_seconds: float | None, reason: str) -> None:
+        """A peer is dialled again, or given up."""
+        if self._observer is not None:
+            self._observer(PeerRetried(at_seconds=self._now(), peer=peer, attempt=attempt, delay_seconds=delay_seconds, reason=reason))
+
+    def random(self) -> float:
+        """In [0, 1)."""
+        return self._random.random()
+
+    # ---- LinkOwner
+
+    def check_peer(self, link: Link, hello: Hello) -> None:
+        """May this peer connect?"""
+        if self._identify is not None:
+            self._identify(hello, None if link.wire is None else link.wire.certificate)
+
+    def check_call(self, link: Link, method: str) -> None:
+        """Is there such a method, and may this peer call it?"""
+        if method not in self._methods:
+            raise RefusedError(f"{self.name} has no method {method!r}; it has {', '.join(sorted(self._methods)) or 'none'}")
+        if self._authorise is not None:
+            assert link.connection.peer is not None
+            self._authorise(link.connection.peer.role, method)
+
+    def called(self, link: Link, inbox: Inbox, method: str, timeout_seconds: float) -> None:
+        """Serves a call in a task of its own."""
+        found, function = self._methods[method]
+        self._spawn(serve_call(link, inbox, found, function, timeout_seconds))
+
+    def greeted(self, link: Link) -> None:
+        """The peer is there: by its name from now on."""
+        hello = link.connection.peer
+        assert hello is not None
+        remote = self._remotes.get(link) or self._peers.get(hello.name) or Remote(self, None, self._backoff, self._deadlines)
+        before = remote.state if remote.role else "new"
+        remote.name, remote.role = hello.name, hello.role
+        self._remotes[link] = self._peers[hello.name] = remote
+        remote.attach(link)
+        self._changed(remote, before, Verdict("alive", "connected"))
+
+    def judged(self, link: Link, verdict: Verdict) -> None:
+        """The peer's state changed."""
+        remote = self._remotes.get(link)
+        if remote is not None and remote.holds(link) and remote.state != verdict.state:
+            self._changed(remote, remote.state, verdict)
+
+    def closed(self, link: Link, error: FabricError) -> None:
+        """The link is over."""
+        self._links.discard(link)
+        remote = self._remotes.pop(link, None)
+        if remote is not None:
+            remote.detach(link, str(error))
+
+    def _changed(self, remote: Remote, before: Any, verdict: Verdict) -> None:
+        remote.state = verdict.state
+        if self._observer is not None:
+            event = PeerChanged(
+                at_seconds=self._now(), peer=remote.name, role=remote.role, state=verdict.state, before=before, reason=verdict.reason
+            )
+            self._observer(event)
+
+    def _now(self) -> float:
+        return time.monotonic() - self._started_at

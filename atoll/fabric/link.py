@@ -1,0 +1,170 @@
+"""A connection as the event loop sees it: its streams as inboxes, its events as callbacks in the loop."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from atoll.errors import FabricError, FrameError
+from atoll.fabric.carrier import Wire
+from atoll.fabric.connection import Connection, ConnectionSettings
+from atoll.fabric.headers import Hello
+from atoll.fabric.inbox import Inbox
+from atoll.fabric.liveness import Verdict
+from atoll.fabric.payload import Payload
+from atoll.fabric.stream import IncomingMessage
+
+__all__ = ["Link", "LinkOwner"]
+
+
+class LinkOwner:
+    """What a fabric decides about its links. `check_*` run in the thread that drives the connection, the others in the loop."""
+
+    def check_peer(self, link: "Link", hello: Hello) -> None:
+        """May this peer connect? RefusedError if not."""
+
+    def check_call(self, link: "Link", method: str) -> None:
+        """May it call this? RefusedError if not."""
+
+    def greeted(self, link: "Link") -> None:
+        """The peer is there."""
+
+    def called(self, link: "Link", inbox: Inbox, method: str, timeout_seconds: float) -> None:
+        """The peer calls."""
+
+    def judged(self, link: "Link", verdict: Verdict) -> None:
+        """The peer's state changed."""
+
+    def closed(self, link: "Link", error: FabricError) -> None:
+        """The link is over."""
+
+
+class Link:
+    """One connection and its wire, for use in the event loop. Implements ConnectionEvents."""
+
+    def __init__(self, settings: ConnectionSettings, owner: LinkOwner, loop: asyncio.AbstractEventLoop, *, dialled: bool) -> None:
+        self.loop = loop
+        self.connection = Connection(settings, self, loop.time, dialled=dialled)
+        self.wire: Wire | None = None  # set before anything moves
+        self.opened: asyncio.Future[Hello] = loop.create_future()  # the peer's HELLO, or why there is none
+        self.over: asyncio.Future[FabricError] = loop.create_future()  # why the link ended
+        self._owner = owner
+
+    def start(self, wire: Wire) -> None:
+        """Begins."""
+        self.wire = wire
+        wire.start()
+
+    @property
+    def peer_name(self) -> str:
+        """Who is at the other end."""
+        return self.connection.peer.name if self.connection.peer is not None else "a peer that has not said its name"
+
+    def close(self, reason: str) -> None:
+        """Says goodbye and ends; `over` tells when."""
+        self.submit(lambda: self.connection.finish(reason))
+
+    # ---- streams
+
+    def submit(self, action: Callable[[], None]) -> None:
+        """Has the connection's owner do something."""
+        assert self.wire is not None
+        self.wire.submit(action)
+
+    def open(self, method: str, timeout_seconds: float, payload: Payload, *, end: bool) -> tuple[Inbox, "asyncio.Future[None]"]:
+        """Begins a call; returns where its answers come, and what is done once the request is sent."""
+        inbox, sent = Inbox(self.loop), self.loop.create_future()
+
+        def begin() -> None:
+            try:
+                inbox.stream = self.connection.open(
+                    method, timeout_seconds, payload, inbox, end=end, on_sent=lambda: self._post(_resolve, sent)
+                )
+            except FabricError as error:
+                inbox.on_failed(error)
+
+        self.submit(begin)
+        return inbox, sent
+
+    def send(self, inbox: Inbox, payload: Payload, *, end: bool) -> "asyncio.Future[None]":
+        """Sends one more message; the result is done once it is sent, and cancelled with whoever waits when the stream fails."""
+        sent: asyncio.Future[None] = self.loop.create_future()
+
+        def go() -> None:
+            try:
+                self.connection.send(inbox.stream, payload, end=end, on_sent=lambda: self._post(_resolve, sent))
+            except FrameError:
+                raise
+            except FabricError as error:
+                self.connection.fail(inbox.stream, type(error).__name__, str(error))
+                inbox.on_failed(error)
+
+        self.submit(go)
+        return sent
+
+    def end(self, inbox: Inbox) -> None:
+        """Says nothing more on a stream."""
+        self.submit(lambda: self.connection.end(inbox.stream))
+
+    def fail(self, inbox: Inbox, kind: str, text: str) -> None:
+        """Ends a stream with an error."""
+        self.submit(lambda: self.connection.fail(inbox.stream, kind, text))
+
+    def cancel(self, inbox: Inbox, reason: str) -> None:
+        """Ends a stream that is no longer wanted."""
+        self.submit(lambda: self.connection.cancel(inbox.stream, reason))
+
+    def taken(self, message: IncomingMessage) -> None:
+        """A message is in its reader's hands."""
+        if not message.taken:
+            self.submit(lambda: self.connection.taken(message))
+
+    def let_go(self, inbox: Inbox) -> None:
+        """Gives back the credit of what nobody reads any more."""
+        for message in inbox.unread():
+            self.taken(message)
+
+    # ---- ConnectionEvents, in whatever thread drives the connection
+
+    def on_greeted(self, hello: Hello) -> None:
+        """The peer said who it is."""
+        self._owner.check_peer(self, hello)
+        self._post(self._greeted, hello)
+
+    def on_opened(self, stream: int, method: str, timeout_seconds: float) -> Inbox:
+        """The peer calls."""
+        self._owner.check_call(self, method)
+        inbox = Inbox(self.loop)
+        inbox.stream = stream
+        self._post(self._owner.called, self, inbox, method, timeout_seconds)
+        return inbox
+
+    def on_state(self, verdict: Verdict) -> None:
+        """The peer is judged otherwise."""
+        self._post(self._owner.judged, self, verdict)
+
+    def on_closed(self, error: FabricError) -> None:
+        """The connection is over."""
+        self._post(self._closed, error)
+
+    def _greeted(self, hello: Hello) -> None:
+        if not self.opened.done():
+            self.opened.set_result(hello)
+        self._owner.greeted(self)
+
+    def _closed(self, error: FabricError) -> None:
+        if not self.opened.done():
+            self.opened.set_exception(error)
+            self.opened.exception()  # nobody need have waited
+        if not self.over.done():
+            self.over.set_result(error)
+        self._owner.closed(self, error)
+
+    def _post(self, function: Callable[..., Any], *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self.loop.call_soon_threadsafe(function, *arguments)
+
+
+def _resolve(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)

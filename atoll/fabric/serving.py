@@ -1,0 +1,76 @@
+"""Answers calls: runs a service's methods as tasks in the loop, one per call, and sends what they return, yield or raise."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from atoll.errors import FabricError, RefusedError
+from atoll.fabric.inbox import Inbox
+from atoll.fabric.link import Link
+from atoll.fabric.method import Method, Peer
+from atoll.fabric.payload import decode_payload, encode_payload
+from atoll.fabric.stream import IncomingMessage
+
+__all__ = ["serve_call"]
+
+
+async def serve_call(link: Link, inbox: Inbox, method: Method, function: Callable[..., Any], timeout_seconds: float) -> None:
+    """One call, from its request to its last reply. Whatever happens its stream ends, and its memory is given back."""
+    task = asyncio.current_task()
+    assert task is not None
+
+    def stop(error: FabricError) -> None:
+        task.cancel(str(error))
+
+    inbox.failed = stop
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            await _answer(link, inbox, method, function)
+    except TimeoutError:
+        link.fail(inbox, "DeadlineError", f"{method.name} took longer than the {timeout_seconds:.3g} s its caller waits")
+    except asyncio.CancelledError:
+        link.cancel(inbox, f"{method.name} was cancelled by the one who serves it")
+        raise
+    except RefusedError as error:
+        link.fail(inbox, "RefusedError", str(error))
+    except Exception as error:  # the service's own code: its caller is told, and nothing else ends
+        link.fail(inbox, type(error).__name__, str(error))
+    finally:
+        link.let_go(inbox)
+
+
+async def _answer(link: Link, inbox: Inbox, method: Method, function: Callable[..., Any]) -> None:
+    requests = _requests(link, inbox, method)
+    held: IncomingMessage | None = None
+    argument: object = requests
+    if not method.streams_requests:
+        held = await inbox.get()
+        if held is None:
+            raise RefusedError(f"{method.name} wants a request")
+        argument = decode_payload(held.payload, held.tensors, method.request_type)
+    hello = link.connection.peer
+    assert hello is not None
+    peer = Peer(hello.name, hello.role, (lambda: None) if held is None else (lambda message=held: link.taken(message)))  # type: ignore[misc]
+    try:
+        if method.streams_replies:
+            async for reply in function(argument, peer):
+                await link.send(inbox, encode_payload(reply), end=False)
+            link.end(inbox)
+        else:
+            reply = await function(argument, peer)
+            link.send(inbox, encode_payload(reply), end=True)
+    finally:
+        await requests.aclose()
+        if held is not None:
+            link.taken(held)
+
+
+async def _requests(link: Link, inbox: Inbox, method: Method) -> AsyncGenerator[object, None]:
+    """The caller's messages, each taken when the method asks for it."""
+    while (message := await inbox.get()) is not None:
+        if not message.payload:  # the opening of a call whose requests follow
+            link.taken(message)
+            continue
+        value = decode_payload(message.payload, message.tensors, method.request_type)
+        link.taken(message)
+        yield value

@@ -1,0 +1,99 @@
+"""A slow, far link imposed in user space: bandwidth and latency on what one process sends, without root.
+
+Shaping is at the sender: bytes enter a line at the link's bandwidth and leave it, to the real wire, `latency_seconds` later. With both
+ends shaped, a round trip takes twice the latency. Connections given the same `ShapedLink` share its bandwidth.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from atoll.fabric.connection import Connection
+
+__all__ = ["ShapedLink", "ShapedOutlet"]
+
+_BURST_SECONDS = 0.002  # bytes are let in so much ahead of time, as timers are not exact
+
+
+class ShapedLink:
+    """A bandwidth and a one-way latency."""
+
+    def __init__(self, bytes_per_s: float, latency_seconds: float) -> None:
+        assert bytes_per_s > 0
+        assert latency_seconds >= 0
+        self.bytes_per_s = bytes_per_s
+        self.latency_seconds = latency_seconds
+        self._free_at = 0.0  # when all that entered will have passed the narrow place
+        self._lock = threading.Lock()
+
+    def entry_seconds(self, now: float) -> float:
+        """In how long more bytes may enter."""
+        return max(0.0, self._free_at - _BURST_SECONDS - now)
+
+    def enter(self, now: float, size_bytes: int) -> float:
+        """Bytes enter; returns when they leave at the other end."""
+        with self._lock:
+            self._free_at = max(now, self._free_at) + size_bytes / self.bytes_per_s
+            return self._free_at + self.latency_seconds
+
+    @property
+    def burst_bytes(self) -> int:
+        """What enters at once."""
+        return int(min(max(self.bytes_per_s * _BURST_SECONDS, 1500), 256 * 1024))
+
+
+class ShapedOutlet:
+    """What a connection sends, late and at most so fast."""
+
+    def __init__(self, connection: Connection, link: ShapedLink, clock: Callable[[], float]) -> None:
+        self._connection = connection
+        self._link = link
+        self._clock = clock
+        self._line: deque[tuple[float, memoryview]] = deque()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether bytes are due."""
+        now = self._clock()
+        self._fill(now)
+        return bool(self._line) and self._line[0][0] <= now
+
+    def due_seconds(self, now: float) -> float | None:
+        """In how long there is something to do."""
+        times = [self._line[0][0] - now] if self._line else []
+        if self._connection.waiting:
+            times.append(self._link.entry_seconds(now))
+        return max(0.0, min(times)) if times else None
+
+    def outgoing(self, size_bytes: int) -> list[memoryview]:
+        """Bytes that are due."""
+        now = self._clock()
+        self._fill(now)
+        due: list[memoryview] = []
+        for when, data in self._line:
+            if when > now or size_bytes <= 0:
+                break
+            due.append(data)
+            size_bytes -= len(data)
+        return due
+
+    def sent(self, count: int) -> None:
+        """So many bytes went to the real wire."""
+        while count:
+            when, data = self._line[0]
+            if count < len(data):
+                self._line[0] = (when, data[count:])
+                return
+            count -= len(data)
+            self._line.popleft()
+
+    def _fill(self, now: float) -> None:
+        """Lets bytes enter the line as far as its bandwidth allows."""
+        while self._connection.waiting and not self._link.entry_seconds(now):
+            data = bytearray()
+            for part in self._connection.outgoing(self._link.burst_bytes):
+                data += part[: self._link.burst_bytes - len(data)]
+            if not data:
+                return
+            self._connection.sent(len(data))
+            self._line.append((self._link.enter(now, len(data)), memoryview(data)))

@@ -1,0 +1,356 @@
+"""TCP, with or without TLS: one thread owns the socket and drives its Connection, so that an SSL object is never used from two.
+
+The socket does not block: the thread sleeps in poll() on it and on a pipe by which other threads wake it, and moves up to a few megabytes
+each time it wakes. Bodies are read straight into tensors.
+"""
+
+import asyncio
+import contextlib
+import os
+import select
+import socket
+import ssl
+import struct
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from atoll.errors import FabricError, FrameError, PeerLostError, RefusedError
+from atoll.fabric.carrier import Listener, Outlet, Wire, split_address
+from atoll.fabric.connection import Connection
+from atoll.fabric.shaped import ShapedLink, ShapedOutlet
+
+__all__ = ["TcpCarrier", "TcpPump", "prepare_socket"]
+
+_TURN_BYTES = 4 << 20  # read before looking whether something is to be sent
+_SEND_BYTES = 4 << 20  # offered to the kernel at once: fewer calls are cheaper
+_RECORD_BYTES = 16 * 1024  # of TLS
+_BUFFERS = 64  # for one system call
+_UNSENT_BYTES = 512 * 1024  # in the kernel and not yet on the wire, before it stops accepting more
+_LAST_WORDS_SECONDS = 1.0
+_TCP_NOTSENT_LOWAT = 25
+_TCP_INFO_LAST_ACK = 56  # where tcp_info keeps the milliseconds since an acknowledgement came (Linux, uapi/linux/tcp.h)
+
+
+def prepare_socket(sock: socket.socket, user_timeout_seconds: float) -> None:
+    """Sets what the fabric wants of a TCP socket: no delay, little unsent in the kernel, an end when a peer no longer acknowledges."""
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if sys.platform == "linux":
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(user_timeout_seconds * 1000))
+        with contextlib.suppress(OSError):  # an old kernel: control messages may then wait behind what the kernel holds
+            sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+
+
+class TcpPump:
+    """Drives one connection over one socket in a thread of its own, until the wire ends or `close` is called.
+
+    `establish` connects (or takes what was accepted) and shakes hands; it runs in the thread and may block up to its own time limits.
+    """
+
+    def __init__(
+        self, connection: Connection, establish: Callable[[], socket.socket], clock: Callable[[], float], outlet: Outlet | None = None
+    ) -> None:
+        self.connection = connection
+        self.certificate: bytes | None = None  # of the peer, once hands were shaken
+        self._establish = establish
+        self._clock = clock
+        self._outlet: Outlet = outlet or connection
+        self._actions: deque[Callable[[], None]] = deque()
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_reader, False)
+        os.set_blocking(self._wake_writer, False)
+        self._wake_lock = threading.Lock()
+        self._woken = False
+        self._over = False
+        self._joined: memoryview | None = None  # what TLS refused to take and must be offered again as it was
+        self.thread = threading.Thread(target=self._run, name=f"fabric {connection.settings.name}", daemon=True)
+
+    def start(self) -> None:
+        """Begins."""
+        self.thread.start()
+
+    def submit(self, action: Callable[[], None]) -> None:
+        """Has the owning thread do something with the connection. After the end nobody owns it, and it is done at once."""
+        self._actions.append(action)
+        if not self._woken:
+            self._woken = True
+            with self._wake_lock:
+                if not self._over:
+                    with contextlib.suppress(BlockingIOError):
+                        os.write(self._wake_writer, b"\0")
+        if self._over:
+            self._act()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        sock: socket.socket | None = None
+        try:
+            sock = self._establish()
+            if isinstance(sock, ssl.SSLSocket):
+                self.certificate = sock.getpeercert(binary_form=True)
+            sock.setblocking(False)
+            self._drive(sock)
+        except FabricError as error:
+            self.connection.lost(error)
+        except ssl.SSLError as error:
+            self.connection.lost(PeerLostError(f"TLS failed: {_ssl_reason(error)}"))
+        except OSError as error:
+            self.connection.lost(PeerLostError(error.strerror or str(error) or type(error).__name__))
+        finally:
+            self.connection.lost(PeerLostError("the connection was closed"))
+            if sock is not None:
+                sock.close()
+            with self._wake_lock:
+                self._over = True
+                os.close(self._wake_reader)
+                os.close(self._wake_writer)
+            self._act()
+
+    def _drive(self, sock: socket.socket) -> None:
+        read, write = (self._read_tls, self._write_tls) if isinstance(sock, ssl.SSLSocket) else (self._read_plain, self._write_plain)
+        poll = select.poll()
+        poll.register(self._wake_reader, select.POLLIN)
+        connection, outlet, wanted, next_tick = self.connection, self._outlet, 0, 0.0
+        while True:
+            try:
+                self._act()
+                now = self._clock()
+                if now >= next_tick:
+                    next_tick = connection.tick(now, _acknowledged(sock, now, connection))
+                blocked = write(sock)
+                if connection.finishing and outlet.due_seconds(now) is None:
+                    return
+                events = select.POLLIN | (select.POLLOUT if blocked else 0)
+                if events != wanted:
+                    poll.register(sock, events)
+                    wanted = events
+                ready = poll.poll(self._pause_seconds(next_tick, blocked) * 1000)
+                for fd, _ in ready:
+                    if fd == self._wake_reader:
+                        os.read(fd, 4096)
+                    else:
+                        read(sock)
+            except (FrameError, RefusedError) as error:
+                connection.refuse(error)
+                self._last_words(sock, write)
+                return
+            if connection.ended is not None:
+                return
+
+    def _pause_seconds(self, next_tick: float, blocked: bool) -> float:
+        if self._actions:
+            return 0.0
+        now = self._clock()
+        due = None if blocked else self._outlet.due_seconds(now)
+        return max(0.0, min(next_tick - now, next_tick if due is None else due))
+
+    def _act(self) -> None:
+        self._woken = False
+        while self._actions:
+            try:
+                action = self._actions.popleft()
+            except IndexError:  # after the end two threads may be here
+                return
+            action()
+
+    def _last_words(self, sock: socket.socket, write: Callable[[socket.socket], bool]) -> None:
+        """Sends what is still outgoing (why the peer was refused), but not for long, and lets the peer read it before the end."""
+        end = self._clock() + _LAST_WORDS_SECONDS
+        poll = select.poll()
+        poll.register(sock, select.POLLOUT)
+        while self._outlet.due_seconds(self._clock()) is not None and self._clock() < end:
+            poll.poll(50 if write(sock) else 1)
+        sock.shutdown(socket.SHUT_WR)
+        poll.modify(sock, select.POLLIN)
+        rest = bytearray(65536)
+        with contextlib.suppress(OSError):  # unread bytes at close would make the kernel reset, and the peer lose our words
+            while self._clock() < end and poll.poll(50) and socket.socket.recv_into(sock, rest):
+                pass
+
+    # ---- moving bytes
+
+    def _read_plain(self, sock: socket.socket) -> None:
+        connection, budget = self.connection, _TURN_BYTES
+        while budget > 0 and not connection.finishing:
+            buffers = connection.buffers()[:_BUFFERS]
+            room = sum(map(len, buffers))
+            try:
+                count = sock.recvmsg_into(buffers)[0] if len(buffers) > 1 else sock.recv_into(buffers[0])
+            except (BlockingIOError, InterruptedError):
+                return
+            self._arrived(count)
+            if count < room:
+                return
+            budget -= count
+
+    def _read_tls(self, sock: socket.socket) -> None:
+        connection, budget = self.connection, _TURN_BYTES
+        drained = False
+        while (budget > 0 or sock.pending()) and not drained and not connection.finishing:  # type: ignore[attr-defined]
+            view = connection.buffers()[0]
+            room, position = len(view), 0
+            try:
+                while position < room:
+                    count = sock.recv_into(view[position:])
+                    position += count
+                    if not count or position < _RECORD_BYTES:  # small messages are looked at as they come
+                        break
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                drained = True
+                if not position:
+                    return
+            self._arrived(position)
+            budget -= position
+
+    def _arrived(self, count: int) -> None:
+        if not count:
+            raise PeerLostError("the other side closed the connection without a goodbye: its process ended or was killed")
+        self.connection.filled(count)
+
+    def _write_plain(self, sock: socket.socket) -> bool:
+        """Sends what there is, up to a turn's worth; True if the socket takes no more now."""
+        budget = _TURN_BYTES
+        while budget > 0 and (parts := self._outlet.outgoing(_SEND_BYTES)):
+            try:
+                count = sock.sendmsg(parts[:_BUFFERS])
+            except (BlockingIOError, InterruptedError):
+                return True
+            self._outlet.sent(count)
+            budget -= count
+        return False
+
+    def _write_tls(self, sock: socket.socket) -> bool:
+        budget = _TURN_BYTES
+        while budget > 0 and (self._joined is not None or self._outlet.waiting):
+            if self._joined is None:
+                self._joined = _record(self._outlet.outgoing(_SEND_BYTES))
+            rest = self._joined
+            try:
+                while len(rest):
+                    rest = rest[sock.send(rest) :]
+            except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
+                self._sent_tls(rest)
+                return True
+            budget -= len(self._joined)
+            self._sent_tls(rest)
+        return False
+
+    def _sent_tls(self, rest: memoryview) -> None:
+        assert self._joined is not None
+        self._outlet.sent(len(self._joined) - len(rest))
+        self._joined = rest if len(rest) else None
+
+
+def _record(parts: list[memoryview]) -> memoryview:
+    """The next bytes for TLS: a large buffer as it is, small ones joined with what follows into one record."""
+    if len(parts[0]) >= _RECORD_BYTES or len(parts) == 1:
+        return parts[0]
+    joined = bytearray()
+    for part in parts:
+        joined += part[: _RECORD_BYTES - len(joined)]
+        if len(joined) == _RECORD_BYTES:
+            break
+    return memoryview(joined)
+
+
+def _acknowledged(sock: socket.socket, now: float, connection: Connection) -> bool | None:
+    """Whether the peer's kernel answered lately. Asked only when nothing else is heard, and only Linux tells."""
+    silence = now - connection.detector.last_heard
+    beat = connection.detector.rule.heartbeat_seconds
+    if silence < 2 * beat or sys.platform != "linux" or sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return None
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+    milliseconds: int = struct.unpack_from("<I", info, _TCP_INFO_LAST_ACK)[0]
+    return milliseconds / 1000 < 3 * max(beat, 0.3)
+
+
+def _ssl_reason(error: ssl.SSLError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the peer's certificate is refused: {error.verify_message}"
+    return (error.reason or str(error)).replace("_", " ").lower()
+
+
+class TcpCarrier:
+    """TCP, with TLS where contexts are given: `client` for dialling, `server` for accepting. `link` shapes what is sent."""
+
+    def __init__(
+        self,
+        *,
+        client: ssl.SSLContext | None = None,
+        server: ssl.SSLContext | None = None,
+        server_hostname: str | None = None,
+        link: ShapedLink | None = None,
+        connect_seconds: float = 10.0,
+        user_timeout_seconds: float = 20.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client, self._server, self._server_hostname = client, server, server_hostname
+        self._link, self._clock = link, clock
+        self._connect_seconds, self._user_timeout_seconds = connect_seconds, user_timeout_seconds
+
+    def dial(self, address: str, connection: Connection, loop: asyncio.AbstractEventLoop) -> Wire:
+        """A wire to `"host:port"`."""
+        host, port = split_address(address)
+
+        def establish() -> socket.socket:
+            sock = socket.create_connection((host, port), timeout=self._connect_seconds)
+            try:
+                prepare_socket(sock, self._user_timeout_seconds)
+                return sock if self._client is None else self._client.wrap_socket(sock, server_hostname=self._server_hostname or host)
+            except BaseException:
+                sock.close()
+                raise
+
+        return self._pump(connection, establish)
+
+    def listen(self, address: str, accept: Callable[[Callable[[Connection], Wire]], None], loop: asyncio.AbstractEventLoop) -> Listener:
+        """Accepts at `"host:port"`; port 0 takes any."""
+        host, port = split_address(address)
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listening = socket.create_server((host, port), family=family, backlog=128)
+        except OSError as error:
+            raise FabricError(f"cannot listen at {address}: {error.strerror or error}") from None
+        listening.setblocking(False)
+
+        def incoming() -> None:
+            try:
+                sock, _ = listening.accept()
+            except OSError:  # it left again, or there are no file descriptors: whoever dialled tries again
+                return
+            accept(lambda connection: self._pump(connection, lambda: self._take(sock)))
+
+        loop.add_reader(listening, incoming)
+        return _TcpListener(listening, loop)
+
+    def _take(self, sock: socket.socket) -> socket.socket:
+        try:
+            sock.settimeout(self._connect_seconds)
+            prepare_socket(sock, self._user_timeout_seconds)
+            return sock if self._server is None else self._server.wrap_socket(sock, server_side=True)
+        except BaseException:
+            sock.close()
+            raise
+
+    def _pump(self, connection: Connection, establish: Callable[[], socket.socket]) -> TcpPump:
+        outlet = None if self._link is None else ShapedOutlet(connection, self._link, self._clock)
+        return TcpPump(connection, establish, self._clock, outlet)
+
+
+class _TcpListener:
+    """A listening socket in an event loop."""
+
+    def __init__(self, listening: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+        self._listening, self._loop = listening, loop
+        host, port = listening.getsockname()[:2]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def close(self) -> None:
+        """Accepts no more."""
+        self._loop.remove_reader(self._listening)
+        self._listening.close()

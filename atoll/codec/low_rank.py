@@ -48,7 +48,7 @@ class LowRank(Codec):
         size = 1024
         captured = min(1.0, self.rank * 4 / size)  # the largest singular values of a random square matrix are twice its root mean square
         return CodecSpec(
-            name=self.text, bits=16 * 2 * self.rank / size, memory_passes=16 + 2 * self.rank, relative_error=math.sqrt(1 - captured)
+            name=self.text, bits=16 * 2 * self.rank / size, memory_passes=25 + 1.5 * self.rank, relative_error=math.sqrt(1 - captured)
         )
 
     def _ordinary_header(self, shape: tuple[int, ...], dtype: str) -> Header | None:

@@ -40,7 +40,9 @@ class TopK(Codec):
         """For fp32 values that are normally distributed: the share of their energy beyond the k-th is what the error says."""
         threshold = _normal_quantile(self.share)
         captured = self.share + 2 * threshold * math.exp(-threshold * threshold / 2) / math.sqrt(2 * math.pi)
-        return CodecSpec(name=self.text, bits=48 * self.share, memory_passes=12, relative_error=math.sqrt(max(0.0, 1 - captured)))
+        return CodecSpec(
+            name=self.text, bits=48 * self.share, memory_passes=13 + 330 * self.share, relative_error=math.sqrt(max(0.0, 1 - captured))
+        )
 
     def _ordinary_header(self, shape: tuple[int, ...], dtype: str) -> Header:
         kept = max(1, round(self.share * math.prod(shape)))

@@ -130,7 +130,7 @@ def check_separable(build: Callable[[Sequence[nn.Parameter]], torch.optim.Optimi
 
 def _shapes_it_takes(build: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]) -> list[tuple[int, ...]]:
     """Some optimizers are for matrices only, and say so."""
-    taken = []
+    taken: list[tuple[int, ...]] = []
     for shape in _SHAPES:
         with suppress(Exception):
             build([nn.Parameter(torch.zeros(shape))])

@@ -1,13 +1,14 @@
 """How fast codecs encode and decode fp32 beside a plain copy, how small they make it and what they lose.
 
 Every round runs every codec once, so that whatever else the machine does falls on all of them; medians of rounds are shown. On one thread
-the time is the processor's, not the clock's.
+the time is the processor's, not the clock's; on several, each encodes a part of the tensor.
 """
 
 import argparse
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from report import print_json, print_table
@@ -29,10 +30,14 @@ def naive_int8_back(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return codes.to(torch.float32) * scales
 
 
-def works(tensor: torch.Tensor, out: torch.Tensor) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
+Work = Callable[[], object]
+
+
+def works(tensor: torch.Tensor) -> dict[str, tuple[Work, Work]]:
     """What is timed, by name: how it encodes and how it decodes."""
+    out = torch.empty_like(tensor)
     codes, scales = naive_int8(tensor)
-    found: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+    found: dict[str, tuple[Work, Work]] = {
         "memcpy": (lambda: out.copy_(tensor), lambda: out.copy_(tensor)),
         "naive int8": (lambda: naive_int8(tensor), lambda: naive_int8_back(codes, scales)),
     }
@@ -41,10 +46,15 @@ def works(tensor: torch.Tensor, out: torch.Tensor) -> dict[str, tuple[Callable[[
     return found
 
 
-def _work(codec: Codec, tensor: torch.Tensor, out: torch.Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
+def _work(codec: Codec, tensor: torch.Tensor, out: torch.Tensor) -> tuple[Work, Work]:
     encoded = codec.encode(tensor)
     spare = codec.encode(tensor)  # senders encode the same tensors again and again: memory of earlier encodings is written again
     return lambda: codec.encode(tensor, reuse=spare), lambda: decode(encoded, out)
+
+
+def together(pool: ThreadPoolExecutor, some: list[Work]) -> Work:
+    """Each in a thread of its own, until all are done."""
+    return some[0] if len(some) == 1 else lambda: [future.result() for future in [pool.submit(work) for work in some]]
 
 
 def timed(work: Callable[[], object], clock: Callable[[], float]) -> float:
@@ -56,16 +66,18 @@ def timed(work: Callable[[], object], clock: Callable[[], float]) -> float:
 
 def measure(megabytes: int, rounds: int, threads: int) -> list[dict[str, object]]:
     """One row a codec."""
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     clock = time.thread_time if threads == 1 else time.perf_counter
     tensor = torch.randn(megabytes * 64, 4096, generator=torch.Generator().manual_seed(0))
-    found = works(tensor, torch.empty_like(tensor))
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in found}
-    for number in range(rounds + 1):
-        for name, (encode, back) in found.items():
-            pair = timed(encode, clock), timed(back, clock)
-            if number:  # the first round warms up
-                seconds[name].append(pair)
+    parts = [works(part) for part in tensor.chunk(threads)]
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in parts[0]}
+    with ThreadPoolExecutor(threads) as pool:
+        for number in range(rounds + 1):
+            for name in seconds:
+                encode, back = (together(pool, [part[name][way] for part in parts]) for way in (0, 1))
+                pair = timed(encode, clock), timed(back, clock)
+                if number:  # the first round warms up
+                    seconds[name].append(pair)
     medians = {name: (statistics.median(e for e, _ in pairs), statistics.median(d for _, d in pairs)) for name, pairs in seconds.items()}
     copy = sum(medians["memcpy"]) / 2
     return [_row(name, tensor, encode, back, copy) for name, (encode, back) in medians.items()]

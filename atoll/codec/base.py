@@ -7,6 +7,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from atoll.codec.chunks import one_thread
 from atoll.codec.codec import CODECS, CodecSpec
 from atoll.codec.encoded import DTYPES, Encoded, Header, Part, dtype_of
 from atoll.codec.feedback import ErrorFeedback
@@ -65,7 +66,7 @@ class Codec(ABC):
         """
         if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
             raise CodecError(f"tensors of {tensor.dtype} cannot travel; known are {', '.join(DTYPES)}")
-        with torch.no_grad():
+        with torch.no_grad(), one_thread():
             tensor = tensor.detach()
             if feedback is None or tensor.dtype not in _NARROWED:
                 return self._encode_one(tensor.contiguous(), feedback, reuse)

@@ -5,21 +5,40 @@ only the first read and the last write do. A chunk is large enough that the oper
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
-__all__ = ["BLOCK", "as_blocks", "block_count", "chunk_rows", "padded_tail", "row_chunks"]
+__all__ = ["BLOCK", "as_blocks", "block_count", "chunk_rows", "one_thread", "padded_tail", "row_chunks"]
 
 BLOCK = 256
 """Elements that share one scale; part of the wire format."""
 
-_ROWS_PER_THREAD = 512
+_ROWS = 512
 """Half a megabyte of fp32: of 63 to 511 rows the largest were the fastest on processors with 512 KB of second-level cache a core."""
 
 
 def chunk_rows(device: torch.device) -> int:
-    """How many blocks to work on at once. Operators divide a chunk among PyTorch's threads, so it grows with them; GPUs take all."""
-    return _ROWS_PER_THREAD * torch.get_num_threads() if device.type == "cpu" else 2**22
+    """How many blocks to work on at once; GPUs take all."""
+    return _ROWS if device.type == "cpu" else 2**22
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, PyTorch's operators do not divide their work in this thread; afterwards they do as before.
+
+    Dividing operators of a few microseconds makes threads wait for each other thousands of times a tensor: on two busy cores it was 25
+    times slower. Whoever has cores to spare encodes several tensors, or parts of one, in threads of their own: operators let them run.
+    """
+    before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    torch.set_num_threads(1)  # of the calling thread; others keep theirs
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def block_count(elements: int) -> int:

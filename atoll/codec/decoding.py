@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from atoll.codec.base import Codec, NoCodec
+from atoll.codec.chunks import one_thread
 from atoll.codec.encoded import Encoded, Header, Part, dtype_of
 from atoll.codec.halves import Bf16, Fp16
 from atoll.codec.integers import Int4, Int8
@@ -70,7 +71,7 @@ def decode(encoded: Encoded, out: torch.Tensor | None = None) -> torch.Tensor:
         out = torch.empty(header.shape, dtype=dtype)
     elif tuple(out.shape) != header.shape or out.dtype != dtype:
         raise CodecError(f"a tensor {list(header.shape)} of {dtype} cannot be decoded into one {list(out.shape)} of {out.dtype}")
-    with torch.no_grad():
+    with torch.no_grad(), one_thread():
         straight = out.is_contiguous()
         flat = out.detach().view(-1) if straight else torch.empty(header.elements, dtype=dtype, device=out.device)
         parts = {part.name: tensor.to(flat.device) for part, tensor in zip(layout, encoded.parts, strict=True)}

@@ -4,6 +4,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -117,6 +118,20 @@ def test_bytes_and_decoded_values_are_the_same_on_other_processors_and_with_more
         digests.add(subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout)
     assert len(digests) == 1
     assert len(next(iter(digests)).strip()) == hashlib.sha256().digest_size * 2
+
+
+def test_threads_encode_at_once_and_the_callers_setting_stays() -> None:
+    values = [torch.randn(300_000, generator=torch.Generator().manual_seed(seed)) for seed in range(6)]
+    codec = make_codec("int8")
+    expected = [codec.encode(tensor).body() for tensor in values]
+    torch.set_num_threads(2)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(lambda tensor: codec.encode(tensor).body(), values)) == expected
+        assert codec.encode(values[0]).body() == expected[0]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
 
 
 HEADERS = st.builds(

@@ -126,6 +126,11 @@ class Connection:
         """Whether there is something to send."""
         return bool(self._pending) or self._queue.waiting
 
+    @property
+    def bulk_waiting(self) -> bool:
+        """Whether what is to be sent is more than a few small frames."""
+        return self._queue.bulk_waiting or any(frame.bulk for frame in self._pending)
+
     def due_seconds(self, now: float) -> float | None:
         """In how long something can be sent: at once, or not before something happens."""
         return 0.0 if self.waiting else None
@@ -135,7 +140,8 @@ class Connection:
 
         What was handed out before and not sent is in it again, but control passes whatever bulk is not yet begun.
         """
-        self._hand_out_small()
+        if self._queue.small_waiting:
+            self._hand_out_small()
         size_bytes -= sum(len(part) for frame in self._pending for part in frame.parts)
         while size_bytes > 0 and (frame := self._queue.take_bulk()) is not None:
             self._pending.append(frame)

@@ -28,7 +28,9 @@ _TURN_BYTES = 4 << 20  # read before looking whether something is to be sent
 _SEND_BYTES = 4 << 20  # offered to the kernel at once: fewer calls are cheaper
 _RECORD_BYTES = 16 * 1024  # of TLS
 _BUFFERS = 64  # for one system call
-_UNSENT_BYTES = 512 * 1024  # in the kernel and not yet on the wire, before it stops accepting more
+_UNSENT_BYTES = 256 * 1024  # in the kernel and not yet on the wire, before it stops accepting more; on a fast link rather
+_UNSENT_SECONDS = 0.01  # of its throughput, up to
+_MOST_UNSENT_BYTES = 8 << 20
 _LAST_WORDS_SECONDS = 1.0
 _TCP_NOTSENT_LOWAT = 25
 _TCP_INFO_LAST_ACK = 56  # where tcp_info keeps the milliseconds since an acknowledgement came (Linux, uapi/linux/tcp.h)
@@ -41,8 +43,13 @@ def prepare_socket(sock: socket.socket, user_timeout_seconds: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if sys.platform == "linux":
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(user_timeout_seconds * 1000))
+    _limit_unsent(sock, _UNSENT_BYTES)
+
+
+def _limit_unsent(sock: socket.socket, size_bytes: int) -> None:
+    if sys.platform == "linux":
         with contextlib.suppress(OSError):  # an old kernel: control messages may then wait behind what the kernel holds
-            sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+            sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, size_bytes)
 
 
 class TcpPump:
@@ -66,6 +73,11 @@ class TcpPump:
         self._wake_lock = threading.Lock()
         self._woken = False
         self._over = False
+        self._turn = threading.Lock()  # who has it owns the connection and the socket
+        self._sock: socket.socket | None = None  # once connected, until the end
+        self._failure: FabricError | OSError | None = None  # met by another thread that had the turn
+        self._unsent_bytes = _UNSENT_BYTES
+        self._read, self._write = self._read_plain, self._write_plain
         self._joined: memoryview | None = None  # what TLS refused to take and must be offered again as it was
         self.thread = threading.Thread(target=self._run, name=f"fabric {connection.settings.name}", daemon=True)
 
@@ -74,16 +86,43 @@ class TcpPump:
         self.thread.start()
 
     def submit(self, action: Callable[[], None]) -> None:
-        """Has the owning thread do something with the connection. After the end nobody owns it, and it is done at once."""
+        """Has the connection's owner do something with it. After the end nobody owns it, and it is done at once.
+
+        While the pump's thread sleeps, the caller's owns the connection and sends small things itself: no thread need wake up for them.
+        """
         self._actions.append(action)
+        if not self._turn.acquire(blocking=False):
+            self._wake()
+            return
+        try:
+            self._act_for_the_thread()
+        finally:
+            self._turn.release()
+        if self._actions:  # another thread came while this one had the turn
+            self._wake()
+
+    def _act_for_the_thread(self) -> None:
+        if self._over:
+            self._act()
+        elif self._sock is None or self._failure is not None:
+            self._wake()
+        else:
+            try:
+                self._act()
+                if not self.connection.bulk_waiting and self._outlet.waiting:
+                    self._write(self._sock)
+            except (FabricError, OSError) as error:
+                self._failure = error
+            if self._failure is not None or self.connection.finishing or self._outlet.due_seconds(self._clock()) is not None:
+                self._wake()
+
+    def _wake(self) -> None:
         if not self._woken:
             self._woken = True
             with self._wake_lock:
                 if not self._over:
                     with contextlib.suppress(BlockingIOError):
                         os.write(self._wake_writer, b"\0")
-        if self._over:
-            self._act()
 
     # ---- the thread
 
@@ -93,78 +132,98 @@ class TcpPump:
             sock = self._establish()
             if isinstance(sock, ssl.SSLSocket):
                 self.certificate = sock.getpeercert(binary_form=True)
+                self._read, self._write = self._read_tls, self._write_tls
             sock.setblocking(False)
-            self._drive(sock)
+            with self._turn:
+                self._sock = sock
+                self._drive(sock)
         except FabricError as error:
-            self.connection.lost(error)
+            self._end(error)
         except ssl.SSLError as error:
-            self.connection.lost(PeerLostError(f"TLS failed: {_ssl_reason(error)}"))
+            self._end(PeerLostError(f"TLS failed: {_ssl_reason(error)}"))
         except OSError as error:
-            self.connection.lost(PeerLostError(error.strerror or str(error) or type(error).__name__))
+            self._end(PeerLostError(error.strerror or str(error) or type(error).__name__))
         finally:
-            self.connection.lost(PeerLostError("the connection was closed"))
+            self._end(PeerLostError("the connection was closed"))
             if sock is not None:
                 sock.close()
+
+    def _end(self, error: FabricError) -> None:
+        """The wire is over: everybody is told, and what was asked for since is answered with that."""
+        with self._turn:
+            self._sock = None
+            self.connection.lost(error)
             with self._wake_lock:
-                self._over = True
-                os.close(self._wake_reader)
-                os.close(self._wake_writer)
+                if not self._over:
+                    self._over = True
+                    os.close(self._wake_reader)
+                    os.close(self._wake_writer)
             self._act()
 
     def _drive(self, sock: socket.socket) -> None:
-        read, write = (self._read_tls, self._write_tls) if isinstance(sock, ssl.SSLSocket) else (self._read_plain, self._write_plain)
         poll = select.poll()
         poll.register(self._wake_reader, select.POLLIN)
         connection, outlet, wanted, next_tick = self.connection, self._outlet, 0, 0.0
-        while True:
-            try:
+        try:
+            while connection.ended is None:
                 self._act()
                 now = self._clock()
                 if now >= next_tick:
                     next_tick = connection.tick(now, _acknowledged(sock, now, connection))
-                blocked = write(sock)
+                    self._adapt(sock)
+                blocked = outlet.waiting and self._write(sock)
                 if connection.finishing and outlet.due_seconds(now) is None:
                     return
                 events = select.POLLIN | (select.POLLOUT if blocked else 0)
                 if events != wanted:
                     poll.register(sock, events)
                     wanted = events
-                ready = poll.poll(self._pause_seconds(next_tick, blocked) * 1000)
-                for fd, _ in ready:
-                    if fd == self._wake_reader:
-                        os.read(fd, 4096)
-                    else:
-                        read(sock)
-            except (FrameError, RefusedError) as error:
-                connection.refuse(error)
-                self._last_words(sock, write)
-                return
-            if connection.ended is not None:
-                return
+                for fd, _ in self._sleep(poll, self._pause_seconds(next_tick, blocked)):
+                    if fd != self._wake_reader:
+                        self._read(sock)
+        except (FrameError, RefusedError) as error:
+            connection.refuse(error)
+            self._last_words(sock)
+
+    def _sleep(self, poll: select.poll, seconds: float) -> list[tuple[int, int]]:
+        """Waits for the socket or a wake-up. Meanwhile the turn is free: whoever submits something may send it."""
+        self._woken = False
+        if self._actions:
+            return []
+        self._turn.release()
+        try:
+            ready = poll.poll(seconds * 1000)
+        finally:
+            self._turn.acquire()
+        if any(fd == self._wake_reader for fd, _ in ready):
+            os.read(self._wake_reader, 4096)
+        if self._failure is not None:
+            raise self._failure
+        return ready
 
     def _pause_seconds(self, next_tick: float, blocked: bool) -> float:
-        if self._actions:
-            return 0.0
         now = self._clock()
         due = None if blocked else self._outlet.due_seconds(now)
         return max(0.0, min(next_tick - now, next_tick if due is None else due))
 
     def _act(self) -> None:
-        self._woken = False
         while self._actions:
-            try:
-                action = self._actions.popleft()
-            except IndexError:  # after the end two threads may be here
-                return
-            action()
+            self._actions.popleft()()
 
-    def _last_words(self, sock: socket.socket, write: Callable[[socket.socket], bool]) -> None:
+    def _adapt(self, sock: socket.socket) -> None:
+        """Lets the kernel hold more unsent bytes on a fast link, where they delay nobody and save wake-ups."""
+        unsent = int(min(max(_UNSENT_SECONDS * self.connection.estimate.outgoing_bytes_per_s, _UNSENT_BYTES), _MOST_UNSENT_BYTES))
+        if not unsent / 2 <= self._unsent_bytes <= unsent * 2:
+            self._unsent_bytes = unsent
+            _limit_unsent(sock, unsent)
+
+    def _last_words(self, sock: socket.socket) -> None:
         """Sends what is still outgoing (why the peer was refused), but not for long, and lets the peer read it before the end."""
         end = self._clock() + _LAST_WORDS_SECONDS
         poll = select.poll()
         poll.register(sock, select.POLLOUT)
         while self._outlet.due_seconds(self._clock()) is not None and self._clock() < end:
-            poll.poll(50 if write(sock) else 1)
+            poll.poll(50 if self._write(sock) else 1)
         sock.shutdown(socket.SHUT_WR)
         poll.modify(sock, select.POLLIN)
         rest = bytearray(65536)

@@ -42,7 +42,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 def test_a_call_carries_tensors_both_ways(pair: Pair) -> None:
-    oslo, remote, _ = pair
+    _, remote, _ = pair
     tensors = [torch.randn(300_000), torch.arange(6).reshape(2, 3).T, torch.empty(0, 5), torch.tensor(3.5)]
     reply = remote.call_sync(Store.echo, Named("hello", tensors))
     assert reply.name == "oslo:hello"
@@ -67,7 +67,7 @@ def test_streams_of_replies_of_requests_and_of_both(pair: Pair) -> None:
 
 
 def test_many_calls_at_once(pair: Pair) -> None:
-    oslo, remote, _ = pair
+    _, remote, _ = pair
     futures = [remote.call_soon(Store.echo, Named(str(i), [torch.full((i * 500,), i)])) for i in range(60)]
     for i, future in enumerate(futures):
         reply = future.result()
@@ -196,7 +196,7 @@ def test_peers_and_roles_can_be_refused() -> None:
         rome = stack.enter_context(Fabric("rome", services=[Store()], authorise=authorise, identify=identify))
         address = rome.listen()
         watcher = stack.enter_context(Fabric("watcher", role="observer")).connect(address)
-        with pytest.raises(RefusedError, match="rome refused the call: an observer may not call Store.echo"):
+        with pytest.raises(RefusedError, match=r"rome refused the call: an observer may not call Store.echo"):
             watcher.call_sync(Store.echo, Named("x"))
         assert watcher.call_sync(Store.sleep, Count(1)) == Count(1)
         mallory = stack.enter_context(Fabric("mallory")).connect(address)

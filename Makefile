@@ -51,7 +51,7 @@ unit: install
 ROWS ?=
 
 bench: install
-	@set -e; for name in capture evaluations planning whale hybrid local optimality; do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
+	@set -e; for name in capture evaluations planning whale hybrid local optimality lockstep_speed unequal_devices large_output; do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
 	@if [ -n "$(ROWS)" ]; then echo "== prediction"; $(BIN)/python benchmarks/prediction.py --rows "$(ROWS)"; \
 	else echo "== prediction: skipped; give measured steps with make bench ROWS=file.csv"; fi
 
@@ -59,4 +59,4 @@ soak: install
 	@$(BIN)/python -m pytest --hypothesis-profile=soak --timeout=0
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis runs
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis runs .demo

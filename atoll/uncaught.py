@@ -26,8 +26,13 @@ class SentenceIfUncaught:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, AtollError) and sys.excepthook is sys.__excepthook__ and _called_by_script(sys._getframe(1)):
+        if isinstance(error, AtollError) and _nobody_else_shows() and _called_by_script(sys._getframe(1)):
             sys.excepthook = _say
+
+
+def _nobody_else_shows() -> bool:
+    """Whether uncaught errors are shown by Python itself, or by PyTorch, which only puts the rank before each line."""
+    return sys.excepthook is sys.__excepthook__ or getattr(sys.excepthook, "__module__", "").startswith("torch.distributed")
 
 
 def _called_by_script(frame: FrameType | None) -> bool:

@@ -87,7 +87,7 @@ def _cluster(path: Path | None, plan: Path | None, resumed: RunDirectory | None)
         return load_cluster(path)
     if resumed is not None and resumed.cluster.exists():
         return load_cluster(resumed.cluster)
-    if plan is None:
+    if plan is None and resumed is None:
         raise JobError("give the devices with --cluster FILE (`atoll probe -o here.toml` writes one), a plan with --plan FILE, or --alone")
     return None
 

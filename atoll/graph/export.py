@@ -21,7 +21,7 @@ from atoll.graph.oracle import Answers, Assumption, Recorder, Replayer, find_ran
 __all__ = ["Exported", "TrainingJob", "ambient_precision", "export_job"]
 
 SAMPLES = 4  # in the captured batch: not 0 or 1, which torch specialises, and large enough that what is shared by the batch weighs little
-OTHER_SAMPLES = 3  # in a second batch, to see which dimensions grow with the number of samples
+OTHER_SAMPLES = (3, 2, 8)  # in other batches, to see which dimensions grow with the samples, or with the longest of them
 
 
 class TrainingJob(Protocol):
@@ -294,8 +294,11 @@ def export_job(job: TrainingJob, *, training: bool = True) -> Exported:
         model, building = build_model(job.model)
     _check_parameters(job, model)
     with _running_the_users_code(job, "loading a batch"):
-        batch, other = plain_batch(job.example_batch(SAMPLES)), plain_batch(job.example_batch(OTHER_SAMPLES))
-    growing = _growing(batch, other)
+        batch = plain_batch(job.example_batch(SAMPLES))
+        others = [plain_batch(job.example_batch(samples)) for samples in OTHER_SAMPLES]
+    growing = _growing(batch, others[0])
+    for other in others[1:]:
+        growing = {path: tuple(sorted({*dims, *growing[path]})) for path, dims in _growing(batch, other).items()}
     if not any(growing.values()):
         raise CaptureError(f"job {job.name!r}: no tensor of the batch grows with the number of samples; check the collate function")
     attempts = _Attempts(job, model, batch, growing, training)

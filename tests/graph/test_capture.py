@@ -567,3 +567,41 @@ def test_what_cannot_be_measured_is_noted_once_with_what_was_done_instead() -> N
     assert len(notes) == 1
     assert "its backward is taken for twice its forward, because it cannot be measured: RuntimeError: only on Tuesdays" in notes[0]
     assert "atoll_test.doubled" in notes[0]
+
+
+def test_a_padded_length_varies_although_the_captured_batches_happen_to_have_the_same() -> None:
+    class Sentences:
+        lengths = (10, 9, 10, 10, 6, 7, 10, 12)
+
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.full((self.lengths[index % 8],), index % 7)
+
+    def pad(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"tokens": nn.utils.rnn.pad_sequence(samples, batch_first=True)}
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.out = nn.Embedding(8, 4), nn.Linear(4, 1)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.out(self.table(tokens)).mean()
+
+    class FirstSamples:
+        """As a Job, but the samples come in their own order."""
+
+        name, model, precision = "padded", Model, "fp32"
+
+        @staticmethod
+        def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return model(batch["tokens"])
+
+        @staticmethod
+        def example_batch(samples: int) -> dict[str, torch.Tensor]:
+            data = Sentences()
+            return pad([data[i] for i in range(samples)])
+
+    assert capture_program(FirstSamples()).varying == {"['tokens']": (0, 1)}

@@ -22,7 +22,8 @@ from atoll.data import Shapes, SortedDigits, StandardLibraryText
 BATCH, STEPS, SAMPLES = 8, 10, 48
 
 # Adam divides a gradient by its own size. Where the true gradient is zero (biases of attention keys) that size is rounding noise, and
-# Adam would blow it up to steps as large as any; with this epsilon noise stays noise.
+# Adam would blow it up to steps as large as any; with this epsilon noise stays noise. For a like reason the models written here have smooth
+# activations: a unit of ReLU that stands at zero but for rounding has one gradient or another, in one process as in several.
 adam = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
 
 
@@ -102,7 +103,7 @@ class Pairs(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.words = nn.Embedding(VOCABULARY, 32)
-        self.transformer = nn.Transformer(32, 4, 2, 2, 48, dropout=dropout, batch_first=True)
+        self.transformer = nn.Transformer(32, 4, 2, 2, 48, dropout=dropout, activation="gelu", batch_first=True)
         self.head = nn.Linear(32, VOCABULARY)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ def word_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def convolutions(norm: Callable[[int], nn.Module]) -> nn.Module:
-    blocks = [nn.Sequential(nn.Conv2d(4 if i else 1, 4, 3, padding=1), norm(4), nn.ReLU()) for i in range(4)]
+    blocks = [nn.Sequential(nn.Conv2d(4 if i else 1, 4, 3, padding=1), norm(4), nn.GELU()) for i in range(4)]
     return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10))
 
 
@@ -129,7 +130,7 @@ def picture_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 def wide_classifier() -> nn.Module:
     """Many classes behind a small body."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 500))
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 500))
 
 
 class Adapted(nn.Module):
@@ -172,8 +173,8 @@ class Repeats(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(VOCABULARY, 32)
-        self.block = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True)
-        self.other = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True)
+        self.block = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, activation="gelu", batch_first=True)
+        self.other = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, activation="gelu", batch_first=True)
         self.head = nn.Linear(32, VOCABULARY, bias=False)
         self.head.weight = self.words.weight
 

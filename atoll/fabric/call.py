@@ -63,12 +63,12 @@ class _Call:
         self._feeding: asyncio.Task[None] | None = None
         if isinstance(request, AsyncIterable):
             self._sent_bytes = 0
-            self._inbox, _ = link.open(method.name, self._timeout(0), _NOTHING, end=False)
+            self._inbox = link.open(method.name, self._timeout(0), _NOTHING, end=False)
             self._feeding = link.loop.create_task(self._feed(request))
         else:
             payload = encode_payload(request)
             self._sent_bytes = message_size(payload.header(True))
-            self._inbox, _ = link.open(method.name, self._timeout(0), payload, end=True)
+            self._inbox = link.open(method.name, self._timeout(0), payload, end=True)
 
     async def next(self) -> object:
         """The next reply, or _END."""
@@ -128,7 +128,7 @@ class _Call:
         """Sends the requests one by one, each when the one before is on the wire, as fast as the peer takes them."""
         try:
             async for request in requests:
-                await self._link.send(self._inbox, encode_payload(request), end=False)
+                await self._link.send(self._inbox, encode_payload(request))
             self._link.end(self._inbox)
         except Exception as error:  # the caller's own iterator failed: it is the caller who hears of it
             self._link.cancel(self._inbox, f"its caller failed: {type(error).__name__}: {error}")

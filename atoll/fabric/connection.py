@@ -93,6 +93,7 @@ class Connection:
         self._next_local, self._next_remote = (1, 2) if dialled else (2, 1)
         self._passed: set[int] = set()  # numbers of the peer's below `_next_remote` that it has not used yet
         self._unread = {True: Window(settings.bulk_window_bytes), False: Window(settings.control_window_bytes)}
+        self._owed = 0  # credit for small messages that is not given back yet
         self._arriving = 0  # messages of bulk on their way in
         self._inline: IncomingMessage | None = None  # whose bytes are in the frame being read
         self._pings: dict[int, float] = {}
@@ -179,6 +180,7 @@ class Connection:
         """Heart-beats and judgement; returns when to call again at the latest."""
         if self.ended is None and not self.finishing and now >= self._next_ping:
             self._next_ping = now + self.settings.liveness.heartbeat_seconds
+            self._pay()
             self._ping(now)
         verdict = self.detector.judge(now, acknowledged)
         if verdict.state != self._verdict.state:
@@ -213,9 +215,7 @@ class Connection:
         """Calls under way, both ways."""
         return len(self._streams)
 
-    def open(
-        self, method: str, timeout_seconds: float, payload: Payload, handler: StreamHandler, *, end: bool, on_sent: Callable[[], None]
-    ) -> int:
+    def open(self, method: str, timeout_seconds: float, payload: Payload, handler: StreamHandler, *, end: bool) -> int:
         """Begins a call; returns its stream. FabricError if the message cannot go."""
         if self.ended is not None:
             raise self.ended
@@ -225,10 +225,10 @@ class Connection:
         stream = Stream(self._next_local, handler, self.settings.stream_window_bytes)
         self._next_local += 2
         self._streams[stream.id] = stream
-        self._send_message(Kind.OPEN, stream, Open(method, timeout_seconds, payload.header(end)), payload, end, on_sent)
+        self._send_message(Kind.OPEN, stream, Open(method, timeout_seconds, payload.header(end)), payload, end, None)
         return stream.id
 
-    def send(self, stream_id: int, payload: Payload, *, end: bool, on_sent: Callable[[], None]) -> None:
+    def send(self, stream_id: int, payload: Payload, *, end: bool, on_sent: Callable[[], None] | None = None) -> None:
         """Sends one more message on a stream. Nothing happens if it is over already: its handler was told."""
         self._check_sendable(payload)
         stream = self._streams.get(stream_id)
@@ -261,8 +261,18 @@ class Connection:
         stream = self._streams.get(message.stream)
         if stream is not None:
             stream.window.give(message.cost)
-        if self.ended is None:
+        if self.ended is None and (stream is not None or message.bulk):
             self._urgent(encode_frame(Kind.CREDIT, message.stream, Credit(message.cost, message.bulk)))
+        else:
+            self._owed += message.cost
+            if self._owed >= self.settings.control_window_bytes // 4:
+                self._pay()
+
+    def _pay(self) -> None:
+        """Gives back the credit of small messages whose calls are over, many at a time: a frame for each would double a call's cost."""
+        if self._owed and self.ended is None:
+            self._urgent(encode_frame(Kind.CREDIT, 0, Credit(self._owed, False)))
+            self._owed = 0
 
     def finish(self, reason: str, *, refused: bool = False) -> None:
         """Says goodbye; the carrier ends the wire once that is sent."""
@@ -469,7 +479,7 @@ class Connection:
             raise RefusedError(f"a message of {format_bytes(size_bytes)}; {self.peer.name} accepts at most {limit}")
 
     def _send_message(
-        self, kind: Kind, stream: Stream, header: Message | Open, payload: Payload, end: bool, on_sent: Callable[[], None]
+        self, kind: Kind, stream: Stream, header: Message | Open, payload: Payload, end: bool, on_sent: Callable[[], None] | None
     ) -> None:
         buffers = payload.buffers()
         size_bytes = sum(map(len, buffers))
@@ -480,7 +490,8 @@ class Connection:
         def sent() -> None:
             self.estimate.queued_bytes -= size_bytes
             stream.unsent_bytes -= size_bytes
-            on_sent()
+            if on_sent is not None:
+                on_sent()
             if end:
                 stream.local_done = True
                 self._close_if_done(stream)

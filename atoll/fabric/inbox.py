@@ -18,6 +18,7 @@ class Inbox:
         self.stream = 0  # known once the call was opened
         self.announced: Callable[[int], None] | None = None  # told in the loop when a large message begins
         self.failed: Callable[[FabricError], None] | None = None  # told in the loop when the stream fails
+        self.begin: Callable[[], None] | None = None  # told in the loop with the first message
         self._loop = loop
         self._items: deque[IncomingMessage | FabricError | None] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -68,6 +69,9 @@ class Inbox:
 
     def _put(self, item: IncomingMessage | FabricError | None) -> None:
         self._items.append(item)
+        if self.begin is not None and isinstance(item, IncomingMessage):
+            begin, self.begin = self.begin, None
+            begin()
         if isinstance(item, FabricError) and self.failed is not None:
             self.failed(item)
         if self._waiter is not None and not self._waiter.done():

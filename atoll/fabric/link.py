@@ -71,28 +71,33 @@ class Link:
         assert self.wire is not None
         self.wire.submit(action)
 
-    def open(self, method: str, timeout_seconds: float, payload: Payload, *, end: bool) -> tuple[Inbox, "asyncio.Future[None]"]:
-        """Begins a call; returns where its answers come, and what is done once the request is sent."""
-        inbox, sent = Inbox(self.loop), self.loop.create_future()
+    def open(self, method: str, timeout_seconds: float, payload: Payload, *, end: bool) -> Inbox:
+        """Begins a call; returns where its answers come."""
+        inbox = Inbox(self.loop)
 
         def begin() -> None:
             try:
-                inbox.stream = self.connection.open(
-                    method, timeout_seconds, payload, inbox, end=end, on_sent=lambda: self._post(_resolve, sent)
-                )
+                inbox.stream = self.connection.open(method, timeout_seconds, payload, inbox, end=end)
             except FabricError as error:
                 inbox.on_failed(error)
 
         self.submit(begin)
-        return inbox, sent
+        return inbox
 
-    def send(self, inbox: Inbox, payload: Payload, *, end: bool) -> "asyncio.Future[None]":
-        """Sends one more message; the result is done once it is sent, and cancelled with whoever waits when the stream fails."""
+    async def send(self, inbox: Inbox, payload: Payload) -> None:
+        """Sends one more message and waits until it is on the wire. Never returns when the stream fails: its inbox says so."""
         sent: asyncio.Future[None] = self.loop.create_future()
+        self._send(inbox, payload, False, lambda: self._post(_resolve, sent))
+        await sent
 
+    def send_last(self, inbox: Inbox, payload: Payload) -> None:
+        """Sends a message and then no more."""
+        self._send(inbox, payload, True, None)
+
+    def _send(self, inbox: Inbox, payload: Payload, end: bool, on_sent: Callable[[], None] | None) -> None:
         def go() -> None:
             try:
-                self.connection.send(inbox.stream, payload, end=end, on_sent=lambda: self._post(_resolve, sent))
+                self.connection.send(inbox.stream, payload, end=end, on_sent=on_sent)
             except FrameError:
                 raise
             except FabricError as error:
@@ -100,7 +105,6 @@ class Link:
                 inbox.on_failed(error)
 
         self.submit(go)
-        return sent
 
     def end(self, inbox: Inbox) -> None:
         """Says nothing more on a stream."""
@@ -136,7 +140,7 @@ class Link:
         self._owner.check_call(self, method)
         inbox = Inbox(self.loop)
         inbox.stream = stream
-        self._post(self._owner.called, self, inbox, method, timeout_seconds)
+        inbox.begin = lambda: self._owner.called(self, inbox, method, timeout_seconds)
         return inbox
 
     def on_state(self, verdict: Verdict) -> None:

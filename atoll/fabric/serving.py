@@ -1,6 +1,7 @@
 """Answers calls: runs a service's methods as tasks in the loop, one per call, and sends what they return, yield or raise."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -9,7 +10,6 @@ from atoll.fabric.inbox import Inbox
 from atoll.fabric.link import Link
 from atoll.fabric.method import Method, Peer
 from atoll.fabric.payload import decode_payload, encode_payload
-from atoll.fabric.stream import IncomingMessage
 
 __all__ = ["serve_call"]
 
@@ -40,29 +40,31 @@ async def serve_call(link: Link, inbox: Inbox, method: Method, function: Callabl
 
 
 async def _answer(link: Link, inbox: Inbox, method: Method, function: Callable[..., Any]) -> None:
-    requests = _requests(link, inbox, method)
-    held: IncomingMessage | None = None
-    argument: object = requests
-    if not method.streams_requests:
-        held = await inbox.get()
-        if held is None:
-            raise RefusedError(f"{method.name} wants a request")
-        argument = decode_payload(held.payload, held.tensors, method.request_type)
     hello = link.connection.peer
     assert hello is not None
-    peer = Peer(hello.name, hello.role, (lambda: None) if held is None else (lambda message=held: link.taken(message)))  # type: ignore[misc]
+    if method.streams_requests:
+        async with contextlib.aclosing(_requests(link, inbox, method)) as requests:
+            await _reply(link, inbox, method, function, requests, Peer(hello.name, hello.role))
+        return
+    message = await inbox.get()
+    if message is None:
+        raise RefusedError(f"{method.name} wants a request")
     try:
-        if method.streams_replies:
-            async for reply in function(argument, peer):
-                await link.send(inbox, encode_payload(reply), end=False)
-            link.end(inbox)
-        else:
-            reply = await function(argument, peer)
-            link.send(inbox, encode_payload(reply), end=True)
+        request = decode_payload(message.payload, message.tensors, method.request_type)
+        await _reply(link, inbox, method, function, request, Peer(hello.name, hello.role, lambda: link.taken(message)))
     finally:
-        await requests.aclose()
-        if held is not None:
-            link.taken(held)
+        link.taken(message)
+
+
+async def _reply(link: Link, inbox: Inbox, method: Method, function: Callable[..., Any], argument: object, peer: Peer) -> None:
+    """Runs the method and sends what it gives."""
+    if not method.streams_replies:
+        link.send_last(inbox, encode_payload(await function(argument, peer)))
+        return
+    async with contextlib.aclosing(function(argument, peer)) as replies:
+        async for reply in replies:
+            await link.send(inbox, encode_payload(reply))
+    link.end(inbox)
 
 
 async def _requests(link: Link, inbox: Inbox, method: Method) -> AsyncGenerator[object, None]:

@@ -71,6 +71,9 @@ class ConnectionEvents(Protocol):
     def on_closed(self, error: FabricError) -> None:
         """The connection is over; its streams were told."""
 
+    def on_settled(self) -> None:
+        """Nothing more happens for now: what was told since the last time can be passed on together."""
+
 
 class Connection:
     """One end. `dialled`: this side began it (its streams have odd numbers)."""
@@ -207,6 +210,10 @@ class Connection:
             self._verdict = Verdict("dead", str(error))
             self._events.on_state(self._verdict)
         self._events.on_closed(error)
+
+    def settle(self) -> None:
+        """The carrier is about to sleep or to let go of the connection."""
+        self._events.on_settled()
 
     # ---- for the layer above
 

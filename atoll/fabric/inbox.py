@@ -1,7 +1,6 @@
 """What arrives on a stream, handed from whoever drives the connection to the coroutine that waits for it."""
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import Callable
 
@@ -14,12 +13,13 @@ __all__ = ["Inbox"]
 class Inbox:
     """A StreamHandler whose other side lives in an event loop. Its length is bounded by the stream's window."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, post: Callable[..., None]) -> None:
         self.stream = 0  # known once the call was opened
         self.announced: Callable[[int], None] | None = None  # told in the loop when a large message begins
         self.failed: Callable[[FabricError], None] | None = None  # told in the loop when the stream fails
         self.begin: Callable[[], None] | None = None  # told in the loop with the first message
         self._loop = loop
+        self._post = post  # has the loop call something soon
         self._items: deque[IncomingMessage | FabricError | None] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._over = False
@@ -41,10 +41,6 @@ class Inbox:
     def on_failed(self, error: FabricError) -> None:
         """The stream is over before its end."""
         self._post(self._put, error)
-
-    def _post(self, function: Callable[..., None], argument: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(function, argument)
 
     # ---- in the loop
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,7 @@ class Link:
         self.opened: asyncio.Future[Hello] = loop.create_future()  # the peer's HELLO, or why there is none
         self.over: asyncio.Future[FabricError] = loop.create_future()  # why the link ended
         self._owner = owner
+        self._posts: deque[tuple[Callable[..., Any], tuple[object, ...]]] = deque()  # for the loop, told by whoever drives the connection
 
     def start(self, wire: Wire) -> None:
         """Begins."""
@@ -73,7 +75,7 @@ class Link:
 
     def open(self, method: str, timeout_seconds: float, payload: Payload, *, end: bool) -> Inbox:
         """Begins a call; returns where its answers come."""
-        inbox = Inbox(self.loop)
+        inbox = Inbox(self.loop, self._post)
 
         def begin() -> None:
             try:
@@ -138,7 +140,7 @@ class Link:
     def on_opened(self, stream: int, method: str, timeout_seconds: float) -> Inbox:
         """The peer calls."""
         self._owner.check_call(self, method)
-        inbox = Inbox(self.loop)
+        inbox = Inbox(self.loop, self._post)
         inbox.stream = stream
         inbox.begin = lambda: self._owner.called(self, inbox, method, timeout_seconds)
         return inbox
@@ -164,9 +166,19 @@ class Link:
             self.over.set_result(error)
         self._owner.closed(self, error)
 
+    def on_settled(self) -> None:
+        """Wakes the loop once for all that happened, as the last thing before whoever drives the connection sleeps."""
+        if self._posts:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                self.loop.call_soon_threadsafe(self._pass_on)
+
     def _post(self, function: Callable[..., Any], *arguments: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self.loop.call_soon_threadsafe(function, *arguments)
+        self._posts.append((function, arguments))
+
+    def _pass_on(self) -> None:
+        while self._posts:
+            function, arguments = self._posts.popleft()
+            function(*arguments)
 
 
 def _resolve(future: "asyncio.Future[None]") -> None:

@@ -36,6 +36,7 @@ class MemoryCarrier:
     def _connect(self, address: str, wire: "_MemoryWire") -> None:
         if address not in self._listening:
             wire.connection.lost(PeerLostError("Connection refused"))
+            wire.connection.settle()
             return
         accept, loop = self._listening[address]
 
@@ -103,6 +104,7 @@ class _MemoryWire:
         if self.connection.ended is not None and not self._outlet.waiting and self.other is not None:
             other, self.other = self.other, None
             other.submit(lambda: other.connection.lost(PeerLostError("the other side closed the connection")))
+        self.connection.settle()
         if self._timer is not None:
             self._timer.cancel()
         if self.connection.ended is None:

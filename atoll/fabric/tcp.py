@@ -96,6 +96,7 @@ class TcpPump:
             return
         try:
             self._act_for_the_thread()
+            self.connection.settle()
         finally:
             self._turn.release()
         if self._actions:  # another thread came while this one had the turn
@@ -159,6 +160,7 @@ class TcpPump:
                     os.close(self._wake_reader)
                     os.close(self._wake_writer)
             self._act()
+            self.connection.settle()
 
     def _drive(self, sock: socket.socket) -> None:
         poll = select.poll()
@@ -188,6 +190,7 @@ class TcpPump:
     def _sleep(self, poll: select.poll, seconds: float) -> list[tuple[int, int]]:
         """Waits for the socket or a wake-up. Meanwhile the turn is free: whoever submits something may send it."""
         self._woken = False
+        self.connection.settle()
         if self._actions:
             return []
         self._turn.release()

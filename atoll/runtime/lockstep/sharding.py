@@ -1,5 +1,7 @@
 """Sharded data parallelism: FSDP2 over the lanes of a stage, one unit at a time; replicas of a stage agree once a step."""
 
+import warnings
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh

@@ -9,7 +9,7 @@ from atoll.fabric.deadline import DeadlineRule, Smoothed
 from atoll.fabric.link import Link
 from atoll.fabric.method import Method
 from atoll.fabric.payload import Payload, decode_payload, encode_payload
-from atoll.fabric.stream import IncomingMessage, message_size
+from atoll.fabric.stream import IncomingMessage
 from atoll.units import format_bytes, format_seconds
 
 __all__ = ["Caller"]
@@ -67,13 +67,14 @@ class _Call:
             self._feeding = link.loop.create_task(self._feed(request))
         else:
             payload = encode_payload(request)
-            self._sent_bytes = message_size(payload.header(True))
+            self._sent_bytes = payload.size_bytes
             self._inbox = link.open(method.name, self._timeout(0), payload, end=True)
 
     async def next(self) -> object:
         """The next reply, or _END."""
         timeout = self._timeout(0)
-        overdue = _Overdue(self._link, self._expected() if self._service.mean is not None else None)
+        if self._service.mean is not None:
+            self._link.overdue_at[self] = self._link.loop.time() + 0.5 + 2 * self._expected()
         try:
             async with asyncio.timeout(timeout) as limit:
                 self._inbox.announced = lambda size: limit.reschedule(self._link.loop.time() + self._timeout(size))
@@ -82,7 +83,7 @@ class _Call:
             raise DeadlineError(self._late_text(timeout)) from None
         finally:
             self._inbox.announced = None
-            overdue.over()
+            self._link.overdue_at.pop(self, None)
         if message is None or message.end:
             self._done = True
         return _END if message is None else self._value(message)
@@ -131,34 +132,8 @@ class _Call:
                 await self._link.send(self._inbox, encode_payload(request))
             self._link.end(self._inbox)
         except Exception as error:  # the caller's own iterator failed: it is the caller who hears of it
-            self._link.cancel(self._inbox, f"its caller failed: {type(error).__name__}: {error}")
             self._inbox.on_failed(error if isinstance(error, FabricError) else FabricError(f"{type(error).__name__}: {error}"))
-
-
-class _Overdue:
-    """Tells the detector while a call takes longer than its like did."""
-
-    def __init__(self, link: Link, expected_seconds: float | None) -> None:
-        self._link = link
-        self._counted = False
-        self._timer = None if expected_seconds is None else link.loop.call_later(0.5 + 2 * expected_seconds, self._count)
-
-    def _count(self) -> None:
-        self._counted = True
-        self._change(1)
-
-    def over(self) -> None:
-        """The answer is there, or is no longer waited for."""
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._counted:
-            self._change(-1)
-
-    def _change(self, by: int) -> None:
-        def change() -> None:
-            self._link.connection.detector.overdue_calls += by
-
-        self._link.submit(change)
+            self._link.cancel(self._inbox, f"its caller failed: {type(error).__name__}: {error}")
 
 
 _NOTHING = Payload(b"")

@@ -480,16 +480,14 @@ class Connection:
 
     def _check_sendable(self, payload: Payload) -> None:
         assert self.peer is not None, "nothing is sent before the peer has said what it accepts"
-        size_bytes = message_size(payload.header(True))
-        if size_bytes > self.peer.message_bytes:
+        if payload.size_bytes > self.peer.message_bytes:
             limit = format_bytes(self.peer.message_bytes)
-            raise RefusedError(f"a message of {format_bytes(size_bytes)}; {self.peer.name} accepts at most {limit}")
+            raise RefusedError(f"a message of {format_bytes(payload.size_bytes)}; {self.peer.name} accepts at most {limit}")
 
     def _send_message(
         self, kind: Kind, stream: Stream, header: Message | Open, payload: Payload, end: bool, on_sent: Callable[[], None] | None
     ) -> None:
-        buffers = payload.buffers()
-        size_bytes = sum(map(len, buffers))
+        buffers, size_bytes = payload.buffers(), payload.size_bytes
         inline = size_bytes <= INLINE_BYTES
         head = encode_frame(kind, stream.id, header, b"".join(buffers) if inline else b"")
         self.estimate.queued_bytes += size_bytes

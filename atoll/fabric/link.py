@@ -49,6 +49,9 @@ class Link:
         self.wire: Wire | None = None  # set before anything moves
         self.opened: asyncio.Future[Hello] = loop.create_future()  # the peer's HELLO, or why there is none
         self.over: asyncio.Future[FabricError] = loop.create_future()  # why the link ended
+        self.overdue_at: dict[object, float] = {}  # calls under way, and when each takes longer than its like did
+        self._overdue = 0
+        self._timer: asyncio.TimerHandle | None = None
         self._owner = owner
         self._posts: deque[tuple[Callable[..., Any], tuple[object, ...]]] = deque()  # for the loop, told by whoever drives the connection
 
@@ -157,6 +160,18 @@ class Link:
         if not self.opened.done():
             self.opened.set_result(hello)
         self._owner.greeted(self)
+        self._count_overdue()
+
+    def _count_overdue(self) -> None:
+        """Tells the detector how many calls are late, once a heart-beat."""
+        if self.over.done():
+            return
+        now = self.loop.time()
+        late = sum(when < now for when in self.overdue_at.values())
+        if late != self._overdue:
+            self._overdue = late
+            self.submit(lambda: setattr(self.connection.detector, "overdue_calls", late))
+        self._timer = self.loop.call_later(self.connection.settings.liveness.heartbeat_seconds, self._count_overdue)
 
     def _closed(self, error: FabricError) -> None:
         if not self.opened.done():
@@ -164,6 +179,8 @@ class Link:
             self.opened.exception()  # nobody need have waited
         if not self.over.done():
             self.over.set_result(error)
+        if self._timer is not None:
+            self._timer.cancel()
         self._owner.closed(self, error)
 
     def on_settled(self) -> None:

@@ -8,8 +8,8 @@ import msgspec
 import torch
 
 from atoll.errors import FabricError, RefusedError
-from atoll.fabric.headers import Message
-from atoll.fabric.tensors import tensor_bytes, tensor_header
+from atoll.fabric.headers import Message, TensorHeader
+from atoll.fabric.tensors import tensor_bytes, tensor_header, tensor_size
 
 __all__ = ["Payload", "decode_payload", "encode_payload"]
 
@@ -22,10 +22,12 @@ class Payload(msgspec.Struct, frozen=True):
 
     data: bytes
     tensors: tuple[torch.Tensor, ...] = ()
+    headers: tuple[TensorHeader, ...] = ()  # of the tensors
+    size_bytes: int = 0
 
     def header(self, end: bool) -> Message:
         """How it is announced."""
-        return Message(len(self.data), tuple(tensor_header(tensor) for tensor in self.tensors), end)
+        return Message(len(self.data), self.headers, end)
 
     def buffers(self) -> list[memoryview]:
         """Its bytes, in the order they travel."""
@@ -46,7 +48,8 @@ def encode_payload(value: object) -> Payload:
         data = msgspec.msgpack.encode(value, enc_hook=take_tensor)
     except (TypeError, OverflowError, RecursionError) as error:
         raise FabricError(f"a {type(value).__qualname__} cannot be sent: {error}") from None
-    return Payload(data, tuple(tensors))
+    headers = tuple(map(tensor_header, tensors))
+    return Payload(data, tuple(tensors), headers, len(data) + sum(map(tensor_size, headers)))
 
 
 def decode_payload(data: bytes | bytearray | memoryview, tensors: Sequence[torch.Tensor], type_: Any) -> Any:

@@ -150,6 +150,8 @@ class Remote:
     # ---- the connection
 
     async def _connected(self, timeout_seconds: float | None) -> Link:
+        if self._link is not None:
+            return self._link
         limit = self._caller.rule.unknown_service_seconds if timeout_seconds is None else timeout_seconds
         try:
             async with asyncio.timeout(limit):

@@ -34,6 +34,8 @@ def shard_stage(module: StageModule, mesh: DeviceMesh, kept_whole: set[nn.Parame
 
     Where the stage `ends_model` its last unit's backward follows its forward, so what was gathered for the one is kept for the other.
     """
+    # What is changed in place across a border of units makes them one unit, so what FSDP warns of cannot happen here.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     units = [unit for unit in module.units if any(parameter not in kept_whole for parameter in unit.parameters())]
     for unit in units:
         fully_shard(unit, mesh=mesh, ignored_params=kept_whole, reshard_after_forward=not (ends_model and unit is units[-1]))

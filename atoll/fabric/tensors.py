@@ -36,7 +36,8 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return _view(plain.reshape(-1).view(torch.uint8))
+    flat = plain.as_strided((plain.numel(),), (1,))  # one element may be contiguous whatever its stride, which `view` does not accept
+    return _view(flat.view(torch.uint8))
 
 
 def _view(plain: torch.Tensor) -> memoryview:
@@ -58,7 +59,7 @@ def allocate(header: TensorHeader) -> tuple[torch.Tensor, memoryview]:
     dtype = DTYPES[header.dtype]
     try:
         if not math.prod(header.shape):
-            return torch.empty(header.shape, dtype=dtype), memoryview(b"")
+            return torch.empty(header.shape, dtype=dtype), memoryview(bytearray())
         buffer = torch.empty(math.prod(header.shape) * dtype.itemsize, dtype=torch.uint8)
         return buffer.view(dtype).reshape(header.shape), _view(buffer)
     except (RuntimeError, TypeError) as error:  # a shape PyTorch cannot represent; out of memory

@@ -1,7 +1,7 @@
 """Orders: the classic ones where they apply, and for any workers at all what every schedule promises."""
 
 import random
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
@@ -156,7 +156,7 @@ def test_irregular_orders_take_no_longer_than_the_cost_model_says(counts: list[t
         homes.append(tuple(range(first, first + len(row))))
     workers = Workers(tuple(homes), tuple(routes))
     simulated = [[Worker(1.0, 2.0, home) for home in row] for row in homes]
-    hops = [[NO_HOP] * len(routes[0])] * (len(counts) - 1)
+    hops = [dict.fromkeys(product(range(len(a)), range(len(b))), NO_HOP) for a, b in pairwise(counts)]
     limits = [limit for row in in_flight_limits("1f1b", workers) for limit in row]
     predicted = simulate(simulated, routes, hops, hops, "1f1b", limits).seconds
     schedule = make_schedule("1f1b", workers)

@@ -118,7 +118,7 @@ def test_a_bad_sample_is_told_to_who_asks_for_it(even: Captured) -> None:
     bad = int(Samples(Numbered(), fixed, 0, 8).index(8 + 1))  # of the second step
     feed = feed_of(even, plan, 0, Numbered(broken=bad), fixed, 2)
     seen(feed, Layout(plan), 0, 1)
-    with pytest.raises(JobFailedError, match="step 2: loading the batch failed: .*a bad sample"):
+    with pytest.raises(JobFailedError, match=r"step 2: loading the batch failed: .*a bad sample"):
         seen(feed, Layout(plan), 0, 2)
     feed.close()
 

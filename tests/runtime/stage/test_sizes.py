@@ -96,5 +96,5 @@ def test_a_batch_of_another_structure_is_refused(of_fixed_length: Captured) -> N
 def test_a_length_that_was_taken_for_the_number_of_samples_is_refused() -> None:
     sizes = Sizes(capture_program(job_of(Words, guess, lambda samples: batch_of(samples, samples))))
     leaves = sizes.leaves(batch_of(2, 6))
-    with pytest.raises(JobError, match=r"count 2 and 6 along dimensions that were both the number of samples when the job was captured"):
+    with pytest.raises(JobError, match=r"count 2 and 6 along dimensions that both were the number of samples when the job was captured"):
         sizes.bind(leaves)

@@ -282,8 +282,11 @@ class Connection:
             self._owed = 0
 
     def finish(self, reason: str, *, refused: bool = False) -> None:
-        """Says goodbye; the carrier ends the wire once that is sent."""
+        """Says goodbye and nothing after it; the carrier ends the wire once that is sent. Calls under way fail then."""
         if not self.finishing:
+            for stream in self._streams.values():
+                self._drop_unsent(stream)
+            self._pending = [frame for frame in self._pending if frame.touched or not frame.bulk]
             self._urgent(encode_frame(Kind.GOODBYE, 0, Goodbye(reason[:4000], refused)))
             self.finishing = True
 

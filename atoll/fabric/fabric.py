@@ -153,7 +153,7 @@ class Fabric(LinkOwner):
     async def _shut_down(self) -> None:
         for listener in self._listeners:
             listener.close()
-        tasks = list(self._tasks)
+        tasks = [task for task in asyncio.all_tasks(self._loop) if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
         if tasks:

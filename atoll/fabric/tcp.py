@@ -174,8 +174,8 @@ class TcpPump:
                     next_tick = connection.tick(now, _acknowledged(sock, now, connection))
                     self._adapt(sock)
                 blocked = outlet.waiting and self._write(sock)
-                if connection.finishing and outlet.due_seconds(now) is None:
-                    return
+                if connection.finishing:
+                    return self._last_words(sock)
                 events = select.POLLIN | (select.POLLOUT if blocked else 0)
                 if events != wanted:
                     poll.register(sock, events)
@@ -221,13 +221,14 @@ class TcpPump:
             _limit_unsent(sock, unsent)
 
     def _last_words(self, sock: socket.socket) -> None:
-        """Sends what is still outgoing (why the peer was refused), but not for long, and lets the peer read it before the end."""
+        """Sends what is still outgoing (a goodbye, or why the peer was refused), but not for long, and lets the peer read it."""
         end = self._clock() + _LAST_WORDS_SECONDS
         poll = select.poll()
         poll.register(sock, select.POLLOUT)
         while self._outlet.due_seconds(self._clock()) is not None and self._clock() < end:
             poll.poll(50 if self._write(sock) else 1)
-        sock.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_WR)
         poll.modify(sock, select.POLLIN)
         rest = bytearray(65536)
         with contextlib.suppress(OSError):  # unread bytes at close would make the kernel reset, and the peer lose our words

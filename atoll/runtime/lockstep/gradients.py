@@ -90,7 +90,7 @@ class Gradients:
         def close(key: tuple[tuple[int, ...], torch.dtype, int]) -> None:
             slots, size = open_slots.pop(key)
             buffer = torch.zeros(size + len(slots), dtype=key[1], device=slots[0].parameter.device)  # at its end: who has a gradient
-            self.buckets.append(Bucket(ranks=key[0], stage=key[2], bytes=buffer.numel() * buffer.element_size()))
+            self.buckets.append(Bucket(ranks=key[0], stage=key[2], bytes=size * buffer.element_size()))
             bucket = _Bucket(len(self.buckets) - 1, groups[key[0]], slots, buffer)
             self._queues.setdefault((key[0], late), []).append(bucket)
             for parameter_id in {id(slot.parameter) for slot in slots}:

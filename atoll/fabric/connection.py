@@ -26,8 +26,8 @@ __all__ = ["Connection", "ConnectionEvents", "ConnectionSettings"]
 _MOST_URGENT = 100_000  # frames of the protocol that wait because the peer does not read
 _MOST_CALLS = 1 << 16  # of one side, those that wait for credit included
 _MOST_SMALL_IN_A_ROW = 1 << 20
-_SMALLEST_CHUNK, _LARGEST_CHUNK = 16 * 1024, 1 << 20
-_CHUNK_SECONDS = 0.005  # what a chunk may hold up a control message on a slow link
+_SMALLEST_CHUNK, _LARGEST_CHUNK = 16 * 1024, 4 << 20
+_CHUNK_SECONDS = 0.0025  # what a chunk may hold up a control message on a slow link
 
 
 class ConnectionSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +91,7 @@ class Connection:
         self._queue = SendQueue(0, 0, 0)  # nothing but the protocol's own frames until the peer has said what it accepts
         self._queue.urgent(encode_frame(Kind.HELLO, 0, settings.hello()))
         self._pending: list[OutgoingFrame] = []  # handed out, not sent
+        self._pending_bytes = 0
         self._small_in_a_row = 0  # bytes of small frames since a frame of bulk went
         self._streams: dict[int, Stream] = {}
         self._next_local, self._next_remote = (1, 2) if dialled else (2, 1)
@@ -102,7 +103,7 @@ class Connection:
         self._pings: dict[int, float] = {}
         self._told_rate = 0.0
         self._pings_sent = 0
-        now = clock()
+        self._now = now = clock()  # when bytes last arrived
         self.detector = Detector(settings.liveness, now)
         self._verdict: Verdict = Verdict("alive", "")
         self._next_ping = now + settings.liveness.heartbeat_seconds
@@ -116,13 +117,15 @@ class Connection:
     def filled(self, count: int) -> None:
         """So many bytes were read into `buffers()`. FrameError: call `refuse` with it."""
         self.received_bytes += count
-        self.detector.heard(self._clock())
+        self._now = self._clock()
+        self.detector.heard(self._now)
         self._parser.filled(count)
 
     def feed(self, data: bytes | memoryview) -> None:
         """Bytes that were read elsewhere; as `filled`."""
         self.received_bytes += len(data)
-        self.detector.heard(self._clock())
+        self._now = self._clock()
+        self.detector.heard(self._now)
         self._parser.feed(data)
 
     @property
@@ -146,10 +149,11 @@ class Connection:
         """
         if self._queue.small_waiting:
             self._hand_out_small()
-        size_bytes -= sum(len(part) for frame in self._pending for part in frame.parts)
-        while size_bytes > 0 and (frame := self._queue.take_bulk()) is not None:
+        while self._pending_bytes < size_bytes and (frame := self._queue.take_bulk()) is not None:
             self._pending.append(frame)
-            size_bytes -= sum(map(len, frame.parts))
+            self._pending_bytes += frame.size_bytes
+        if len(self._pending) == 1:
+            return self._pending[0].parts
         return [part for frame in self._pending for part in frame.parts]
 
     def _hand_out_small(self) -> None:
@@ -161,13 +165,15 @@ class Connection:
             frame = self._queue.take_small()
             assert frame is not None
             self._pending.insert(place, frame)
-            self._small_in_a_row += sum(map(len, frame.parts))
+            self._small_in_a_row += frame.size_bytes
+            self._pending_bytes += frame.size_bytes
             place += 1
         if place == len(self._pending) and not self._queue.bulk_waiting:
             self._small_in_a_row = 0
 
     def sent(self, count: int) -> None:
         """The wire took so many bytes."""
+        self._pending_bytes -= count
         while self._pending:
             frame = self._pending[0]
             count = frame.sent(count)
@@ -287,6 +293,7 @@ class Connection:
             for stream in self._streams.values():
                 self._drop_unsent(stream)
             self._pending = [frame for frame in self._pending if frame.touched or not frame.bulk]
+            self._pending_bytes = sum(len(part) for frame in self._pending for part in frame.parts)
             self._urgent(encode_frame(Kind.GOODBYE, 0, Goodbye(reason[:4000], refused)))
             self.finishing = True
 
@@ -469,10 +476,10 @@ class Connection:
 
     def _measure(self, size_bytes: int) -> None:
         """Throughput of what arrives; the peer is told with heart-beats, and at once when it is far from what it was told."""
-        now = self._clock()
-        self.estimate.incoming.arrived(now, size_bytes)
-        if not self._told_rate / 2 <= self.estimate.incoming.bytes_per_s <= self._told_rate * 2:
-            self._ping(now)
+        meter = self.estimate.incoming
+        meter.arrived(self._now, size_bytes)
+        if not self._told_rate / 2 <= meter.bytes_per_s <= self._told_rate * 2:
+            self._ping(self._now)
 
     def _bulk_arrived(self) -> None:
         self._arriving -= 1

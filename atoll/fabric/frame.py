@@ -59,7 +59,7 @@ class FrameLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What a parser accepts before it sets memory aside."""
 
     header_bytes: int = 1 << 20
-    body_bytes: int = 1 << 20
+    body_bytes: int = 4 << 20
 
 
 class FrameHandler(Protocol):
@@ -168,7 +168,7 @@ class FrameParser:
             self._make_room(needed)
             self._after_chunk = False
             return False
-        header = bytes(self._view[self._start + PREFIX_BYTES : self._start + needed])
+        header = bytes(self._view[self._start + PREFIX_BYTES : self._start + needed]) if prefix.header_bytes else b""
         self._start += needed
         self._prefix = prefix
         sinks = self._handler.begin_frame(prefix, header)

@@ -57,6 +57,10 @@ class Inbox:
         self._over = item is None or item.end
         return item
 
+    def fail(self, error: FabricError) -> None:
+        """Ends the stream for whoever waits here."""
+        self._put(error)
+
     def unread(self) -> list[IncomingMessage]:
         """Takes everything out, so that its credit can be given back."""
         messages = [item for item in self._items if isinstance(item, IncomingMessage)]

@@ -18,11 +18,12 @@ INLINE_BYTES = 64 * 1024
 class OutgoingFrame:
     """A frame handed out for sending, and whom to tell once it is sent."""
 
-    __slots__ = ("bulk", "on_sent", "parts", "touched")
+    __slots__ = ("bulk", "on_sent", "parts", "size_bytes", "touched")
 
     def __init__(self, parts: Sequence[bytes | memoryview], on_sent: Callable[[], None] | None = None, *, bulk: bool = False) -> None:
         self.bulk = bulk
         self.parts = [memoryview(part) for part in parts]
+        self.size_bytes = sum(map(len, parts))
         self.on_sent = on_sent
         self.touched = False  # a part of it is on the wire: nothing may come before the rest
 

@@ -55,7 +55,7 @@ class _either:  # noqa: N801 - reads as a word
         (b"GET / HTTP/1.1\r\nHost: x", "not a frame of Atoll: it begins with b'GE'"),
         (b"At\x02\x01" + bytes(16), "protocol version 2, but this is version 1"),
         (b"At\x01\x63" + bytes(16), "unknown kind 99"),
-        (pack_prefix(Kind.CHUNK, 1, 0, 2**32 - 1), "a body of 4294967295 bytes; at most 1048576"),
+        (pack_prefix(Kind.CHUNK, 1, 0, 2**32 - 1), "a body of 4294967295 bytes; at most 4194304"),
         (pack_prefix(Kind.OPEN, 1, 2**31, 0), "a header of 2147483648 bytes; at most 1048576"),
     ],
 )

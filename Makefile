@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-compile
 INSTALLED := .venv/.installed
 
 .PHONY: help install demo test lint unit bench soak clean

@@ -30,7 +30,7 @@ network = {{ bandwidth = "10 Gbit/s", latency = "100 us" }}
 name = "imposed"
 memory = "8 GB"
 memory_bandwidth = "400 GB/s"
-flops = {{ fp32 = "5 GFLOPS" }}
+flops = {{ fp32 = "2 GFLOPS" }}
 """
 
 

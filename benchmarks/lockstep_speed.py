@@ -1,6 +1,6 @@
 """A step of Atoll against hand-written PyTorch of the same layout: DDP, FSDP2 and 1F1B pipelining, on two processes.
 
-    python benchmarks/lockstep_speed.py [--json] [--layouts data sharded pipeline] [--shapes narrow medium wide] [--rounds 7] [--steps 2]
+    python benchmarks/lockstep_speed.py [--json] [--layouts data sharded pipeline] [--shapes narrow medium wide] [--rounds 15] [--steps 1]
 
 All contestants live in the same two processes (Gloo, one thread each) and train the same model on the same data with the same optimizer;
 their losses must agree. In a round every contestant does some steps, in an order that turns from round to round, so that whatever else the
@@ -193,8 +193,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=tuple(SHAPES))
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=1)
     options = parser.parse_args(arguments)
     return run_rank(options) if is_rank() else start_ranks(Path(__file__), arguments, _RANKS)
 

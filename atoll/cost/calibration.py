@@ -66,6 +66,9 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         15e-6
     )
     sync_overlap: Annotated[float, Meta(ge=0, le=1, description="part of a backward pass that can hide gradient synchronisation")] = 0.8
+    cpu_exchange_seconds: Annotated[
+        float, Meta(ge=0, description="what gathering or scattering a layer's shards costs processors, which do it themselves")
+    ] = 3e-3  # FSDP2 over Gloo, two processes: 3–4 ms a layer beyond the bytes, and nothing is hidden behind compute
     step_seconds: Annotated[float, Meta(ge=0, description="per step, outside the model: data, logging, the optimizer's Python")] = 0.0
     straggler_seconds: Annotated[
         float, Meta(ge=0, description="per step and doubling of the hosts: all agree on norm and loss scale and wait for the slowest")

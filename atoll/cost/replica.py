@@ -156,7 +156,8 @@ class ReplicaPrices:
         gather, scatter = self._gathers(stage, replica, layout.lanes)
         forth_seconds = forward + tensor + expert
         back_seconds = backward + tensor + expert + recompute + tensor_again + expert_again
-        forth_gather, back_gather = self._exposed_gathers(stage, gather, scatter, forth_seconds, back_seconds)
+        is_cpu = self._setting.devices[replica.devices[0]].kind.cpu
+        forth_gather, back_gather = self._exposed_gathers(stage, gather, scatter, forth_seconds, back_seconds, is_cpu)
         return ReplicaSeconds(
             forward=forth_seconds + forth_gather,
             backward=back_seconds + back_gather,
@@ -202,11 +203,15 @@ class ReplicaPrices:
         nbytes = (amounts.expert_bytes[stage.stop] - amounts.expert_bytes[stage.start]) * samples / stage.tensor
         return 2 * layers * all_to_all_seconds(lanes, nbytes / layers, self._setting.calibration)
 
-    def _exposed_gathers(self, stage: Stage, gather: float, scatter: float, forth: float, back: float) -> tuple[float, float]:
+    def _exposed_gathers(self, stage: Stage, gather: float, scatter: float, forth: float, back: float, is_cpu: bool) -> tuple[float, float]:
         """What is waited for of the gathers in forward, and of the gathers and scattered sums in backward.
 
         They run beside the compute of other layers, as synchronisation does: the first layer's gather and the last one's scatter cannot.
+        A processor moves the bytes itself: nothing is hidden there.
         """
+        if is_cpu and gather:
+            each = self._setting.calibration.cpu_exchange_seconds * (stage.stop - stage.start)
+            return gather + each, gather + scatter + 2 * each
         overlap = self._setting.calibration.sync_overlap
         layers = stage.stop - stage.start if overlap else 1
         return max(gather / layers, gather - overlap * forth), max(scatter / layers, gather + scatter - overlap * back)

@@ -62,6 +62,7 @@ class _Call:
         self._done = False
         self._feeding: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._limit_seconds = 0.0
         if isinstance(request, AsyncIterable):
             self._sent_bytes = 0
             self._inbox = link.open(method.name, self._timeout(0), _NOTHING, end=False)
@@ -80,6 +81,8 @@ class _Call:
         self._inbox.announced = lambda size: self._limit(self._timeout(size))
         try:
             message = await self._inbox.get()
+        except DeadlineError:  # whichever end noticed first
+            raise DeadlineError(self._late_text(self._limit_seconds)) from None
         finally:
             self._inbox.announced = None
             if self._timer is not None:
@@ -91,9 +94,10 @@ class _Call:
 
     def _limit(self, seconds: float) -> None:
         """From now on, so long: then the inbox fails. A timer of its own costs half of what asyncio.timeout does."""
+        self._limit_seconds = seconds
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._link.loop.call_later(seconds, lambda: self._inbox.fail(DeadlineError(self._late_text(seconds))))
+        self._timer = self._link.loop.call_later(seconds, lambda: self._inbox.fail(DeadlineError()))
 
     def close(self) -> None:
         """The caller is done with it, one way or the other."""

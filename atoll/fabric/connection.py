@@ -10,10 +10,10 @@ from typing import Protocol
 
 import msgspec
 
-from atoll.errors import FabricError, FrameError, PeerLostError, RefusedError, RemoteError
+from atoll.errors import DeadlineError, FabricError, FrameError, PeerLostError, RefusedError, RemoteError
 from atoll.fabric.deadline import LinkEstimate
 from atoll.fabric.frame import FrameLimits, FrameParser, Kind, Prefix
-from atoll.fabric.headers import Credit, Failure, Goodbye, Hello, Message, Open, Ping, Pong, decode_header, encode_frame
+from atoll.fabric.headers import LATE, Credit, Failure, Goodbye, Hello, Message, Open, Ping, Pong, decode_header, encode_frame
 from atoll.fabric.liveness import Detector, LivenessRule, Verdict
 from atoll.fabric.payload import Payload
 from atoll.fabric.sending import INLINE_BYTES, OutgoingFrame, OutgoingMessage, SendQueue
@@ -576,4 +576,6 @@ def _error_of(failure: Failure, kind: int, peer: str) -> FabricError:
         return RefusedError(f"{peer} cancelled the call: {failure.text}")
     if failure.kind == "RefusedError":
         return RefusedError(f"{peer} refused the call: {failure.text}")
+    if failure.kind == LATE:
+        return DeadlineError(f"{peer}: {failure.text}")
     return RemoteError(f"{peer}: {failure.kind}: {failure.text}", failure.kind)

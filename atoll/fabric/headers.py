@@ -7,7 +7,20 @@ import msgspec
 from atoll.errors import FrameError
 from atoll.fabric.frame import Kind, pack_prefix
 
-__all__ = ["Credit", "Failure", "Goodbye", "Hello", "Message", "Open", "Ping", "Pong", "TensorHeader", "decode_header", "encode_frame"]
+__all__ = [
+    "LATE",
+    "Credit",
+    "Failure",
+    "Goodbye",
+    "Hello",
+    "Message",
+    "Open",
+    "Ping",
+    "Pong",
+    "TensorHeader",
+    "decode_header",
+    "encode_frame",
+]
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -34,6 +47,9 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
     method: Text
     timeout_seconds: Annotated[float, msgspec.Meta(gt=0)]
     message: Message
+
+
+LATE = "late"  # the kind of a failure: whoever serves the call saw its deadline pass
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):

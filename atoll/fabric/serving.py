@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from atoll.errors import FabricError, RefusedError
+from atoll.fabric.headers import LATE
 from atoll.fabric.inbox import Inbox
 from atoll.fabric.link import Link
 from atoll.fabric.method import Method, Peer
@@ -18,24 +19,31 @@ async def serve_call(link: Link, inbox: Inbox, method: Method, function: Callabl
     """One call, from its request to its last reply. Whatever happens its stream ends, and its memory is given back."""
     task = asyncio.current_task()
     assert task is not None
+    late = False
 
     def stop(error: FabricError) -> None:
         task.cancel(str(error))
 
+    def expire() -> None:
+        nonlocal late
+        late = True
+        task.cancel()
+
     inbox.failed = stop
+    timer = link.loop.call_later(timeout_seconds, expire)
     try:
-        async with asyncio.timeout(timeout_seconds):
-            await _answer(link, inbox, method, function)
-    except TimeoutError:
-        link.fail(inbox, "DeadlineError", f"{method.name} took longer than the {timeout_seconds:.3g} s its caller waits")
+        await _answer(link, inbox, method, function)
     except asyncio.CancelledError:
-        link.cancel(inbox, f"{method.name} was cancelled by the one who serves it")
-        raise
+        if not late:
+            link.cancel(inbox, f"{method.name} was cancelled by the one who serves it")
+            raise
+        link.fail(inbox, LATE, f"{method.name} took longer than the {timeout_seconds:.3g} s its caller waits")
     except RefusedError as error:
         link.fail(inbox, "RefusedError", str(error))
     except Exception as error:  # the service's own code: its caller is told, and nothing else ends
         link.fail(inbox, type(error).__name__, str(error))
     finally:
+        timer.cancel()
         link.let_go(inbox)
 
 

@@ -269,6 +269,8 @@ class TcpPump:
                     return
             self._arrived(position)
             budget -= position
+            if position < _RECORD_BYTES and not sock.pending():  # type: ignore[attr-defined]
+                return  # most likely all there is; if not, poll() says so
 
     def _arrived(self, count: int) -> None:
         if not count:

@@ -33,7 +33,7 @@ _NOTHING = b"-"  # what a key holds before anybody wrote to it: reading a missin
 VICTIM_EXIT_CODE = 76  # of a rank that ended because another failed
 _NEIGHBOURS = 4  # each rank looks after the next few only, so that the traffic grows with the ranks and not with their square
 _SHOWN_RANKS = 16  # in an error that is about all of them
-_LINGER_SECONDS = 2.0  # how long the host of the store waits for the others to read the verdict
+_LINGER_SECONDS = 5.0  # how long the host of the store waits for the others to read the verdict
 
 
 _Kind: TypeAlias = Literal["died", "silent", "raised", "lost"]
@@ -231,7 +231,7 @@ class Watcher:
                 if _is_about_peers(error):
                     failure = msgspec.structs.replace(failure, message=f"{failure.message} (all ranks are alive: {self._everybody()})")
                 failure = condemn(self._store, failure)
-                self._linger()
+                self._linger(heard=0)
         return failure
 
     def _everybody(self) -> str:
@@ -354,7 +354,7 @@ class Watcher:
         printing.join(1.0)  # a full pipe must not keep the process alive
         if not lost:
             with contextlib.suppress(dist.DistError):
-                self._linger()
+                self._linger(heard=1)
         self._end_process(VICTIM_EXIT_CODE)
 
     def _say(self, failure: Failure) -> None:
@@ -363,9 +363,9 @@ class Watcher:
             if self.role.source not in self._quiet_sources or failure.kind == "lost":
                 print(f"atoll: rank {self.role.rank} stops: {failure.sentence}", file=sys.stderr, flush=True)
 
-    def _linger(self) -> None:
-        """The host of the store stays until all but the rank that failed, or all but itself, have read the verdict, within bounds."""
-        told = self._store.add(_TOLD, 1)
+    def _linger(self, heard: int) -> None:
+        """The host of the store stays, within bounds, until all but the rank that failed (which does not count itself) read the verdict."""
+        told = self._store.add(_TOLD, heard)
         until = time.monotonic() + _LINGER_SECONDS
         while self.role.hosts_store and told < self.role.world_size - 1 and time.monotonic() < until:
             time.sleep(self.beat_seconds / 5)

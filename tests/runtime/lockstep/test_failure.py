@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from atoll.runtime.lockstep.failure import VICTIM_EXIT_CODE, Beat, Failure, Freshness, condemn, prepare, read_beats
+from atoll.runtime.lockstep.failure import VICTIM_EXIT_CODE, Beat, Failure, Freshness, Watcher, condemn, prepare, read_beats
+from atoll.runtime.lockstep.role import Role
 
 SCRIPT = str(Path(__file__).with_name("scripted_rank.py"))
 
@@ -88,6 +90,21 @@ def test_ranks_that_have_said_nothing_are_left_out() -> None:
     store = HashStore()
     prepare(store, range(3))
     assert read_beats(store, range(3)) == {}
+
+
+def test_the_host_of_the_store_stays_until_the_others_know_why_it_failed() -> None:
+    """It used to count itself among those who know, and took the store away with it: the others then said that it had died."""
+    store = HashStore()
+    role = Role(rank=0, world_size=2, local_rank=0, local_world_size=2, master_addr="127.0.0.1", master_port=1, source="slurm")
+    watcher = Watcher(role, store, device="oslo/cpu0", beat_seconds=0.02)
+    watcher.start()
+    ending = threading.Thread(target=watcher.failed_here, args=(ArithmeticError("the loss went wrong"),))
+    ending.start()
+    ending.join(0.5)
+    assert ending.is_alive()
+    store.add("atoll/told", 1)  # the other rank has read it
+    ending.join(60)
+    assert not ending.is_alive()
 
 
 def free_port() -> int:

@@ -66,9 +66,12 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         15e-6
     )
     sync_overlap: Annotated[float, Meta(ge=0, le=1, description="part of a backward pass that can hide gradient synchronisation")] = 0.8
-    cpu_exchange_seconds: Annotated[
-        float, Meta(ge=0, description="what gathering or scattering a layer's shards costs processors, which do it themselves")
-    ] = 3e-3  # FSDP2 over Gloo, two processes: 3–4 ms a layer beyond the bytes, and nothing is hidden behind compute
+    shard_kernels: Annotated[
+        float, Meta(ge=0, description="kernels that pack or unpack a layer's shards for one exchange, in turn with the layer's own")
+    ] = 4.0
+    cpu_shard_seconds: Annotated[
+        float, Meta(ge=0, description="what one exchange of a layer's shards costs processors, which do all of it themselves")
+    ] = 3e-3  # FSDP2 over Gloo, two processes: 3–4 ms a layer beyond its bytes, and nothing is hidden behind compute
     step_seconds: Annotated[float, Meta(ge=0, description="per step, outside the model: data, logging, the optimizer's Python")] = 0.0
     straggler_seconds: Annotated[
         float, Meta(ge=0, description="per step and doubling of the hosts: all agree on norm and loss scale and wait for the slowest")
@@ -82,6 +85,10 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         tuple[KindFactor, ...], Meta(description="by kind of device: measured over predicted, for layers that have no measured time")
     ] = ()
     source: str = "defaults"
+
+    def shard_seconds(self, *, is_cpu: bool) -> float:
+        """What one exchange of one layer's shards costs beyond its bytes."""
+        return self.cpu_shard_seconds if is_cpu else self.shard_kernels * self.kernel_seconds
 
     def to_json(self) -> str:
         """As JSON; `load_calibration` reads it back."""

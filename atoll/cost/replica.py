@@ -207,14 +207,15 @@ class ReplicaPrices:
         """What is waited for of the gathers in forward, and of the gathers and scattered sums in backward.
 
         They run beside the compute of other layers, as synchronisation does: the first layer's gather and the last one's scatter cannot.
-        A processor moves the bytes itself: nothing is hidden there.
+        A processor moves the bytes itself: nothing is hidden there. Packing and unpacking takes turns with the layers everywhere.
         """
-        if is_cpu and gather:
-            each = self._setting.calibration.cpu_exchange_seconds * (stage.stop - stage.start)
-            return gather + each, gather + scatter + 2 * each
-        overlap = self._setting.calibration.sync_overlap
+        if not gather:
+            return 0.0, 0.0
+        packing = self._setting.calibration.shard_seconds(is_cpu=is_cpu) * (stage.stop - stage.start)
+        overlap = 0.0 if is_cpu else self._setting.calibration.sync_overlap
         layers = stage.stop - stage.start if overlap else 1
-        return max(gather / layers, gather - overlap * forth), max(scatter / layers, gather + scatter - overlap * back)
+        exposed = max(gather / layers, gather - overlap * forth), max(scatter / layers, gather + scatter - overlap * back)
+        return exposed[0] + packing, exposed[1] + 2 * packing
 
     def _gathers(self, stage: Stage, replica: Replica, lanes: Span | None) -> tuple[float, float]:
         """One gather of the parameters that lanes shard, where a device holds most of them, and the scattered sum of their gradients."""

@@ -143,7 +143,7 @@ class Timing:
         comm = self._collectives(slot, inside, samples)
         forward = [f + c for f, c in zip(table.forward, comm, strict=True)]
         backward = [b + (f if recompute else 0.0) + c * again for f, b, c in zip(table.forward, table.backward, comm, strict=True)]
-        gather = [0.0] * len(forward)
+        gather, packing = [0.0] * len(forward), 0.0
         element = 4.0 if evaluator.graph.precision == "fp32" else 2.0
         if inside.sharded and inside.lanes > 1:
             held = [p - s * (1 - inside.fraction) for p, s in zip(amounts.parameters, amounts.split_parameters, strict=True)]
@@ -155,9 +155,10 @@ class Timing:
             base, slope = _affine(lambda x: all_gather_seconds(self._lanes(slot, inside), x, evaluator.calibration), 1e9)
             layers = len(forward) - 1
             gather = [h * element * slope + base * i / layers for i, h in enumerate(held)]
-        hidden, both = evaluator.calibration.sync_overlap, 1 + evaluator.calibration.gradient_bytes / element
-        rows = zip(forward, backward, gather, strict=True)
-        total = [f + max(0.0, g - hidden * f) + b + max(0.0, both * g - hidden * b) for f, b, g in rows]
+            packing = 3 * evaluator.calibration.shard_seconds(is_cpu=device.kind.cpu)
+        hidden, both = 0.0 if device.kind.cpu else evaluator.calibration.sync_overlap, 1 + evaluator.calibration.gradient_bytes / element
+        rows = zip(range(len(forward)), forward, backward, gather, strict=True)
+        total = [f + max(0.0, g - hidden * f) + b + max(0.0, both * g - hidden * b) + i * packing for i, f, b, g in rows]
         return SlotSeconds(tuple(total))
 
     def _collectives(self, slot: Slot, inside: Inside, samples: float) -> list[float]:

@@ -6,7 +6,7 @@ that a rank holds only part of is put together, unit by unit, among the ranks of
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ from atoll.runtime.stage.program import StageProgram, Unit, cut_stage
 from atoll.runtime.stage.sizes import Sizes
 from atoll.runtime.stage.state import InitialState
 
-__all__ = ["Evaluation", "EvaluatedFunction", "prepare_evaluation"]
+__all__ = ["Evaluation", "EvaluatedFunction", "buffers_read", "prepare_evaluation"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class _Measured:
 class _EvalUnit:
     unit: Unit
     module: fx.GraphModule
+    buffers: dict[str, Tensor]  # that it reads, by the user's names
 
 
 @dataclass
@@ -108,7 +109,7 @@ def _cut(
     stage = layout.plan.stages[place.stage]
     start, stop = (_same_layer(training, captured, index) for index in (stage.start, stage.stop))
     program = cut_stage(captured, start, stop)
-    units = [_EvalUnit(unit, _module(unit, buffers, state, device)) for unit in (program.prologue, *program.units)]
+    units = [_unit(unit, buffers, state, device) for unit in (program.prologue, *program.units)]
     return _EvalStage(place, program, units)
 
 
@@ -126,18 +127,28 @@ def _same_layer(training: Captured, captured: Captured, index: int) -> int:
     return found[0]
 
 
-def _module(unit: Unit, buffers: Mapping[str, Tensor], state: InitialState, device: torch.device) -> fx.GraphModule:
+def _unit(unit: Unit, buffers: Mapping[str, Tensor], state: InitialState, device: torch.device) -> _EvalUnit:
     """The unit's code; parameters are given to it each time it runs, buffers are those that training moves."""
-    root = nn.Module()
+    root, named = nn.Module(), dict[str, Tensor]()
     for attribute in unit.parameters:
         root.register_buffer(attribute, torch.empty(0), persistent=False)
     for attribute, placeholder in unit.buffers.items():
         name = state.buffer_name(placeholder)
         value = buffers[name] if name is not None and name in buffers else state.value(placeholder).to(device, copy=True)
         root.register_buffer(attribute, value, persistent=False)
+        if name is not None:
+            named[name] = value
     for attribute, module in unit.modules.items():
         root.add_module(attribute, module)
-    return fx.GraphModule(root, unit.graph)
+    return _EvalUnit(unit, fx.GraphModule(root, unit.graph), named)
+
+
+def buffers_read(functions: Sequence[EvaluatedFunction]) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that evaluation reads on this rank, by the user's names."""
+    for function in functions:
+        for stage in function.stages:
+            for one in stage.units:
+                yield from one.buffers.items()
 
 
 class Evaluation:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from atoll.cost.buckets import DEFAULT_BUCKET_BYTES
 from atoll.graph.capture import Captured
@@ -17,11 +17,12 @@ from atoll.job import Job
 from atoll.runtime.checkpoint import Held
 from atoll.runtime.checkpoint.exchange import Ranks
 from atoll.runtime.lockstep.agreement import agree, digest_of_weights
+from atoll.runtime.lockstep.buffers import ChangedBuffers
 from atoll.runtime.lockstep.building import build_in_turn
 from atoll.runtime.lockstep.channels import Channels
 from atoll.runtime.lockstep.check import check
 from atoll.runtime.lockstep.dividing import Dividing
-from atoll.runtime.lockstep.evaluating import Evaluation, prepare_evaluation
+from atoll.runtime.lockstep.evaluating import Evaluation, buffers_read, prepare_evaluation
 from atoll.runtime.lockstep.executor import Executor, StageWork
 from atoll.runtime.lockstep.feeding import PieceFeed
 from atoll.runtime.lockstep.fitting import check_fits
@@ -70,6 +71,7 @@ class RankWork:
     counted: list[Counted]  # what it adds to the norm of the gradient
     trainable_parameters: int  # of the whole model
     other: OtherState
+    buffers: ChangedBuffers  # running statistics and the like
     evaluation: Evaluation | None  # None: the job has no evaluation data
     callbacks: bool  # whether some rank has callbacks, which may ask to stop
 
@@ -265,6 +267,7 @@ class _Assembly:
             counted=self._counted(),
             trainable_parameters=self.trainable,
             other=self._other(),
+            buffers=self._buffers(),
             evaluation=self._evaluation(),
             callbacks=self.callbacks,
         )
@@ -274,8 +277,22 @@ class _Assembly:
             return None
         return Evaluation(self.job, self.layout, self.rank, self.device, self.evaluated, self.owned, self.lane_divided)
 
+    def _buffers(self) -> ChangedBuffers:
+        """Training's own tensors first; evaluation mostly has the same ones."""
+        held: dict[str, list[Tensor]] = {}
+        changed: dict[str, Place] = {}
+        for place, module in zip(self.places, self.modules, strict=True):
+            for name, buffer in module.buffers_by_name().items():
+                held.setdefault(name, []).append(buffer)
+            for name in module.changed_buffers():
+                changed.setdefault(name, place)
+        for name, buffer in buffers_read(self.evaluated):
+            held.setdefault(name, []).append(buffer)
+        distinct = {name: list({id(copy): copy for copy in copies}.values()) for name, copies in held.items()}
+        return ChangedBuffers(self.rank, distinct, changed)
+
     def _other(self) -> OtherState:
-        """Buffers are saved by the first that reads them (running statistics differ between replicas) and loaded by all."""
+        """Buffers are saved by the first that reads them and loaded by all; after every step all that read one have it alike."""
         to_save: list[Held] = []
         to_load: list[Held] = []
         for place, module in zip(self.places, self.modules, strict=True):

@@ -97,6 +97,7 @@ class Trainer:
         totals = self._add_up(float(sums.total), float(sums.weight), stop_asked)
         recorder.add("A", -1, -1, agreeing)
         loss, gradient_norm, applied = self._apply(step, totals)
+        self.work.buffers.agree()
         self.losses.append(loss)
         recorder.end(step, time.perf_counter() - began)
         event = StepFinished(

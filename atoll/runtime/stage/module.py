@@ -27,7 +27,7 @@ class UnitModule(nn.Module):
         self.buffer_names = buffers
         self.graph_module = graph_module
         self.recompute = recompute
-        self._changes = unit.changes
+        self.changes = unit.changes  # attributes of buffers
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
         if not self.recompute:
@@ -36,16 +36,16 @@ class UnitModule(nn.Module):
         return again(self.graph_module, *inputs)  # type: ignore[no-any-return]
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), self._unchanged() if self._changes else nullcontext()
+        return nullcontext(), self._unchanged() if self.changes else nullcontext()
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
         """Running a unit again must not move its running statistics again."""
-        before = [getattr(self.graph_module, name).clone() for name in self._changes]
+        before = [getattr(self.graph_module, name).clone() for name in self.changes]
         try:
             yield
         finally:
-            for name, value in zip(self._changes, before, strict=True):
+            for name, value in zip(self.changes, before, strict=True):
                 getattr(self.graph_module, name).copy_(value)
 
 
@@ -94,6 +94,11 @@ class StageModule(nn.Module):
             for attribute, name in unit.buffer_names.items():
                 found[name] = getattr(unit.graph_module, attribute)
         return found
+
+    def changed_buffers(self) -> list[str]:
+        """Names of the buffers that running the stage changes, such as running statistics."""
+        units = [unit for unit in (self.prologue, *self.units) if isinstance(unit, UnitModule)]
+        return [unit.buffer_names[attribute] for unit in units for attribute in unit.changes if attribute in unit.buffer_names]
 
 
 def _last_uses(program: StageProgram) -> list[list[str]]:

@@ -1,6 +1,6 @@
 """Runs that stop under one plan and go on under another, in real processes, compared with one that was never stopped.
 
-python resume_ranks.py FOLDER: runs every case of `CASES` and writes what rank 0 found at the end to FOLDER/found.json.
+python resume_ranks.py FOLDER: runs every case of `CASES` and writes what each rank found at the end to FOLDER/<rank>.json.
 """
 
 import dataclasses
@@ -15,14 +15,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from atoll import Job
-from atoll.events import AnyEvent, StepFinished
+from atoll.events import AnyEvent, Observer, StepFinished, StopTraining
 from atoll.graph.capture import capture_program
 from atoll.plan import Plan, validate
+from atoll.runtime.checkpoint import export
 from atoll.runtime.lockstep.layout import Layout
 from atoll.runtime.lockstep.rendezvous import joined
 from atoll.runtime.lockstep.role import Role
@@ -34,6 +36,7 @@ from tests.runtime.lockstep.equality_ranks import Subject, differences, subject_
 
 STOP, PROCESSES = 4, 4
 SINGLE = "4 | a=8"
+CALLED_BACK = "dropout"  # of this job's runs the last rank, and only it, has a callback, which asks to stop
 schedule = partial(CosineAnnealingLR, T_max=10)
 
 
@@ -51,6 +54,12 @@ OWN_JOBS = {
     "frozen beginning": lambda: job(frozen_beginning, own_loss, scheduler=schedule),
 }
 
+# Replicas and lanes see other samples than one process does: what is evaluated is the statistics of a stage's first rank.
+FIRSTS_STATISTICS: tuple[tuple[str, str, str], ...] = (
+    ("batch-norm", "2 | a=4 b=4", "4 | (a b)=4,4"),
+    ("batch-norm", "2 | a=4 b=4 | c=8", "2 | a=8 | b=2 c=6"),
+)
+
 CASES: tuple[tuple[str, str, str], ...] = (
     ("scheduled", SINGLE, "2 | a=3 b=3 c=2"),
     ("scheduled", UNEQUAL, SINGLE),
@@ -63,6 +72,7 @@ CASES: tuple[tuple[str, str, str], ...] = (
     ("mixtral", "4 | expert: (a b)=4,4 | c=8", TENSOR),
     ("dropout", "2 | a=4 b=4", "2 | a=8 | recompute: b=8"),
     ("batch-norm", "2 | recompute: a=8 | b=8", "2 | a=8"),
+    *FIRSTS_STATISTICS,
     ("frozen beginning", PIPE, UNEQUAL),
     ("frozen beginning", EQUAL, "2 | a=8 | b=8 | c=8"),
     ("classifier", "4 | split={last}: (a b)=5,3", EQUAL),
@@ -75,20 +85,48 @@ def role(rank: int, world: int, port: int, generation: int) -> Role:
     return Role(**place, master_addr="127.0.0.1", master_port=port, source="atoll", generation=generation, store_outside=True)
 
 
-def part_of_run(subject: Subject, plan: Plan, rank: int, port: int, generation: int, directory: Path, stop: int | None) -> dict[str, float]:
+def part_of_run(
+    subject: Subject, plan: Plan, rank: int, port: int, generation: int, directory: Path, stop: int | None, by_callback: bool
+) -> dict[str, float]:
     """This rank's part of a run under one plan: all that is left of it, or up to and with a step."""
-    layout = Layout(plan)
-    with joined(role(rank, layout.world_size, port, generation), layout.devices[rank], device=torch.device("cpu")) as run:
+    layout, cpu = Layout(plan), torch.device("cpu")
+    with joined(role(rank, layout.world_size, port, generation), layout.devices[rank], device=cpu) as run:
 
         def ask_to_stop(event: AnyEvent) -> None:
             if isinstance(event, StepFinished) and event.step + 1 == stop:
                 run.ask_to_stop()  # as Ctrl-C does: heard by all at the end of the next step
 
-        settings = RunSettings(script="")
-        session = _Session(subject.job, layout, subject.captured, torch.device("cpu"), run, RunDirectory(directory), settings)
-        reason = session.train([ask_to_stop])
-        assert (reason, session.trainer.last_step) == (("done", 10) if stop is None else ("interrupted", stop))
-        return differences(session.trainer, session.work, subject.reference) if stop is None else {}
+        def callback(event: AnyEvent) -> None:
+            if isinstance(event, StepFinished) and event.step == stop:
+                raise StopTraining
+
+        observers: list[Observer] = [ask_to_stop]
+        if by_callback:
+            observers = [callback] if rank == layout.world_size - 1 else []
+        own = dataclasses.replace(subject.job, callbacks=observers if by_callback else ())
+        session = _Session(own, layout, subject.captured, cpu, run, RunDirectory(directory), RunSettings(script=""))
+        reason = session.train(observers)
+        stopped = "stopped" if by_callback else "interrupted"
+        assert (reason, session.trainer.last_step) == (("done", 10) if stop is None else (stopped, stop))
+        if stop is not None:
+            return {}
+        found = differences(session.trainer, session.work, subject.reference)
+        if rank == 0 and session.trainer.evaluations:
+            evaluated = session.trainer.evaluations[-1].loss
+            assert evaluated is not None
+            found["exported"] = abs(evaluated - loss_of_exported(own, directory)) / abs(evaluated)
+        return found
+
+
+def loss_of_exported(job: Job, run: Path) -> float:
+    """The evaluation data's loss in plain PyTorch, of the weights and running statistics that a run exports."""
+    export(run, run / "model.safetensors")
+    model = job.build_model("cpu")
+    model.load_state_dict(load_file(run / "model.safetensors"))
+    model.eval()
+    data: Any = job.eval_dataset
+    with torch.no_grad():
+        return float(job.loss(model, job.collate([data[i] for i in range(len(data))])))
 
 
 def rank_process(rank: int, port: int, folder: Path, subjects: dict[str, Subject], cases: list[tuple[str, str, Plan, Plan]]) -> None:
@@ -99,7 +137,7 @@ def rank_process(rank: int, port: int, folder: Path, subjects: dict[str, Subject
             for half, plan in enumerate((before, after)):
                 if rank < Layout(plan).world_size:
                     stop = STOP if half == 0 else None
-                    found[task] = part_of_run(subjects[name], plan, rank, port, 2 * number + half, directory, stop)
+                    found[task] = part_of_run(subjects[name], plan, rank, port, 2 * number + half, directory, stop, name == CALLED_BACK)
         except BaseException:
             found[task] = {"error": traceback.format_exc()}
             break

@@ -17,18 +17,27 @@ from atoll.errors import AtollError
 
 __all__ = [
     "AnyEvent",
+    "CertificateIssued",
+    "CertificateRevoked",
     "CheckpointFailed",
     "CheckpointSaved",
+    "CodecChosen",
+    "DonorRefused",
     "Evaluated",
     "Event",
     "EventLog",
+    "FaultEnded",
+    "FaultInjected",
     "NonFinite",
     "Observer",
     "PeerChanged",
+    "PeerRefused",
     "PeerRetried",
+    "RenewalFailed",
     "RunFinished",
     "RunStarted",
     "Restarted",
+    "StateFetched",
     "StepFinished",
     "StopTraining",
     "WorkerFailed",
@@ -165,6 +174,96 @@ class PeerRetried(Event, frozen=True, kw_only=True):
     reason: str
 
 
+class PeerRefused(Event, frozen=True, kw_only=True):
+    """A peer was refused, or this side was by a peer; the reason says by whom. Everybody else goes on."""
+
+    peer: str  # as it calls itself, or its address
+    role: str  # empty where it is not known
+    what: Literal["connection", "call", "enrolment", "renewal"]
+    reason: str
+
+
+class CertificateIssued(Event, frozen=True, kw_only=True):
+    """The run's authority let somebody in, or for longer."""
+
+    peer: str
+    role: str
+    serial: str
+    lifetime_seconds: float
+    how: Literal["enrolled", "renewed"]
+
+
+class CertificateRevoked(Event, frozen=True, kw_only=True):
+    """A member was shut out: its connections are cut and it gets no new ones."""
+
+    peer: str
+    reason: str
+
+
+class RenewalFailed(Event, frozen=True, kw_only=True):
+    """This side's certificate could not be renewed; it is tried again after a delay, or no more (`delay_seconds` None)."""
+
+    peer: str  # whom it was asked of
+    expires_seconds: float  # until the certificate expires; negative: it has
+    delay_seconds: float | None
+    reason: str
+
+
+class CodecChosen(Event, frozen=True, kw_only=True):
+    """A link sends with another codec from now on."""
+
+    link: str  # the peer it leads to, or what is sent to several
+    codec: str
+    before: str  # empty: the first choice
+    reason: str
+
+
+class ReductionFinished(Event, frozen=True, kw_only=True):
+    """A reduction among peers ended here; whose contributions are not in all of it."""
+
+    round: str
+    seconds: float
+    predicted_seconds: float  # the linear program's bound
+    complete: bool
+    left_out: tuple[str, ...]
+    message: str = ""  # why something is missing
+
+
+class DonorRefused(Event, frozen=True, kw_only=True):
+    """Something a donor sent of a state is not what it should be, or it could not send it: it is fetched from another."""
+
+    peer: str
+    state: str
+    piece: int | None  # None: the donor as a whole
+    reason: str
+
+
+class StateFetched(Event, frozen=True, kw_only=True):
+    """A whole state arrived and was verified."""
+
+    state: str
+    size_bytes: int
+    kept_bytes: int  # verified in an earlier attempt
+    seconds: float
+    bytes_by_donor: dict[str, int]
+
+
+class FaultInjected(Event, frozen=True, kw_only=True):
+    """A lab did something bad on purpose."""
+
+    fault: str  # "cut", "kill", …
+    places: tuple[str, ...]  # hosts or sites
+    amount: float | None = None  # slow: the factor; loss: the share
+    duration_seconds: float | None = None  # None: until it is restored
+
+
+class FaultEnded(Event, frozen=True, kw_only=True):
+    """A fault of a lab was over after its duration."""
+
+    fault: str
+    places: tuple[str, ...]
+
+
 AnyEvent: TypeAlias = (
     RunStarted
     | StepFinished
@@ -177,6 +276,12 @@ AnyEvent: TypeAlias = (
     | Restarted
     | PeerChanged
     | PeerRetried
+    | FaultInjected
+    | FaultEnded
+    | PeerRefused
+    | CertificateIssued
+    | CertificateRevoked
+    | RenewalFailed
 )
 Observer: TypeAlias = Callable[[AnyEvent], None]
 

@@ -75,7 +75,7 @@ class _Call:
     async def next(self) -> object:
         """The next reply, or _END."""
         timeout = self._timeout(0)
-        if self._service.mean is not None:
+        if self._service.mean is not None and self._fixed_seconds is None:  # else its caller knows better how long it may take
             self._link.overdue_at[self] = self._link.loop.time() + 0.5 + 2 * self._expected()
         self._limit(timeout)
         self._inbox.announced = lambda size: self._limit(self._timeout(size))

@@ -2,12 +2,12 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from atoll.errors import FabricError
 from atoll.fabric.connection import Connection
 
-__all__ = ["Carrier", "Listener", "Outlet", "Wire", "split_address"]
+__all__ = ["Accept", "Carrier", "Listener", "Outlet", "Wire", "split_address"]
 
 
 class Outlet(Protocol):
@@ -34,11 +34,19 @@ class Wire(Protocol):
     def certificate(self) -> bytes | None:
         """The peer's certificate (DER), where the wire has such a thing and once it is there."""
 
+    @property
+    def address(self) -> str:
+        """Where the peer is, in words; empty while not known."""
+
     def start(self) -> None:
         """Begins to connect and to move bytes."""
 
     def submit(self, action: Callable[[], None]) -> None:
         """Has the connection's owner do something with it, in order, soon; callable from any thread."""
+
+
+Accept: TypeAlias = Callable[[Callable[[Connection], Wire]], bool]
+"""Told about whoever dials, with what makes the wire once there is a connection for it; False: not wanted now."""
 
 
 class Listener(Protocol):
@@ -58,8 +66,8 @@ class Carrier(Protocol):
     def dial(self, address: str, connection: Connection, loop: asyncio.AbstractEventLoop) -> Wire:
         """A wire to an address, not started."""
 
-    def listen(self, address: str, accept: Callable[[Callable[[Connection], Wire]], None], loop: asyncio.AbstractEventLoop) -> Listener:
-        """Accepts at an address: `accept` is called with what makes the wire once there is a connection for it."""
+    def listen(self, address: str, accept: Accept, loop: asyncio.AbstractEventLoop) -> Listener:
+        """Accepts at an address."""
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -27,6 +27,8 @@ _MOST_URGENT = 100_000  # frames of the protocol that wait because the peer does
 _MOST_CALLS = 1 << 16  # of one side, those that wait for credit included
 _MOST_SMALL_IN_A_ROW = 1 << 20
 _SMALLEST_CHUNK, _LARGEST_CHUNK = 16 * 1024, 4 << 20
+_BEFORE_HELLO = FrameLimits(header_bytes=16 * 1024, body_bytes=0)
+_MANY_TENSORS = 1000  # beyond which it is looked at whether their headers fit a frame
 _CHUNK_SECONDS = 0.0025  # what a chunk may hold up a control message on a slow link
 
 
@@ -41,6 +43,7 @@ class ConnectionSettings(msgspec.Struct, frozen=True, kw_only=True):
     message_bytes: int = 64 << 30
     streams: int = 4096
     frames: FrameLimits = FrameLimits()
+    fingerprint: dict[str, str] = {}  # of the job, by part: peers of another job are refused
     liveness: LivenessRule = LivenessRule()
 
     def hello(self) -> Hello:
@@ -53,6 +56,7 @@ class ConnectionSettings(msgspec.Struct, frozen=True, kw_only=True):
             self.stream_window_bytes,
             self.message_bytes,
             self.liveness.heartbeat_seconds,
+            self.fingerprint,
         )
 
 
@@ -87,7 +91,7 @@ class Connection:
         self.received_bytes = 0
         self._events = events
         self._clock = clock
-        self._parser = FrameParser(self, settings.frames)
+        self._parser = FrameParser(self, _BEFORE_HELLO)  # whoever it is must not be able to ask for much
         self._queue = SendQueue(0, 0, 0)  # nothing but the protocol's own frames until the peer has said what it accepts
         self._queue.urgent(encode_frame(Kind.HELLO, 0, settings.hello()))
         self._pending: list[OutgoingFrame] = []  # handed out, not sent
@@ -362,6 +366,7 @@ class Connection:
         while (frame := self._queue.take_small()) is not None:  # a HELLO or a ping of our own that is not yet on its way
             queue.urgent(b"".join(frame.parts))
         self._queue = queue
+        self._parser.limits = self.settings.frames
         self.detector.rule = msgspec.structs.replace(self.detector.rule, heartbeat_seconds=hello.heartbeat_seconds)
         self._events.on_greeted(hello)
 
@@ -382,10 +387,11 @@ class Connection:
         except RefusedError as error:
             self._refuse_stream(prefix.stream, error)
             stream = None
-        self._unread[bulk].receive(cost_of(size_bytes))
+        cost = cost_of(size_bytes, len(header.tensors))
+        self._unread[bulk].receive(cost)
         if stream is None:
-            self._unread[bulk].give(cost_of(size_bytes))
-            self._urgent(encode_frame(Kind.CREDIT, prefix.stream, Credit(cost_of(size_bytes), bulk)))
+            self._unread[bulk].give(cost)
+            self._urgent(encode_frame(Kind.CREDIT, prefix.stream, Credit(cost, bulk)))
             return None
         return self._receive(stream, header, size_bytes, bulk)
 
@@ -393,7 +399,7 @@ class Connection:
         """Sets memory aside for a message; everything about it was checked but its place in the stream."""
         if stream.remote_done or stream.arriving is not None:
             raise FrameError(f"stream {stream.id}: a message {'after the end' if stream.remote_done else 'inside another'}")
-        stream.window.receive(cost_of(size_bytes))
+        stream.window.receive(cost_of(size_bytes, len(header.tensors)))
         message = IncomingMessage(stream.id, header, size_bytes, bulk)
         if bulk:
             stream.arriving = message
@@ -493,6 +499,10 @@ class Connection:
         if payload.size_bytes > self.peer.message_bytes:
             limit = format_bytes(self.peer.message_bytes)
             raise RefusedError(f"a message of {format_bytes(payload.size_bytes)}; {self.peer.name} accepts at most {limit}")
+        if len(payload.headers) > _MANY_TENSORS:
+            size = len(msgspec.msgpack.encode(payload.headers)) + 8192  # the rest of the header, a method's name included
+            if size > self.settings.frames.header_bytes:
+                raise RefusedError(f"a message of {len(payload.headers)} tensors is too many for one header; send it in parts")
 
     def _send_message(
         self, kind: Kind, stream: Stream, header: Message | Open, payload: Payload, end: bool, on_sent: Callable[[], None] | None
@@ -512,7 +522,7 @@ class Connection:
                 self._close_if_done(stream)
 
         stream.unsent_bytes += size_bytes
-        self._queue.add(OutgoingMessage(stream.id, head, [] if inline else buffers, size_bytes, sent))
+        self._queue.add(OutgoingMessage(stream.id, head, [] if inline else buffers, size_bytes, sent, tensors=len(payload.tensors)))
 
     def _urgent(self, frame: bytes) -> None:
         if self._queue.urgent_frames >= _MOST_URGENT:

@@ -17,20 +17,21 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
-from atoll.errors import FabricError, RefusedError
-from atoll.events import Observer, PeerChanged, PeerRetried
+from atoll.errors import FabricError, FrameError, RefusedError
+from atoll.events import AnyEvent, Observer, PeerChanged, PeerRefused, PeerRetried
 from atoll.fabric.backoff import Backoff
 from atoll.fabric.carrier import Carrier, Listener, Wire
 from atoll.fabric.connection import Connection, ConnectionSettings
 from atoll.fabric.deadline import DeadlineRule
+from atoll.fabric.fingerprint import check_fingerprint
 from atoll.fabric.headers import Hello
 from atoll.fabric.inbox import Inbox
 from atoll.fabric.link import Link, LinkOwner
 from atoll.fabric.liveness import Verdict
 from atoll.fabric.method import Method, methods_of, read_method
-from atoll.fabric.remote import Remote
+from atoll.fabric.remote import Dial, Expected, Remote
 from atoll.fabric.serving import serve_call
 from atoll.fabric.tcp import TcpCarrier
 
@@ -38,6 +39,8 @@ __all__ = ["Fabric"]
 
 Result = TypeVar("Result")
 _CLOSE_SECONDS = 5.0
+_HELLO_SECONDS = 20.0  # the TLS hand-shake included
+_MOST_STRANGERS = 512
 
 
 class Fabric(LinkOwner):
@@ -73,6 +76,7 @@ class Fabric(LinkOwner):
             self._methods |= methods_of(service)
         self._read: dict[Callable[..., Any], Method] = {}
         self._links: set[Link] = set()
+        self._strangers: dict[Link, asyncio.TimerHandle] = {}  # who dialled and has not said who it is, and until when
         self._remotes: dict[Link, Remote] = {}
         self._peers: dict[str, Remote] = {}
         self._listeners: list[Listener] = []
@@ -88,17 +92,20 @@ class Fabric(LinkOwner):
         """Accepts peers at an address (port 0: any); returns the address to dial."""
 
         async def listen() -> str:
-            listener = self._carrier.listen(address, self._accept, self._loop)
+            listener = self._carrier.listen(address, self.accept, self._loop)
             self._listeners.append(listener)
             return listener.address
 
         return self.run(listen())
 
-    def connect(self, address: str) -> Remote:
-        """A peer at an address. Returns at once; the connection is made, and made again when lost, in the background."""
+    def connect(self, address: str, *, name: str | None = None, role: str | None = None, dial: Dial | None = None) -> Remote:
+        """A peer at an address. Returns at once; the connection is made, and made again when lost, in the background.
+
+        Given `name` or `role`, anybody else found there is refused. `dial` makes the wire where it is not the carrier's to make.
+        """
 
         async def connect() -> Remote:
-            remote = Remote(self, address, self._backoff, self._deadlines)
+            remote = Remote(self, address, self._backoff, self._deadlines, expected=Expected(name, role), dial=dial)
             self._spawn(remote.keep())
             return remote
 
@@ -114,6 +121,19 @@ class Fabric(LinkOwner):
     def peers(self) -> dict[str, Remote]:
         """Every peer that is or was connected, by name."""
         return dict(self._peers)
+
+    def recheck(self) -> None:
+        """Asks `identify` again about every peer that is connected, and cuts off those it no longer accepts."""
+
+        async def recheck() -> None:
+            for link in list(self._links):
+                if link.connection.peer is not None and link.connection.ended is None:
+                    try:
+                        self.check_peer(link, link.connection.peer)
+                    except RefusedError as error:
+                        link.refuse(error)
+
+        self.submit(recheck())
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Runs a coroutine in the fabric's loop and waits for it."""
@@ -174,10 +194,16 @@ class Fabric(LinkOwner):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _accept(self, make_wire: Callable[[Connection], Wire]) -> None:
+    def accept(self, make_wire: Callable[[Connection], Wire]) -> bool:
+        """Somebody dialled (in the loop). Says no when too many have not yet said who they are; those who do not are cut off in time."""
+        if len(self._strangers) >= _MOST_STRANGERS:
+            return False
         link = Link(self.settings, self, self._loop, dialled=False)
         self._links.add(link)
+        text = f"it connected and did not say who it is within {_HELLO_SECONDS:.0f} s"
+        self._strangers[link] = self._loop.call_later(_HELLO_SECONDS, lambda: link.refuse(RefusedError(text)))
         link.start(make_wire(link.connection))
+        return True
 
     # ---- for remotes
 
@@ -192,13 +218,12 @@ class Fabric(LinkOwner):
         link = Link(self.settings, self, self._loop, dialled=True)
         self._remotes[link] = remote
         self._links.add(link)
-        link.start(self._carrier.dial(address, link.connection, self._loop))
+        link.start(self._carrier.dial(address, link.connection, self._loop) if remote.dial is None else remote.dial(link.connection))
         return link
 
     def retried(self, peer: str, attempt: int, delay_seconds: float | None, reason: str) -> None:
         """A peer is dialled again, or given up."""
-        if self._observer is not None:
-            self._observer(PeerRetried(at_seconds=self._now(), peer=peer, attempt=attempt, delay_seconds=delay_seconds, reason=reason))
+        self.tell(PeerRetried(at_seconds=self.seconds(), peer=peer, attempt=attempt, delay_seconds=delay_seconds, reason=reason))
 
     def random(self) -> float:
         """In [0, 1)."""
@@ -208,8 +233,12 @@ class Fabric(LinkOwner):
 
     def check_peer(self, link: Link, hello: Hello) -> None:
         """May this peer connect?"""
+        remote = self._remotes.get(link)
+        if remote is not None:
+            remote.expected.check(hello.name, hello.role)
         if self._identify is not None:
             self._identify(hello, None if link.wire is None else link.wire.certificate)
+        check_fingerprint(self.settings.fingerprint, hello.fingerprint, hello.name)
 
     def check_call(self, link: Link, method: str) -> None:
         """Is there such a method, and may this peer call it?"""
@@ -228,6 +257,7 @@ class Fabric(LinkOwner):
         """The peer is there: by its name from now on."""
         hello = link.connection.peer
         assert hello is not None
+        self._known(link)
         remote = self._remotes.get(link) or self._peers.get(hello.name) or Remote(self, None, self._backoff, self._deadlines)
         before = remote.state if remote.role else "new"
         remote.name, remote.role = hello.name, hello.role
@@ -244,17 +274,41 @@ class Fabric(LinkOwner):
     def closed(self, link: Link, error: FabricError) -> None:
         """The link is over."""
         self._links.discard(link)
+        self._known(link)
         remote = self._remotes.pop(link, None)
         if remote is not None:
             remote.detach(link, str(error))
+        if isinstance(error, (RefusedError, FrameError)):
+            self._refusal(link, "connection", str(error))
+
+    def refused(self, link: Link, method: str, reason: str) -> None:
+        """A call was refused; its caller is told by the connection."""
+        self._refusal(link, "call", f"{method}: {reason}")
+
+    def _refusal(self, link: Link, what: Literal["connection", "call"], reason: str) -> None:
+        role = "" if link.connection.peer is None else link.connection.peer.role
+        self.tell(PeerRefused(at_seconds=self.seconds(), peer=link.peer_name, role=role, what=what, reason=reason))
+
+    def _known(self, link: Link) -> None:
+        """It is no longer waited for."""
+        timer = self._strangers.pop(link, None)
+        if timer is not None:
+            timer.cancel()
 
     def _changed(self, remote: Remote, before: Any, verdict: Verdict) -> None:
         remote.state = verdict.state
+        now = self.seconds()
+        self.tell(
+            PeerChanged(at_seconds=now, peer=remote.name, role=remote.role, state=verdict.state, before=before, reason=verdict.reason)
+        )
+
+    # ---- events
+
+    def tell(self, event: AnyEvent) -> None:
+        """Tells the observer, in the loop."""
         if self._observer is not None:
-            event = PeerChanged(
-                at_seconds=self._now(), peer=remote.name, role=remote.role, state=verdict.state, before=before, reason=verdict.reason
-            )
             self._observer(event)
 
-    def _now(self) -> float:
+    def seconds(self) -> float:
+        """Since it began: what events are dated with."""
         return time.monotonic() - self._started_at

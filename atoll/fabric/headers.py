@@ -76,6 +76,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     stream_window_bytes: Count
     message_bytes: Count
     heartbeat_seconds: Annotated[float, msgspec.Meta(gt=0)]
+    fingerprint: Annotated[dict[Text, Text], msgspec.Meta(max_length=64)] = {}  # of the job; empty: it has none
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True):

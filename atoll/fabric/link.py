@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from atoll.errors import FabricError, FrameError
+from atoll.errors import FabricError, FrameError, RefusedError
 from atoll.fabric.carrier import Wire
 from atoll.fabric.connection import Connection, ConnectionSettings
 from atoll.fabric.headers import Hello
@@ -32,6 +32,9 @@ class LinkOwner:
 
     def called(self, link: "Link", inbox: Inbox, method: str, timeout_seconds: float) -> None:
         """The peer calls."""
+
+    def refused(self, link: "Link", method: str, reason: str) -> None:
+        """A call of the peer's was refused."""
 
     def judged(self, link: "Link", verdict: Verdict) -> None:
         """The peer's state changed."""
@@ -63,11 +66,22 @@ class Link:
     @property
     def peer_name(self) -> str:
         """Who is at the other end."""
-        return self.connection.peer.name if self.connection.peer is not None else "a peer that has not said its name"
+        if self.connection.peer is not None:
+            return self.connection.peer.name
+        return (self.wire.address if self.wire is not None else "") or "a peer that has not said its name"
 
     def close(self, reason: str) -> None:
         """Says goodbye and ends; `over` tells when."""
         self.submit(lambda: self.connection.finish(reason))
+
+    def refuse(self, error: RefusedError) -> None:
+        """Ends it because of the peer, which is told why."""
+
+        def refuse() -> None:
+            if self.connection.ended is None:
+                raise error
+
+        self.submit(refuse)
 
     # ---- streams
 
@@ -142,7 +156,11 @@ class Link:
 
     def on_opened(self, stream: int, method: str, timeout_seconds: float) -> Inbox:
         """The peer calls."""
-        self._owner.check_call(self, method)
+        try:
+            self._owner.check_call(self, method)
+        except RefusedError as error:
+            self._post(self._owner.refused, self, method, str(error))
+            raise
         inbox = Inbox(self.loop, self._post)
         inbox.stream = stream
         inbox.begin = lambda: self._owner.called(self, inbox, method, timeout_seconds)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from atoll.errors import FabricError, FrameError, PeerLostError, RefusedError
-from atoll.fabric.carrier import Listener, Outlet, Wire
+from atoll.fabric.carrier import Accept, Listener, Outlet, Wire
 from atoll.fabric.connection import Connection
 from atoll.fabric.shaped import ShapedLink, ShapedOutlet
 
@@ -19,14 +19,14 @@ class MemoryCarrier:
     """A world of its own: whoever shares this object can dial whoever listens in it."""
 
     def __init__(self, link: ShapedLink | None = None) -> None:
-        self._listening: dict[str, tuple[Callable[[Callable[[Connection], Wire]], None], asyncio.AbstractEventLoop]] = {}
+        self._listening: dict[str, tuple[Accept, asyncio.AbstractEventLoop]] = {}
         self._link = link
 
     def dial(self, address: str, connection: Connection, loop: asyncio.AbstractEventLoop) -> Wire:
         """A wire to whoever listens there when it is started."""
         return _MemoryWire(connection, loop, self._link, dial=lambda wire: self._connect(address, wire))
 
-    def listen(self, address: str, accept: Callable[[Callable[[Connection], Wire]], None], loop: asyncio.AbstractEventLoop) -> Listener:
+    def listen(self, address: str, accept: Accept, loop: asyncio.AbstractEventLoop) -> Listener:
         """Accepts at any name."""
         if address in self._listening:
             raise FabricError(f"cannot listen at {address}: somebody does already")
@@ -46,7 +46,11 @@ class MemoryCarrier:
             wire.submit(lambda: None)
             return other
 
-        loop.call_soon_threadsafe(accept, join)
+        def offer() -> None:
+            if not accept(join):
+                wire.submit(lambda: wire.connection.lost(PeerLostError("Connection refused")))
+
+        loop.call_soon_threadsafe(offer)
 
 
 class _MemoryListener:
@@ -63,6 +67,7 @@ class _MemoryWire:
     """One end; its event loop owns the connection."""
 
     certificate: bytes | None = None
+    address = ""
 
     def __init__(
         self,

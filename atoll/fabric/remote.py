@@ -4,17 +4,21 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, Protocol, TypeAlias, TypeVar, overload
+
+import msgspec
 
 from atoll.errors import DeadlineError, FabricError, FrameError, PeerLostError, RefusedError
 from atoll.fabric.backoff import Backoff
 from atoll.fabric.call import Caller
+from atoll.fabric.carrier import Wire
+from atoll.fabric.connection import Connection
 from atoll.fabric.deadline import DeadlineRule, LinkEstimate
 from atoll.fabric.link import Link
 from atoll.fabric.liveness import PeerState
 from atoll.fabric.method import Method, Peer
 
-__all__ = ["Remote", "RemoteOwner"]
+__all__ = ["Dial", "Expected", "Remote", "RemoteOwner"]
 
 Service = TypeVar("Service")
 Request = TypeVar("Request")
@@ -45,14 +49,43 @@ class RemoteOwner(Protocol):
         """Where that loop runs."""
 
 
+Dial: TypeAlias = Callable[[Connection], Wire]
+"""What makes a wire for a connection that begins."""
+
+
+class Expected(msgspec.Struct, frozen=True):
+    """Who must be at the other end of a connection this side makes; None: whoever may be a peer at all."""
+
+    name: str | None = None
+    role: str | None = None
+
+    def check(self, name: str, role: str) -> None:
+        """RefusedError if it is somebody else."""
+        if self.name not in (None, name):
+            raise RefusedError(f"{self.name} was to be reached there, but it is {name}")
+        if self.role not in (None, role):
+            raise RefusedError(f"a {self.role} was to be reached there, but {name} is a {role}")
+
+
 class Remote:
     """A peer to call. One that was dialled is dialled again when it is lost; calls under way then fail, later ones wait for it.
 
     `name` is the address until the peer has said its name.
     """
 
-    def __init__(self, owner: RemoteOwner, address: str | None, backoff: Backoff, deadlines: DeadlineRule) -> None:
+    def __init__(
+        self,
+        owner: RemoteOwner,
+        address: str | None,
+        backoff: Backoff,
+        deadlines: DeadlineRule,
+        *,
+        expected: Expected | None = None,
+        dial: Dial | None = None,
+    ) -> None:
         self.address = address  # None: the peer dialled us, and comes back by itself or not at all
+        self.expected = expected or Expected()
+        self.dial = dial  # how to get there, where that is not the carrier's own way
         self.name = address or ""
         self.role = ""
         self.state: PeerState = "dead"
@@ -71,6 +104,11 @@ class Remote:
     def estimate(self) -> LinkEstimate | None:
         """What was measured of the way to it; None while not connected."""
         return None if self._link is None else self._link.connection.estimate
+
+    @property
+    def given_up(self) -> FabricError | None:
+        """Why it is not dialled any more; None: it is, or it never was."""
+        return self._given_up
 
     # ---- calls, in the fabric's loop
 

@@ -47,13 +47,20 @@ class OutgoingMessage:
     __slots__ = ("buffers", "bulk", "cost", "head", "on_sent", "stream")
 
     def __init__(
-        self, stream: int, head: bytes, buffers: list[memoryview], size_bytes: int, on_sent: Callable[[], None] | None = None
+        self,
+        stream: int,
+        head: bytes,
+        buffers: list[memoryview],
+        size_bytes: int,
+        on_sent: Callable[[], None] | None = None,
+        *,
+        tensors: int = 0,
     ) -> None:
         self.stream = stream
         self.head = head
         self.buffers = [buffer for buffer in buffers if len(buffer)]
         self.bulk = bool(self.buffers)
-        self.cost = cost_of(size_bytes)
+        self.cost = cost_of(size_bytes, tensors)
         self.on_sent = on_sent
 
     def take_chunk(self, size_bytes: int) -> list[bytes | memoryview]:

@@ -41,7 +41,7 @@ class IncomingMessage:
     def __init__(self, stream: int, header: Message, size_bytes: int, bulk: bool) -> None:
         self.stream = stream
         self.size_bytes = size_bytes
-        self.cost = cost_of(size_bytes)
+        self.cost = cost_of(size_bytes, len(header.tensors))
         self.bulk = bulk
         self.end = header.end
         self.taken = False  # whether its credit was given back

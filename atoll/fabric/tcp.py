@@ -16,13 +16,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TypeAlias
 
 from atoll.errors import FabricError, FrameError, PeerLostError, RefusedError
-from atoll.fabric.carrier import Listener, Outlet, Wire, split_address
+from atoll.fabric.carrier import Accept, Listener, Outlet, Wire, split_address
 from atoll.fabric.connection import Connection
 from atoll.fabric.shaped import ShapedLink, ShapedOutlet
+from atoll.fabric.tls import shake_hands, tls_failure
 
-__all__ = ["TcpCarrier", "TcpPump", "prepare_socket"]
+__all__ = ["ContextSource", "TcpCarrier", "TcpPump", "prepare_socket"]
 
 _TURN_BYTES = 4 << 20  # read before looking whether something is to be sent
 _SEND_BYTES = 4 << 20  # offered to the kernel at once: fewer calls are cheaper
@@ -59,10 +61,15 @@ class TcpPump:
     """
 
     def __init__(
-        self, connection: Connection, establish: Callable[[], socket.socket], clock: Callable[[], float], outlet: Outlet | None = None
+        self,
+        connection: Connection,
+        establish: Callable[["TcpPump"], socket.socket],
+        clock: Callable[[], float],
+        outlet: Outlet | None = None,
     ) -> None:
         self.connection = connection
         self.certificate: bytes | None = None  # of the peer, once hands were shaken
+        self.address = ""  # of the peer, once known
         self._establish = establish
         self._clock = clock
         self._outlet: Outlet = outlet or connection
@@ -130,7 +137,7 @@ class TcpPump:
     def _run(self) -> None:
         sock: socket.socket | None = None
         try:
-            sock = self._establish()
+            sock = self._establish(self)
             if isinstance(sock, ssl.SSLSocket):
                 self.certificate = sock.getpeercert(binary_form=True)
                 self._read, self._write = self._read_tls, self._write_tls
@@ -141,7 +148,7 @@ class TcpPump:
         except FabricError as error:
             self._end(error)
         except ssl.SSLError as error:
-            self._end(PeerLostError(f"TLS failed: {_ssl_reason(error)}"))
+            self._end(tls_failure(error, self.address))
         except OSError as error:
             self._end(PeerLostError(error.strerror or str(error) or type(error).__name__))
         finally:
@@ -334,46 +341,52 @@ def _acknowledged(sock: socket.socket, now: float, connection: Connection) -> bo
     return milliseconds / 1000 < 3 * max(beat, 0.3)
 
 
-def _ssl_reason(error: ssl.SSLError) -> str:
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"the peer's certificate is refused: {error.verify_message}"
-    return (error.reason or str(error)).replace("_", " ").lower()
+ContextSource: TypeAlias = ssl.SSLContext | Callable[[], ssl.SSLContext] | None
+"""A context, or what gives the one to use now: certificates are renewed while connections come and go."""
 
 
 class TcpCarrier:
-    """TCP, with TLS where contexts are given: `client` for dialling, `server` for accepting. `link` shapes what is sent."""
+    """TCP, with TLS where contexts are given: `client` for dialling, `server` for accepting. `link` shapes what is sent.
+
+    `door` sees every accepted TLS socket first, in the thread it will have: True means that it was somebody else's business, now done.
+    """
 
     def __init__(
         self,
         *,
-        client: ssl.SSLContext | None = None,
-        server: ssl.SSLContext | None = None,
+        client: ContextSource = None,
+        server: ContextSource = None,
         server_hostname: str | None = None,
+        door: Callable[[ssl.SSLSocket], bool] | None = None,
         link: ShapedLink | None = None,
         connect_seconds: float = 10.0,
         user_timeout_seconds: float = 20.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client, self._server, self._server_hostname = client, server, server_hostname
-        self._link, self._clock = link, clock
+        self._link, self._clock, self._door = link, clock, door
         self._connect_seconds, self._user_timeout_seconds = connect_seconds, user_timeout_seconds
 
     def dial(self, address: str, connection: Connection, loop: asyncio.AbstractEventLoop) -> Wire:
         """A wire to `"host:port"`."""
         host, port = split_address(address)
 
-        def establish() -> socket.socket:
-            sock = socket.create_connection((host, port), timeout=self._connect_seconds)
-            try:
-                prepare_socket(sock, self._user_timeout_seconds)
-                return sock if self._client is None else self._client.wrap_socket(sock, server_hostname=self._server_hostname or host)
-            except BaseException:
-                sock.close()
-                raise
+        def establish(pump: TcpPump) -> socket.socket:
+            pump.address = address
+            return self._shake(socket.create_connection((host, port), timeout=self._connect_seconds), self._client, host)
 
         return self._pump(connection, establish)
 
-    def listen(self, address: str, accept: Callable[[Callable[[Connection], Wire]], None], loop: asyncio.AbstractEventLoop) -> Listener:
+    def over(self, sock: socket.socket, connection: Connection, *, dialled: bool, address: str) -> Wire:
+        """A wire over a socket that exists: a way through a relay. `address` is what it is called in messages."""
+
+        def establish(pump: TcpPump) -> socket.socket:
+            pump.address = address
+            return self._shake(sock, self._client, address) if dialled else self._take(sock)
+
+        return self._pump(connection, establish)
+
+    def listen(self, address: str, accept: Accept, loop: asyncio.AbstractEventLoop) -> Listener:
         """Accepts at `"host:port"`; port 0 takes any."""
         host, port = split_address(address)
         try:
@@ -385,26 +398,54 @@ class TcpCarrier:
 
         def incoming() -> None:
             try:
-                sock, _ = listening.accept()
+                sock, peer_address = listening.accept()
             except OSError:  # it left again, or there are no file descriptors: whoever dialled tries again
                 return
-            accept(lambda connection: self._pump(connection, lambda: self._take(sock)))
+
+            def establish(pump: TcpPump) -> socket.socket:
+                pump.address = _written(*peer_address[:2])
+                return self._take(sock)
+
+            if not accept(lambda connection: self._pump(connection, establish)):
+                sock.close()
 
         loop.add_reader(listening, incoming)
         return _TcpListener(listening, loop)
 
     def _take(self, sock: socket.socket) -> socket.socket:
+        """Shakes hands with whoever dialled; PeerLostError if it only wanted something at the door."""
+        taken = self._shake(sock, self._server, None)
+        if self._door is not None and isinstance(taken, ssl.SSLSocket):
+            try:
+                elsewhere = self._door(taken)
+            except BaseException:
+                taken.close()
+                raise
+            if elsewhere:
+                taken.close()
+                raise PeerLostError("it came to the door only")
+        return taken
+
+    def _shake(self, sock: socket.socket, source: ContextSource, host: str | None) -> socket.socket:
         try:
             sock.settimeout(self._connect_seconds)
             prepare_socket(sock, self._user_timeout_seconds)
-            return sock if self._server is None else self._server.wrap_socket(sock, server_side=True)
+            context = source if source is None or isinstance(source, ssl.SSLContext) else source()
+            if context is None:
+                return sock
+            hostname = host and (self._server_hostname or (host if context.check_hostname else None))
+            return shake_hands(sock, context, server_side=host is None, hostname=hostname)
         except BaseException:
             sock.close()
             raise
 
-    def _pump(self, connection: Connection, establish: Callable[[], socket.socket]) -> TcpPump:
+    def _pump(self, connection: Connection, establish: Callable[["TcpPump"], socket.socket]) -> TcpPump:
         outlet = None if self._link is None else ShapedOutlet(connection, self._link, self._clock)
         return TcpPump(connection, establish, self._clock, outlet)
+
+
+def _written(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class _TcpListener:
@@ -412,8 +453,7 @@ class _TcpListener:
 
     def __init__(self, listening: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
         self._listening, self._loop = listening, loop
-        host, port = listening.getsockname()[:2]
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = _written(*listening.getsockname()[:2])
 
     def close(self) -> None:
         """Accepts no more."""

@@ -5,12 +5,12 @@ from atoll.errors import FrameError
 __all__ = ["MESSAGE_COST_BYTES", "Window", "cost_of"]
 
 MESSAGE_COST_BYTES = 512
-"""What even an empty message costs: the objects that keep it."""
+"""What even an empty message costs, and each tensor in it: the objects that keep them."""
 
 
-def cost_of(size_bytes: int) -> int:
+def cost_of(size_bytes: int, tensors: int) -> int:
     """What a message takes from a window."""
-    return max(size_bytes, MESSAGE_COST_BYTES)
+    return max(size_bytes, MESSAGE_COST_BYTES * (1 + tensors))
 
 
 class Window:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from atoll.errors import FabricError, PeerLostError
+from atoll.errors import FabricError, PeerLostError, RefusedError
 from atoll.events import AnyEvent, PeerChanged, PeerRetried
 from atoll.fabric import Backoff, ConnectionSettings, Fabric, TcpCarrier
 from atoll.fabric.carrier import split_address
@@ -98,7 +98,7 @@ def test_tls_and_plain_do_not_mix_and_a_wrong_authority_is_refused(tmp_path: Pat
     quick = Backoff(first_seconds=0.001, attempts=2)
     with Fabric("rome", services=[Store()], carrier=TcpCarrier(server=server)) as rome:
         address = rome.listen()
-        refused = pytest.raises(PeerLostError, match="the peer's certificate is refused: self-signed certificate")
+        refused = pytest.raises(RefusedError, match="the peer's certificate is refused: self-signed certificate")
         with Fabric("oslo", carrier=TcpCarrier(client=stranger), backoff=quick) as oslo, refused:
             oslo.connect(address).call_sync(Store.echo, Named("x"))
         with Fabric("bern", backoff=quick) as bern, pytest.raises(FabricError):

@@ -21,6 +21,7 @@ _PARTS = {
     "transfer": "activations and gradients between stages",
     "bubble": "waiting in the pipeline",
     "overhead": "per-step overhead",
+    "jitter": "waiting for whoever is slowest at the moment",
     "codec": "encoding and decoding",
 }
 

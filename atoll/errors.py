@@ -15,6 +15,7 @@ AtollError
 │   ├── PeerLostError the connection to a peer ended, or it could not be reached; says which and why
 │   ├── DeadlineError a call took longer than measured speeds allow
 │   ├── RefusedError  a peer refused a call: unknown method, wrong type, limit, not allowed
+│   ├── CollectiveError  a collective did not give all of its result; says which parts are missing and because of whom
 │   └── RemoteError   a peer's own code raised; carries its kind and text
 ├── CodecError        a tensor cannot be encoded for a link, or what arrived is not a tensor some codec made; says which part
 │   └── NonFiniteTensorError  the codec cannot carry NaN or Inf
@@ -35,6 +36,7 @@ __all__ = [
     "CheckpointError",
     "ClusterError",
     "CodecError",
+    "CollectiveError",
     "DeadlineError",
     "FabricError",
     "FrameError",
@@ -111,6 +113,14 @@ class DeadlineError(FabricError):
 
 class RefusedError(FabricError):
     """A peer refused a call: there is no such method, its types are others, a limit was passed, or the caller may not."""
+
+
+class CollectiveError(FabricError):
+    """A collective did not give all of its result; `blamed` are the peers it is missing because of."""
+
+    def __init__(self, text: str, blamed: tuple[str, ...] = ()) -> None:
+        super().__init__(text)
+        self.blamed = blamed
 
 
 class RemoteError(FabricError):

@@ -33,6 +33,7 @@ __all__ = [
     "PeerChanged",
     "PeerRefused",
     "PeerRetried",
+    "ReductionFinished",
     "RenewalFailed",
     "RunFinished",
     "RunStarted",
@@ -282,6 +283,10 @@ AnyEvent: TypeAlias = (
     | CertificateIssued
     | CertificateRevoked
     | RenewalFailed
+    | CodecChosen
+    | ReductionFinished
+    | DonorRefused
+    | StateFetched
 )
 Observer: TypeAlias = Callable[[AnyEvent], None]
 

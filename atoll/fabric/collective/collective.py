@@ -1,0 +1,180 @@
+"""Collective: reductions among peers of a fabric, as one of them takes part.
+
+```python
+collective = Collective("oslo-0", codecs=FixedCodecs("int8"))
+with Fabric("oslo-0", services=[collective.service]) as fabric:
+    collective.attach(fabric)  # peers are found by name among those connected
+    reduction = fabric.run(collective.reduce(plan, gradient))  # `plan` came from whoever coordinates: make_plan
+    gradient.copy_(reduction.require_complete())
+```
+"""
+
+import asyncio
+import concurrent.futures
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from atoll.errors import CollectiveError, FabricError
+from atoll.events import AnyEvent, Observer, ReductionFinished
+from atoll.fabric.collective.link_codecs import AdaptiveCodecs, LinkCodecs
+from atoll.fabric.collective.messages import Item, Progress, Pull, Settled
+from atoll.fabric.collective.network import PeerRates
+from atoll.fabric.collective.outcome import Reduction
+from atoll.fabric.collective.plan import RoundPlan
+from atoll.fabric.collective.pulling import LONGEST_SECONDS, Pulling
+from atoll.fabric.collective.rates import RateWindow
+from atoll.fabric.collective.reductions import Reductions, RoundTable
+from atoll.fabric.collective.round import Peers, Round
+from atoll.fabric.deadline import LinkEstimate
+from atoll.fabric.fabric import Fabric
+from atoll.fabric.remote import Remote
+
+__all__ = ["Collective"]
+
+
+class Collective(Peers):
+    """One peer's part in reductions. Rounds may run side by side; `keep_rounds` of those that ended serve members that are late.
+
+    `codecs` None: adapted to each link. `threads` encode, decode and sum; the fabric's loop never does.
+    """
+
+    def __init__(
+        self, name: str, *, codecs: LinkCodecs | None = None, observer: Observer | None = None, threads: int = 2, keep_rounds: int = 2
+    ) -> None:
+        self.name = name
+        self.codecs: LinkCodecs = codecs or AdaptiveCodecs(self._estimate, self.clock, observer)
+        self.up, self.down = RateWindow(), RateWindow()
+        self._observer = observer
+        self._work = ThreadPoolExecutor(threads, thread_name_prefix=f"collective {name}")
+        self._fabric: Fabric | None = None
+        self._rounds = RoundTable(keep_rounds)
+        self.service = Reductions(self._rounds)
+        """What the fabric of this member must serve."""
+
+    def attach(self, fabric: Fabric) -> None:
+        """Uses the fabric this is a service of."""
+        self._fabric = fabric
+
+    def close(self) -> None:
+        """Ends the worker threads; call it after the fabric was closed."""
+        self._work.shutdown(wait=True, cancel_futures=True)
+
+    # ---- for its own member
+
+    async def reduce(self, plan: RoundPlan, buffer: torch.Tensor | None = None, out: torch.Tensor | None = None) -> Reduction:
+        """Takes part in a round. `buffer` must not change until this returns; the result is apart from it (in `out` if given).
+
+        Returns whatever happens to other members, with what is missing named; `require_complete` raises if anything is.
+        """
+        self._rounds.check_new(plan.id)
+        begin = self.clock()
+        round_ = Round(plan, self.name, buffer, self, self.codecs, self._work, out)
+        self._rounds.begin(round_)
+        try:
+            reduction = await round_.run()
+        finally:
+            self._rounds.end(plan.id)
+        self.up.end_round()
+        self.down.end_round()
+        self._tell(plan, reduction, self.clock() - begin)
+        return reduction
+
+    def reduce_soon(
+        self, plan: RoundPlan, buffer: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> "concurrent.futures.Future[Reduction]":
+        """As `reduce`, for code outside the loop: a future of the result."""
+        assert self._fabric is not None, "attach a fabric first"
+        return self._fabric.submit(self.reduce(plan, buffer, out))
+
+    async def confirm(self, plan: RoundPlan, reduction: Reduction, timeout_seconds: float | None = None) -> frozenset[str]:
+        """Which receivers hold the very same result, this one included. Who is not in it holds another, or could not be asked.
+
+        CollectiveError if this member itself does not hold a whole result.
+        """
+        if reduction.digest is None:
+            raise CollectiveError(f"round {plan.id}: {self.name} holds no whole result", reduction.blamed)
+        limit = 4 * plan.stall_seconds if timeout_seconds is None else timeout_seconds
+        settled = Settled(plan.id, reduction.digest)
+
+        async def ask(name: str) -> str | None:
+            try:
+                reply = await self._remote(name).call(Reductions.settled, settled, timeout_seconds=limit)
+            except FabricError:
+                return None
+            return reply.digest
+
+        others = [name for name in plan.receivers if name != self.name]
+        answers = await asyncio.gather(*(ask(name) for name in others))
+        same = [name for name, digest in zip(others, answers, strict=True) if digest == reduction.digest]
+        return frozenset([self.name, *same])
+
+    def rates(self, site: str = "", default_bytes_per_s: float = 25e6) -> PeerRates:
+        """What was measured of this member's interface in earlier rounds."""
+        return PeerRates(
+            name=self.name,
+            site=site,
+            up_bytes_per_s=self.up.bytes_per_s or default_bytes_per_s,
+            down_bytes_per_s=self.down.bytes_per_s or default_bytes_per_s,
+        )
+
+    # ---- Peers
+
+    def contributions(self, peer: str, pull: Pull) -> AsyncIterator[Item]:
+        """Asks a peer."""
+        return self._remote(peer).stream(Reductions.contribution, pull, timeout_seconds=LONGEST_SECONDS)
+
+    def reduced(self, peer: str, pull: Pull) -> AsyncIterator[Item]:
+        """Asks a peer."""
+        return self._remote(peer).stream(Reductions.result, pull, timeout_seconds=LONGEST_SECONDS)
+
+    async def progress(self, peer: str, pull: Pull) -> Progress:
+        """Asks a peer."""
+        remote = self._remote(peer)
+        if remote.estimate is None:
+            raise FabricError(f"{peer} is not connected")
+        return await remote.call(Reductions.held, pull, timeout_seconds=5.0)
+
+    def watched(self, peer: str, limit_seconds: float, first_seconds: float) -> Pulling:
+        """A pull that is about to begin."""
+        assert self._fabric is not None
+        remote = self._fabric.peers.get(peer)
+        return Pulling(peer, remote, limit_seconds, first_seconds, self.clock())
+
+    def clock(self) -> float:
+        """Of the loop."""
+        return asyncio.get_running_loop().time()
+
+    def sent(self, begin: float, end: float, nbytes: int) -> None:
+        """Bytes went out."""
+        self.up.add(begin, end, nbytes)
+
+    def received(self, begin: float, end: float, nbytes: int) -> None:
+        """Bytes came in."""
+        self.down.add(begin, end, nbytes)
+
+    # ---- inside
+
+    def _remote(self, name: str) -> Remote:
+        assert self._fabric is not None, "attach a fabric first"
+        return self._fabric.peer(name)
+
+    def _estimate(self, name: str) -> LinkEstimate | None:
+        remote = self._fabric.peers.get(name) if self._fabric is not None else None
+        return None if remote is None else remote.estimate
+
+    def _tell(self, plan: RoundPlan, reduction: Reduction, seconds: float) -> None:
+        if self._observer is None:
+            return
+        reasons = [part.reason for part in reduction.missing]
+        event: AnyEvent = ReductionFinished(
+            at_seconds=self.clock(),
+            round=plan.id,
+            seconds=seconds,
+            predicted_seconds=plan.bound_seconds,
+            complete=reduction.complete,
+            left_out=reduction.blamed,
+            message=reasons[0] if reasons else "",
+        )
+        self._observer(event)

@@ -1,0 +1,124 @@
+"""Which codec each link of a collective uses: fixed, or adapted by a controller per link while it runs. Decisions are Events."""
+
+from collections.abc import Callable, Sequence
+
+from atoll.codec import Codec, LinkController, LinkState, Message, Role, make_codec
+from atoll.errors import CodecError
+from atoll.events import CodecChosen, Observer
+from atoll.fabric.deadline import LinkEstimate
+
+__all__ = ["AdaptiveCodecs", "FixedCodecs", "LinkCodecs", "SUMMED_CODECS"]
+
+SUMMED_CODECS = ("none", "bf16", "int8", "int4")
+"""What a sum may be sent as. Top-k and low rank leave out what only error feedback brings back; a round that may be repeated has none."""
+
+_ALL = "all receivers"
+_OBSERVE_SECONDS = 0.25
+_UNKNOWN_CODEC_BYTES_PER_S = 8e9  # a plain copy on one core, until encoding was timed
+
+
+class LinkCodecs:
+    """How chunks are encoded. `near`: the receiver is in the sender's site."""
+
+    def towards(self, peer: str, *, near: bool) -> Codec:
+        """For what goes to one peer."""
+        raise NotImplementedError
+
+    def for_all(self, peers: Sequence[str]) -> Codec:
+        """For what is encoded once and goes to all of these."""
+        raise NotImplementedError
+
+    def timed(self, codec: Codec, nbytes: int, seconds: float) -> None:
+        """Encoding so many bytes took so long."""
+
+
+class FixedCodecs(LinkCodecs):
+    """One codec between sites and for results, another (or the same) inside a site."""
+
+    def __init__(self, codec: str = "int8", inside: str | None = None) -> None:
+        self._codec, self._inside = make_codec(codec), make_codec(codec if inside is None else inside)
+        for text in (codec, inside or codec):
+            if text not in (*SUMMED_CODECS, "fp16"):
+                raise CodecError(f"a collective cannot use {text!r}: without error feedback it loses most values; use {SUMMED_CODECS}")
+
+    def towards(self, peer: str, *, near: bool) -> Codec:
+        """The fixed one."""
+        return self._inside if near else self._codec
+
+    def for_all(self, peers: Sequence[str]) -> Codec:
+        """The fixed one."""
+        return self._codec
+
+
+class AdaptiveCodecs(LinkCodecs):
+    """A LinkController for each link, fed with what the fabric measures of it; and one for results, which go by the slowest link.
+
+    Chunks say themselves how they are encoded, so a link changes its codec between two chunks, in the middle of a round.
+    `nbytes` is what a link carries in a round; `first` is used until a link was measured.
+    """
+
+    def __init__(
+        self,
+        estimate: Callable[[str], LinkEstimate | None],
+        clock: Callable[[], float],
+        observer: Observer | None = None,
+        *,
+        role: Role = "gradient",
+        nbytes: float = 4e6,
+        error_budget: float | None = None,
+        first: str = "int8",
+    ) -> None:
+        self._estimate, self._clock, self._observer = estimate, clock, observer
+        self._message = Message(role=role, nbytes=nbytes)
+        self._error_budget, self._first = error_budget, first
+        self._controllers: dict[str, LinkController] = {}
+        self._observed: dict[str, float] = {}
+        self._codecs: dict[str, Codec] = {}
+        self._codec_bytes_per_s = _UNKNOWN_CODEC_BYTES_PER_S
+
+    def towards(self, peer: str, *, near: bool) -> Codec:
+        """What the link's controller says now."""
+        return self._decide(peer, [peer])
+
+    def for_all(self, peers: Sequence[str]) -> Codec:
+        """What the controller of the slowest link would say."""
+        return self._decide(_ALL, peers)
+
+    def timed(self, codec: Codec, nbytes: int, seconds: float) -> None:
+        """Encoding is about half of a codec's work; what it took says how much memory rate is left to codecs here."""
+        passes = codec.spec.memory_passes / 2
+        if passes and seconds > 0:
+            self._codec_bytes_per_s += 0.1 * (passes * nbytes / seconds - self._codec_bytes_per_s)
+
+    def _decide(self, link: str, peers: Sequence[str]) -> Codec:
+        now = self._clock()
+        state = self._slowest(peers)
+        if state is not None and now - self._observed.get(link, -1.0) >= _OBSERVE_SECONDS:
+            self._observed[link] = now
+            self._observe(link, now, state)
+        return self._codecs.get(link) or self._codecs.setdefault(link, make_codec(self._first))
+
+    def _slowest(self, peers: Sequence[str]) -> LinkState | None:
+        """Of the links to these peers that were measured."""
+        found = [estimate for peer in peers if (estimate := self._estimate(peer)) is not None and estimate.outgoing_bytes_per_s > 0]
+        if not found:
+            return None
+        slowest = min(found, key=lambda estimate: estimate.outgoing_bytes_per_s)
+        return LinkState(
+            bytes_per_s=slowest.outgoing_bytes_per_s,
+            round_trip_s=slowest.round_trip.mean or 0.0,
+            codec_bytes_per_s=self._codec_bytes_per_s,
+        )
+
+    def _observe(self, link: str, now: float, state: LinkState) -> None:
+        controller = self._controllers.get(link)
+        if controller is None:
+            controller = LinkController(self._message, codecs=SUMMED_CODECS, error_budget=self._error_budget)
+            self._controllers[link] = controller
+        before = controller.codec
+        decision = controller.observe(now, state)
+        if decision.changed:
+            self._codecs[link] = make_codec(decision.codec)
+            if self._observer is not None:
+                event = CodecChosen(at_seconds=now, link=link, codec=decision.codec, before=before or "", reason=decision.reason)
+                self._observer(event)

@@ -19,6 +19,7 @@ AtollError
 │   └── RemoteError   a peer's own code raised; carries its kind and text
 ├── CodecError        a tensor cannot be encoded for a link, or what arrived is not a tensor some codec made; says which part
 │   └── NonFiniteTensorError  the codec cannot carry NaN or Inf
+├── LabError          a lab, or a fault scripted for it, is not possible; says what and what would be
 ├── RoleError         the environment of a launched process is partial or contradicts itself; names the variables
 └── NoPlanError       nothing fits; says what came closest and what would help
 ```
@@ -42,6 +43,7 @@ __all__ = [
     "FrameError",
     "JobError",
     "JobFailedError",
+    "LabError",
     "NoPlanError",
     "NonFiniteTensorError",
     "PeerLostError",
@@ -137,6 +139,10 @@ class CodecError(AtollError):
 
 class NonFiniteTensorError(CodecError):
     """A codec that sends a tensor as a whole was given NaN or Inf, which it could only spread."""
+
+
+class LabError(AtollError):
+    """A lab, or a fault scripted for it, is not possible here."""
 
 
 class RoleError(AtollError):

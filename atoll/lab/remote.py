@@ -1,0 +1,171 @@
+"""Processes on other hosts of a lab, asked for from inside it: what ssh is in a real cluster.
+
+`python -m atoll.lab.remote HOST COMMAND …` runs a command on another host with this process's standard streams, environment and directory,
+passes signals on and ends as the command ends. If this process is killed, so is the command. The lab's own process answers, over a socket
+that all hosts see.
+"""
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import TypeAlias
+
+import msgspec
+
+from atoll.errors import AtollError, LabError
+from atoll.lab.environment import LabView, find_lab
+
+__all__ = ["RemoteServer", "Request", "remote_command"]
+
+_LENGTH = struct.Struct("<I")
+_LARGEST_REQUEST = 8 << 20
+_LOOK_SECONDS = 0.05
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A process to be started."""
+
+    host: str
+    command: list[str]
+    environ: dict[str, str]
+    directory: str
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """How it ended, or why it did not begin."""
+
+    code: int
+    complaint: str = ""
+
+
+Starter: TypeAlias = Callable[[Request, tuple[int, int, int]], "subprocess.Popen[bytes]"]
+
+
+def remote_command(host: str, command: Sequence[str]) -> list[str]:
+    """The command that runs a command on another host of the lab this process is in."""
+    return [sys.executable, "-m", "atoll.lab.remote", host, *command]
+
+
+class RemoteServer:
+    """Answers such requests; one thread for each process it looks after."""
+
+    def __init__(self, path: str, start: Starter) -> None:
+        self._start, self._path = start, path
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listening.bind(path)
+        self._listening.listen(256)
+        self._closing = False
+        self._thread = threading.Thread(target=self._accept, name="lab remote", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Accepts no more."""
+        self._closing = True
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        self._thread.join()
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+
+    def _accept(self) -> None:
+        while not self._closing:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), name="lab remote process", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                process = self._begin(connection)
+            except (AtollError, OSError, msgspec.DecodeError) as error:
+                reply = Reply(1, str(error))
+            else:
+                reply = Reply(_look_after(process, connection))
+            with contextlib.suppress(OSError):
+                connection.sendall(msgspec.json.encode(reply))
+
+    def _begin(self, connection: socket.socket) -> "subprocess.Popen[bytes]":
+        head, files, _, _ = socket.recv_fds(connection, _LENGTH.size, 3)
+        try:
+            size = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else _LARGEST_REQUEST + 1
+            if size > _LARGEST_REQUEST or len(files) != 3:
+                raise LabError("that is not a request for a process")
+            request = msgspec.json.decode(_exactly(connection, size), type=Request)
+            return self._start(request, (files[0], files[1], files[2]))
+        finally:
+            for file in files:
+                os.close(file)
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size and (chunk := connection.recv(size - len(data))):
+        data += chunk
+    return bytes(data)
+
+
+def _look_after(process: "subprocess.Popen[bytes]", connection: socket.socket) -> int:
+    """Until it ends: signals are passed on; if whoever asked for it is gone, it is killed."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ)
+        while process.poll() is None:
+            for _ in selector.select(_LOOK_SECONDS):
+                asked = connection.recv(1)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, asked[0]) if asked else os.killpg(process.pid, signal.SIGKILL)
+                if not asked:
+                    process.wait()
+    return process.returncode
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The asking side."""
+    view = find_lab(os.environ)
+    if view is None or len(arguments) < 2:
+        print("atoll lab: `python -m atoll.lab.remote HOST COMMAND …` works inside a lab only", file=sys.stderr)
+        return 2
+    reply = _ask(view, Request(arguments[0], list(arguments[1:]), dict(os.environ), os.getcwd()))
+    if reply.complaint:
+        print(f"atoll lab: {reply.complaint}", file=sys.stderr, flush=True)
+    if reply.code < 0:
+        with contextlib.suppress(OSError):
+            signal.signal(-reply.code, signal.SIG_DFL)
+        os.kill(os.getpid(), -reply.code)
+    return reply.code
+
+
+def _ask(view: LabView, request: Request) -> Reply:
+    data = msgspec.json.encode(request)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        try:
+            connection.connect(view.socket)
+            socket.send_fds(connection, [_LENGTH.pack(len(data))], [0, 1, 2])
+            connection.sendall(data)
+        except OSError as error:
+            return Reply(1, f"lab {view.name} does not answer: {error.strerror}")
+
+        def pass_on(number: int, frame: FrameType | None) -> None:
+            with contextlib.suppress(OSError):
+                connection.sendall(bytes([number]))
+
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, pass_on)
+        answer = bytearray()
+        while chunk := connection.recv(65536):
+            answer += chunk
+    return msgspec.json.decode(answer, type=Reply) if answer else Reply(1, f"lab {view.name} ended")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,304 @@
+"""What a lab's hosts are made of. Here the interface and the real one, network namespaces; `loopback.py` needs no rights."""
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol, TypeAlias
+
+import msgspec
+
+from atoll.cluster import Cluster
+from atoll.errors import LabError
+from atoll.lab.conditions import Conditions
+from atoll.lab.network import INTERFACE, Command, Network
+from atoll.lab.orphans import OWNER, mark
+
+__all__ = ["NamespaceWorld", "Stream", "World", "why_no_namespaces"]
+
+Stream: TypeAlias = int | IO[Any] | None
+_INSIDE = str(Path(__file__).with_name("inside.py"))
+_OF_HOST = "user,mnt,net,uts,pid"
+_OF_LAB = "user,mnt,net"
+_START_SECONDS = 60.0
+
+
+class World(Protocol):
+    """Hosts with addresses, on which processes can be started, and between which conditions can change."""
+
+    interface: str
+    files: Path  # a directory of the lab's own, as this process sees it
+    files_inside: str  # and as its hosts see it
+
+    @property
+    def shaped(self) -> str:
+        """What of the cluster is imposed, in a sentence."""
+
+    def address(self, host: str) -> str:
+        """A host's address."""
+
+    def extra(self, host: str) -> dict[str, str]:
+        """What a host's processes find in their environment because of this world."""
+
+    def spawn(
+        self,
+        host: str,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        directory: str | None,
+        streams: tuple[Stream, Stream, Stream],
+        session: bool,
+    ) -> "subprocess.Popen[bytes]":
+        """A process on a host. It does not outlive the lab."""
+
+    def change(self, before: Conditions, after: Conditions) -> None:
+        """Other conditions from now on; LabError where this world has no such thing."""
+
+    def processes(self, host: str) -> list[int]:
+        """Everything that runs on a host."""
+
+    def kill(self, host: str) -> None:
+        """Ends everything that runs on a host."""
+
+    def boot(self, host: str) -> None:
+        """A killed host is there again."""
+
+    def close(self) -> None:
+        """Ends everything and leaves nothing."""
+
+
+def why_no_namespaces() -> str | None:
+    """Why this machine, or this user, cannot have a lab of namespaces; None: it can."""
+    if sys.platform != "linux":
+        return "network namespaces exist on Linux only"
+    for tool in ("ip", "tc"):
+        if not any(os.access(os.path.join(folder, tool), os.X_OK) for folder in _path().split(os.pathsep)):
+            return f"`{tool}` is not installed (package iproute2)"
+    if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
+        return "/dev/net/tun cannot be opened"
+    try:
+        holder = _Inside("hold")
+    except LabError as error:
+        return str(error)
+    holder.close()
+    return None
+
+
+def _path() -> str:
+    """`ip` and `tc` are in /usr/sbin, which is not on everybody's path."""
+    return os.pathsep.join(filter(None, (os.environ.get("PATH", ""), "/usr/sbin", "/sbin")))
+
+
+class _Inside:
+    """A process of `inside.py` (or another that ends with its standard input), which keeps something alive as long as it lives."""
+
+    def __init__(self, *arguments: str, command: Sequence[str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            command or _inside(*arguments),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is not for it
+            env={**os.environ, "PATH": _path(), OWNER: mark(os.getpid())},
+        )
+        self.first = self.line()
+
+    def line(self) -> str:
+        """The next line it says; LabError with its complaint if it ends instead."""
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        line = self.process.stdout.readline()
+        if not line.endswith(b"\n"):
+            self.process.wait()
+            complaint = self.process.stderr.read().decode(errors="replace").strip().splitlines()
+            raise LabError(complaint[-1] if complaint else "it ended at once")
+        return line.decode().strip()
+
+    def ask(self, line: bytes) -> str:
+        """Says a line and hears one."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(line + b"\n")
+            self.process.stdin.flush()
+        except OSError as error:
+            raise LabError(f"the lab's forwarder has ended: {error.strerror}") from None
+        return self.line()
+
+    def close(self) -> None:
+        """Ends it."""
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(2)
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+def _inside(*arguments: str) -> list[str]:
+    return [sys.executable, "-I", "-S", _INSIDE, *arguments]
+
+
+class _HostSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """What `inside.py host` is told."""
+
+    lab: str
+    holder: int
+    network: str
+    name: str
+    files: dict[str, str]
+    settings: dict[str, str]
+
+
+class NamespaceWorld:
+    """Network namespaces with shaped interfaces, a bridge a site and a forwarder between sites."""
+
+    interface = INTERFACE
+    files_inside = "/run/netns/lab"
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self.network, self._name = Network(cluster), name
+        self._hosts: dict[str, _Inside] = {}
+        self._forwarder: _Inside | None = None
+        self._holder = _Inside("hold", name)
+        self.files = Path(f"/proc/{self._holder.first}/root{self.files_inside}")
+        try:
+            self._build(cluster)
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self, cluster: Cluster) -> None:
+        self._do(self.network.build())
+        forwarder = [sys.executable, "-m", "atoll.lab.forwarder", *self.network.site_networks]
+        self._forwarder = _Inside(command=_inside("enter", self._holder.first, _OF_LAB, *forwarder))
+        self.priority = self._forwarder.first.removeprefix("ready ")
+        self._do(self.network.connect_sites())
+        self._tell_forwarder(Conditions())
+        for host in cluster.hosts:
+            self.boot(host.name)
+
+    @property
+    def shaped(self) -> str:
+        """What is imposed."""
+        return (
+            "network namespaces: every host's interface and every link between sites has the file's bandwidth, links between sites "
+            f"their latency (forwarder's priority: {self.priority}); links inside a host are not imposed"
+        )
+
+    @property
+    def forwarder_pid(self) -> int:
+        """The forwarder's process, for whoever wants to know what it costs."""
+        assert self._forwarder is not None
+        return _only_child(self._forwarder.process.pid)
+
+    def address(self, host: str) -> str:
+        """A host's address."""
+        return self.network.address(host)
+
+    def extra(self, host: str) -> dict[str, str]:
+        """Nothing."""
+        return {}
+
+    def boot(self, host: str) -> None:
+        """Gives a host its first process; what a killed one had is gone."""
+        setup = _HostSetup(
+            lab=self._name,
+            holder=int(self._holder.first),
+            network=self.network.host_network(host),
+            name=host,
+            files={"/etc/hosts": self.network.hosts_file(host), "/etc/resolv.conf": "", "/etc/hostname": f"{host}\n"},
+            settings=self.network.host_settings(),
+        )
+        self._hosts[host] = _Inside("host", msgspec.json.encode(setup).decode())
+        said = self._hosts[host].line()
+        assert said == "ready", said
+
+    def spawn(
+        self,
+        host: str,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        directory: str | None,
+        streams: tuple[Stream, Stream, Stream],
+        session: bool,
+    ) -> "subprocess.Popen[bytes]":
+        """A process among the host's."""
+        if host not in self._hosts:
+            raise LabError(f"{host} is dead; restore it first")
+        wrapped = _inside("enter", self._hosts[host].first, _OF_HOST, *command)
+        stdin, stdout, stderr = streams
+        return subprocess.Popen(
+            wrapped, env=dict(environ), cwd=directory, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=session
+        )
+
+    def change(self, before: Conditions, after: Conditions) -> None:
+        """Interfaces, ports, routes; then the forwarder."""
+        self._do(self.network.change(before, after))
+        self._tell_forwarder(after)
+
+    def processes(self, host: str) -> list[int]:
+        """All of its PID namespace, but the first."""
+        if host not in self._hosts:
+            return []
+        first = int(self._hosts[host].first)
+        space = _pid_namespace(first)
+        return [] if space is None else [pid for pid in _all_processes() if pid != first and _pid_namespace(pid) == space]
+
+    def kill(self, host: str) -> None:
+        """The kernel ends all processes of a PID namespace with its first."""
+        inside = self._hosts.pop(host, None)
+        if inside is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(inside.first), signal.SIGKILL)
+            inside.close()
+
+    def close(self) -> None:
+        """Hosts first, so that they do not see the network go."""
+        for host in list(self._hosts):
+            self.kill(host)
+        for inside in (self._forwarder, self._holder):
+            if inside is not None:
+                inside.close()
+
+    def _tell_forwarder(self, conditions: Conditions) -> None:
+        assert self._forwarder is not None
+        self._forwarder.ask(msgspec.json.encode(self.network.forwarder_state(conditions)))
+
+    def _do(self, commands: Sequence[Command]) -> None:
+        """Runs commands in the lab's own namespaces, until one fails."""
+        if not commands:
+            return
+        lines = [
+            f"{shlex.join(command)} || {{ echo {shlex.quote('failed: ' + shlex.join(command))} >&2; exit 1; }}" for command in commands
+        ]
+        result = subprocess.run(
+            _inside("enter", self._holder.first, _OF_LAB, "sh", "-s"),
+            input="\n".join(lines).encode(),
+            capture_output=True,
+            env={**os.environ, "PATH": _path()},
+            timeout=_START_SECONDS + len(commands),
+        )
+        if result.returncode:
+            raise LabError(f"the lab's network cannot be built: {' '.join(result.stderr.decode(errors='replace').split())}")
+
+
+def _all_processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _pid_namespace(pid: int) -> str | None:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    except OSError:
+        return None
+
+
+def _only_child(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])

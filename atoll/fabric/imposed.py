@@ -36,7 +36,7 @@ class LinkChoice:
     """The shaped link for each peer of this process. Connections of one link share it."""
 
     def __init__(self, links: ImposedLinks) -> None:
-        self.source = links.source
+        self._source = links.source
         self._peers = links.peers
         self._shaped = {link.name: ShapedLink(link.bytes_per_s, link.latency_s) for link in links.peers.values()}
 
@@ -44,6 +44,10 @@ class LinkChoice:
         """For a peer with this address, without port; None: not a peer that something is imposed on."""
         found = self._peers.get(address)
         return None if found is None else self._shaped[found.name]
+
+    def source_for(self, address: str) -> tuple[str, int] | None:
+        """What to dial such a peer from, so that it knows who comes; None: as it happens to be."""
+        return (self._source, 0) if address in self._peers else None
 
 
 def imposed_links(environ: Mapping[str, str]) -> LinkChoice | None:

@@ -21,6 +21,7 @@ from typing import TypeAlias
 from atoll.errors import FabricError, FrameError, PeerLostError, RefusedError
 from atoll.fabric.carrier import Accept, Listener, Outlet, Wire, split_address
 from atoll.fabric.connection import Connection
+from atoll.fabric.imposed import LinkChoice
 from atoll.fabric.shaped import ShapedLink, ShapedOutlet
 from atoll.fabric.tls import shake_hands, tls_failure
 
@@ -346,7 +347,7 @@ ContextSource: TypeAlias = ssl.SSLContext | Callable[[], ssl.SSLContext] | None
 
 
 class TcpCarrier:
-    """TCP, with TLS where contexts are given: `client` for dialling, `server` for accepting. `link` shapes what is sent.
+    """TCP, with TLS where contexts are given: `client` for dialling, `server` for accepting. `link` shapes what is sent, to all or by peer.
 
     `door` sees every accepted TLS socket first, in the thread it will have: True means that it was somebody else's business, now done.
     """
@@ -358,7 +359,7 @@ class TcpCarrier:
         server: ContextSource = None,
         server_hostname: str | None = None,
         door: Callable[[ssl.SSLSocket], bool] | None = None,
-        link: ShapedLink | None = None,
+        link: ShapedLink | LinkChoice | None = None,
         connect_seconds: float = 10.0,
         user_timeout_seconds: float = 20.0,
         clock: Callable[[], float] = time.monotonic,
@@ -373,9 +374,10 @@ class TcpCarrier:
 
         def establish(pump: TcpPump) -> socket.socket:
             pump.address = address
-            return self._shake(socket.create_connection((host, port), timeout=self._connect_seconds), self._client, host)
+            source = self._link.source_for(host) if isinstance(self._link, LinkChoice) else None
+            return self._shake(socket.create_connection((host, port), self._connect_seconds, source), self._client, host)
 
-        return self._pump(connection, establish)
+        return self._pump(connection, establish, host)
 
     def over(self, sock: socket.socket, connection: Connection, *, dialled: bool, address: str) -> Wire:
         """A wire over a socket that exists: a way through a relay. `address` is what it is called in messages."""
@@ -406,7 +408,7 @@ class TcpCarrier:
                 pump.address = _written(*peer_address[:2])
                 return self._take(sock)
 
-            if not accept(lambda connection: self._pump(connection, establish)):
+            if not accept(lambda connection: self._pump(connection, establish, peer_address[0])):
                 sock.close()
 
         loop.add_reader(listening, incoming)
@@ -439,8 +441,9 @@ class TcpCarrier:
             sock.close()
             raise
 
-    def _pump(self, connection: Connection, establish: Callable[["TcpPump"], socket.socket]) -> TcpPump:
-        outlet = None if self._link is None else ShapedOutlet(connection, self._link, self._clock)
+    def _pump(self, connection: Connection, establish: Callable[["TcpPump"], socket.socket], host: str = "") -> TcpPump:
+        link = self._link.link_to(host) if isinstance(self._link, LinkChoice) else self._link
+        outlet = None if link is None else ShapedOutlet(connection, link, self._clock)
         return TcpPump(connection, establish, self._clock, outlet)
 
 

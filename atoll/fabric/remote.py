@@ -64,7 +64,7 @@ class Expected(msgspec.Struct, frozen=True):
         if self.name not in (None, name):
             raise RefusedError(f"{self.name} was to be reached there, but it is {name}")
         if self.role not in (None, role):
-            raise RefusedError(f"a {self.role} was to be reached there, but {name} is a {role}")
+            raise RefusedError(f"the {self.role} was to be reached there, but it is {name} ({role})")
 
 
 class Remote:

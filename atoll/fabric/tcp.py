@@ -379,11 +379,12 @@ class TcpCarrier:
 
         return self._pump(connection, establish, host)
 
-    def over(self, sock: socket.socket, connection: Connection, *, dialled: bool, address: str) -> Wire:
-        """A wire over a socket that exists: a way through a relay. `address` is what it is called in messages."""
+    def over(self, open_socket: Callable[[], socket.socket], connection: Connection, *, dialled: bool, address: str) -> Wire:
+        """A wire over a socket that is made otherwise, such as through a relay, in the wire's thread. `address`: what messages call it."""
 
         def establish(pump: TcpPump) -> socket.socket:
             pump.address = address
+            sock = open_socket()
             return self._shake(sock, self._client, address) if dialled else self._take(sock)
 
         return self._pump(connection, establish)

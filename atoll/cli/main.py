@@ -17,6 +17,7 @@ from rich.text import Text
 
 from atoll.cli.diff import diff
 from atoll.cli.export import export
+from atoll.cli.lab import lab
 from atoll.cli.output import show_what_the_terminal_can
 from atoll.cli.plan import plan
 from atoll.cli.presets import presets
@@ -27,7 +28,7 @@ from atoll.errors import AtollError
 
 __all__ = ["build_app", "main", "run"]
 
-_TAKES_SCRIPTS = ("plan", "run")
+_TAKES_SCRIPTS = ("plan", "run", "lab")
 _CANNOT_PRINT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)  # a full or broken disk behind stdout
 
 
@@ -48,6 +49,7 @@ def build_app() -> typer.Typer:
     app.command()(export)
     app.command()(presets)
     app.command()(diff)
+    app.command()(lab)
     return app
 
 

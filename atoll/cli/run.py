@@ -1,7 +1,9 @@
 """`atoll run SCRIPT --cluster FILE`: plan the job, show the plan, start a process for every device, train."""
 
+import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +20,8 @@ from atoll.cluster import Cluster, dump_cluster, load_cluster
 from atoll.cost import Calibration, Cost, cost, load_calibration
 from atoll.errors import JobError, PlanError
 from atoll.events import EventLog
+from atoll.lab.environment import LabView, find_lab
+from atoll.lab.remote import remote_command
 from atoll.plan import Plan, load_plan, validate
 from atoll.runtime.run_directory import RunDirectory, RunSettings
 
@@ -71,7 +75,13 @@ def _directory(
     """Where the run is written, and what is said of it there; nothing is written yet."""
     if not Path(script).is_file():
         raise JobError(f"{script}: there is no such file; `atoll run` needs a training script")
-    settings = RunSettings(script=str(Path(script).resolve()), arguments=arguments, checkpoint_every=checkpoint_every, keep_last=keep_last)
+    settings = RunSettings(
+        script=str(Path(script).resolve()),
+        arguments=arguments,
+        checkpoint_every=checkpoint_every,
+        keep_last=keep_last,
+        speeds=os.environ.get("ATOLL_SPEEDS") or None,
+    )
     if resume is not None:
         if out is not None and out.resolve() != resume.resolve():
             raise JobError("--out: a resumed run goes on in its own directory; leave it out")
@@ -140,14 +150,33 @@ def _launch(directory: RunDirectory, plan: Plan, max_restarts: int) -> None:
     from atoll.watch.report import read_report
 
     devices = Layout(plan).devices
-    say(f"starting {len(devices)} processes on this machine, one a device; the run is in {directory.path}")
+    lab = _lab_with(devices)
+    where = "on this machine" if lab is None else f"on hosts of {lab.name}"
+    say(f"starting {len(devices)} processes {where}, one a device; the run is in {directory.path}")
 
     def keep(event: "AnyEvent") -> None:
         with EventLog(directory.path, resume=True) as log:
             log(event)
 
     command = [sys.executable, "-m", "atoll.cli.worker", str(directory.path.resolve())]
-    result = launch(lambda rank, generation: command, len(devices), devices=devices, max_restarts=max_restarts, observers=[keep])
+    result = launch(
+        lambda rank, generation: command if lab is None else remote_command(_host_of(devices[rank]), command),
+        len(devices),
+        devices=devices,
+        max_restarts=max_restarts,
+        observers=[keep],
+        host="127.0.0.1" if lab is None else lab.address,
+    )
     if result.exit_code or result.interrupted:
         raise typer.Exit(130 if result.interrupted and not result.exit_code else result.exit_code)
     show(short_view(read_report(directory.path), directory.path))
+
+
+def _lab_with(devices: Sequence[str]) -> LabView | None:
+    """The lab this command runs in, if its hosts are those of the plan: then each rank is started on its own host."""
+    lab = find_lab(os.environ)
+    return lab if lab is not None and all(_host_of(device) in lab.addresses for device in devices) else None
+
+
+def _host_of(device: str) -> str:
+    return device.rpartition("/")[0]

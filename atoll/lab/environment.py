@@ -12,9 +12,11 @@ import msgspec
 from atoll.cluster import Cluster
 from atoll.errors import LabError
 
-__all__ = ["LabView", "device_environments", "find_lab", "host_environment"]
+__all__ = ["PER_HOST", "LabView", "device_environments", "find_lab", "host_environment"]
 
 MASTER_PORT = 29500  # torchrun's
+LINKS = "ATOLL_LINKS"  # as `atoll.fabric.imposed` calls it; importing that would load PyTorch
+PER_HOST = ("ATOLL_LAB_HOST", "HOSTNAME", "PET_NODE_RANK", "PET_NPROC_PER_NODE", LINKS)  # not to be taken along to another host
 
 
 class LabView(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +67,7 @@ def host_environment(
         "PET_MASTER_PORT": str(MASTER_PORT),
     }
     speeds = {"ATOLL_SPEEDS": cluster_file} if impose_speeds else {}
-    defaults = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, "PYTHONUNBUFFERED": "1"}
+    defaults = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, "PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     return {**defaults, **base, **own, **speeds}
 
 

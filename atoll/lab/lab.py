@@ -27,7 +27,7 @@ from atoll.cluster.cluster import site_index
 from atoll.errors import AtollError, LabError
 from atoll.events import FaultEnded, FaultInjected, Observer
 from atoll.lab.conditions import Conditions
-from atoll.lab.environment import LabView, host_environment
+from atoll.lab.environment import PER_HOST, LabView, host_environment
 from atoll.lab.faults import Fault, check_fault
 from atoll.lab.loopback import LoopbackWorld
 from atoll.lab.orphans import OWNER, mark, remove_orphans
@@ -117,7 +117,7 @@ class Lab:
         self._conditions = Conditions()
         self._dead: set[str] = set()
         self._processes: list[LabProcess] = []
-        self._timers: list[threading.Timer] = []
+        self._timers: list[_Timer] = []
         self._closed = False
         self.problems: list[str] = []  # of faults that were due and not possible
         self._cluster_file = str(Path(cluster_file).resolve()) if cluster_file is not None else self._write_cluster()
@@ -197,6 +197,11 @@ class Lab:
 
     # ---- faults
 
+    @property
+    def reviving(self) -> bool:
+        """Whether a killed host is going to be there again by itself."""
+        return any(timer.revives and timer.is_alive() for timer in self._timers)
+
     def inject(self, fault: Fault) -> None:
         """Makes a fault happen now, whatever its time. With a duration it ends by itself."""
         check_fault(fault, self.cluster)
@@ -213,7 +218,7 @@ class Lab:
                 )
             )
             if fault.duration_seconds is not None:
-                self._later(fault.duration_seconds, lambda: self._over(fault))
+                self._later(fault.duration_seconds, lambda: self._over(fault), revives=fault.kind == "kill")
 
     def play(self, faults: Sequence[Fault]) -> None:
         """Has every fault happen at its time from now; returns at once."""
@@ -296,7 +301,8 @@ class Lab:
     def _start_for(self, request: Request, streams: tuple[int, int, int]) -> "subprocess.Popen[bytes]":
         """For a process of the lab that wants one on another host."""
         self._known(request.host)
-        environ = self.environment(request.host, request.environ)
+        own = self.environment(request.host, {})
+        environ = {**own, **request.environ, **{name: own[name] for name in PER_HOST if name in own}}
         return self._start(request.host, request.command, environ, request.directory, streams, True)._process
 
     def _act(self, fault: Fault) -> None:
@@ -358,7 +364,7 @@ class Lab:
                 if self.booted is not None:
                     self.booted(host)
 
-    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+    def _later(self, seconds: float, action: Callable[[], None], *, revives: bool = False) -> None:
         def act() -> None:
             try:
                 action()
@@ -366,7 +372,7 @@ class Lab:
                 if not self._closed:
                     self.problems.append(str(error))
 
-        timer = threading.Timer(seconds, act)
+        timer = _Timer(seconds, act, revives)
         timer.daemon = True
         self._timers = [other for other in self._timers if other.is_alive()] + [timer]
         timer.start()
@@ -390,6 +396,14 @@ class Lab:
     def _write_cluster(self) -> str:
         (self.world.files / "cluster.toml").write_text(dump_cluster(self.cluster), "utf-8")
         return f"{self.world.files_inside}/cluster.toml"
+
+
+class _Timer(threading.Timer):
+    """Something that happens later; `revives`: it brings a killed host back."""
+
+    def __init__(self, seconds: float, action: Callable[[], None], revives: bool) -> None:
+        super().__init__(seconds, action)
+        self.revives = revives
 
 
 def _places(place: Place) -> tuple[str, ...]:

@@ -15,17 +15,21 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from atoll.cluster import Cluster
 from atoll.cluster.cluster import wan_index
 from atoll.errors import LabError
-from atoll.fabric.imposed import LINKS, ImposedLink, ImposedLinks
 from atoll.lab.conditions import Conditions
+from atoll.lab.environment import LINKS
 from atoll.lab.network import Network
 from atoll.lab.orphans import LAB_FILES, mark
 from atoll.lab.world import Stream
+
+if TYPE_CHECKING:
+    from atoll.fabric.imposed import ImposedLinks
 
 __all__ = ["LoopbackWorld"]
 
@@ -130,7 +134,9 @@ class LoopbackWorld:
                 os.close(file)
         shutil.rmtree(self.files, ignore_errors=True)
 
-    def _links(self, own: str) -> ImposedLinks:
+    def _links(self, own: str) -> "ImposedLinks":
+        from atoll.fabric.imposed import ImposedLink, ImposedLinks  # loads PyTorch, which a lab of namespaces does without
+
         sites = {host.name: site for site in self._cluster.sites for host in site.hosts}
         wan = wan_index(self._cluster)
         peers = {}

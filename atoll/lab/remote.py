@@ -1,6 +1,6 @@
 """Processes on other hosts of a lab, asked for from inside it: what ssh is in a real cluster.
 
-`python -m atoll.lab.remote HOST COMMAND …` runs a command on another host with this process's standard streams, environment and directory,
+`python -m atoll.lab.on_host HOST COMMAND …` runs a command on another host with this process's standard streams, environment and directory,
 passes signals on and ends as the command ends. If this process is killed, so is the command. The lab's own process answers, over a socket
 that all hosts see.
 """
@@ -15,17 +15,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import TypeAlias
 
 import msgspec
 
 from atoll.errors import AtollError, LabError
-from atoll.lab.environment import LabView, find_lab
 
-__all__ = ["RemoteServer", "Request", "remote_command"]
+__all__ = ["REQUEST_LENGTH", "RemoteServer", "Reply", "Request", "remote_command"]
 
-_LENGTH = struct.Struct("<I")
+REQUEST_LENGTH = struct.Struct("<I")
 _LARGEST_REQUEST = 8 << 20
 _LOOK_SECONDS = 0.05
 
@@ -51,7 +49,7 @@ Starter: TypeAlias = Callable[[Request, tuple[int, int, int]], "subprocess.Popen
 
 def remote_command(host: str, command: Sequence[str]) -> list[str]:
     """The command that runs a command on another host of the lab this process is in."""
-    return [sys.executable, "-m", "atoll.lab.remote", host, *command]
+    return [sys.executable, "-m", "atoll.lab.on_host", host, *command]
 
 
 class RemoteServer:
@@ -96,9 +94,9 @@ class RemoteServer:
                 connection.sendall(msgspec.json.encode(reply))
 
     def _begin(self, connection: socket.socket) -> "subprocess.Popen[bytes]":
-        head, files, _, _ = socket.recv_fds(connection, _LENGTH.size, 3)
+        head, files, _, _ = socket.recv_fds(connection, REQUEST_LENGTH.size, 3)
         try:
-            size = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else _LARGEST_REQUEST + 1
+            size = REQUEST_LENGTH.unpack(head)[0] if len(head) == REQUEST_LENGTH.size else _LARGEST_REQUEST + 1
             if size > _LARGEST_REQUEST or len(files) != 3:
                 raise LabError("that is not a request for a process")
             request = msgspec.json.decode(_exactly(connection, size), type=Request)
@@ -127,45 +125,3 @@ def _look_after(process: "subprocess.Popen[bytes]", connection: socket.socket) -
                 if not asked:
                     process.wait()
     return process.returncode
-
-
-def main(arguments: Sequence[str]) -> int:
-    """The asking side."""
-    view = find_lab(os.environ)
-    if view is None or len(arguments) < 2:
-        print("atoll lab: `python -m atoll.lab.remote HOST COMMAND …` works inside a lab only", file=sys.stderr)
-        return 2
-    reply = _ask(view, Request(arguments[0], list(arguments[1:]), dict(os.environ), os.getcwd()))
-    if reply.complaint:
-        print(f"atoll lab: {reply.complaint}", file=sys.stderr, flush=True)
-    if reply.code < 0:
-        with contextlib.suppress(OSError):
-            signal.signal(-reply.code, signal.SIG_DFL)
-        os.kill(os.getpid(), -reply.code)
-    return reply.code
-
-
-def _ask(view: LabView, request: Request) -> Reply:
-    data = msgspec.json.encode(request)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        try:
-            connection.connect(view.socket)
-            socket.send_fds(connection, [_LENGTH.pack(len(data))], [0, 1, 2])
-            connection.sendall(data)
-        except OSError as error:
-            return Reply(1, f"lab {view.name} does not answer: {error.strerror}")
-
-        def pass_on(number: int, frame: FrameType | None) -> None:
-            with contextlib.suppress(OSError):
-                connection.sendall(bytes([number]))
-
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, pass_on)
-        answer = bytearray()
-        while chunk := connection.recv(65536):
-            answer += chunk
-    return msgspec.json.decode(answer, type=Reply) if answer else Reply(1, f"lab {view.name} ended")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

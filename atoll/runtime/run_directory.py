@@ -31,6 +31,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_every: int | None = None  # steps; None: at the end only
     keep_last: int = 2
     profile: bool = False
+    speeds: str | None = None  # a cluster file: ranks compute no faster than its devices would
 
 
 class RunDirectory:

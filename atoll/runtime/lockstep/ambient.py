@@ -16,6 +16,7 @@ from atoll.graph import Graph
 from atoll.job import Job
 from atoll.plan import Plan, Replica, Stage, load_plan
 from atoll.runtime.lockstep.layout import apportion
+from atoll.runtime.lockstep.pacing import SPEEDS
 from atoll.runtime.lockstep.role import Role
 from atoll.runtime.lockstep.worker import Ended, Planning, run_rank
 from atoll.runtime.run_directory import RunDirectory, RunSettings
@@ -45,7 +46,12 @@ def run_among_others(
     order = [device.name for device in devices.devices] if devices is not None else None
     planning: Planning = given if given is not None else _Planner(job, role, devices)
     directory = RunDirectory(out) if out is not None else None
-    settings = RunSettings(script=str(Path(sys.argv[0]).resolve()), arguments=tuple(sys.argv[1:]), checkpoint_every=checkpoint_every)
+    settings = RunSettings(
+        script=str(Path(sys.argv[0]).resolve()),
+        arguments=tuple(sys.argv[1:]),
+        checkpoint_every=checkpoint_every,
+        speeds=environ.get(SPEEDS) or None,
+    )
     if directory is not None and role.rank == 0:
         _begin(directory, settings, resume or role.generation > 0)
     told = observers if role.rank == 0 else ()

@@ -10,11 +10,26 @@ from contextlib import contextmanager
 
 import torch
 
+from atoll.cluster import load_cluster
 from atoll.cost import Evaluator
+from atoll.errors import PlanError
+from atoll.graph import Graph
 from atoll.plan import Plan
 from atoll.runtime.lockstep.layout import Layout, Place
 
-__all__ = ["Pace"]
+__all__ = ["SPEEDS", "Pace", "imposed_pace"]
+
+SPEEDS = "ATOLL_SPEEDS"  # in the environment: the cluster file whose speeds are imposed
+
+
+def imposed_pace(file: str, plan: Plan, places: Sequence[Place], graph: Graph, device: torch.device) -> "Pace":
+    """The pace of a rank as a cluster file has it; PlanError if the file does not know the plan's devices."""
+    cluster = load_cluster(file)
+    known = {one.name for one in cluster.devices}
+    unknown = [name for stage in plan.stages for replica in stage.replicas for name in replica.devices if name not in known]
+    if unknown:
+        raise PlanError(f"{SPEEDS}={file}: speeds cannot be imposed: the plan uses {unknown[0]}, which that file does not know")
+    return Pace(plan, places, Evaluator(graph, cluster), device)
 
 
 class Pace:

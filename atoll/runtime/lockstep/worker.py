@@ -22,6 +22,7 @@ from atoll.runtime.checkpoint import Checkpointer, Held, RunIdentity
 from atoll.runtime.checkpoint.exchange import Ranks
 from atoll.runtime.lockstep.concluding import MeasuredFile
 from atoll.runtime.lockstep.layout import Layout
+from atoll.runtime.lockstep.pacing import imposed_pace
 from atoll.runtime.lockstep.rank import assemble
 from atoll.runtime.lockstep.rendezvous import Run, joined
 from atoll.runtime.lockstep.role import Role
@@ -125,6 +126,9 @@ class _Session:
         self.work = assemble(
             job, layout, captured, device=device, bucket_bytes=_bucket_bytes(layout.plan, captured.graph, directory), doing=run.doing
         )
+        if settings.speeds is not None:
+            places = layout.places(run.role.rank)
+            self.work.executor.pace = imposed_pace(settings.speeds, layout.plan, places, captured.graph, device)
         self.trainer = Trainer(job, self.work, device)
         self.graph = captured.graph
         self.measured = MeasuredFile(directory, self.work, device) if directory is not None else None

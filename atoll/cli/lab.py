@@ -1,0 +1,98 @@
+"""`atoll lab FILE -- COMMAND …`: run a command in a cluster made of this machine, with the file's links and with faults."""
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from atoll.cli.status import say
+from atoll.cluster import Cluster, load_cluster
+from atoll.errors import LabError
+from atoll.events import EventLog, FaultEnded, FaultInjected
+
+if TYPE_CHECKING:
+    from atoll.events import AnyEvent
+    from atoll.lab import Fault
+
+__all__ = ["lab"]
+
+
+def lab(
+    context: typer.Context,
+    cluster: Annotated[Path | None, typer.Argument(help="The cluster file.", metavar="FILE")] = None,
+    host: Annotated[str | None, typer.Option(help="Run the command on this host; by default the first.", metavar="NAME")] = None,
+    every_host: Annotated[bool, typer.Option("--all", help="Run the command on every host.")] = False,
+    every_device: Annotated[bool, typer.Option("--devices", help="Run it for every device, with the ranks torchrun would give.")] = False,
+    faults: Annotated[Path | None, typer.Option(help="What goes wrong and when, as TOML.", metavar="FILE")] = None,
+    fault: Annotated[list[str] | None, typer.Option(help="One thing that goes wrong: '30s cut rome-0 for 5s'.", metavar="TEXT")] = None,
+    impose_speeds: Annotated[bool, typer.Option("--impose-speeds", help="Ranks compute no faster than the file's devices would.")] = False,
+    loopback: Annotated[bool, typer.Option("--loopback", help="Do without network namespaces even if they can be had.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the lab's events there.", metavar="DIR")] = None,
+    clean: Annotated[bool, typer.Option("--clean", help="Only remove what a dead lab left.")] = False,
+) -> None:
+    """Run a command among the hosts, sites and links of a cluster file, all on this machine. The command follows `--`."""
+    if clean:
+        _clean()
+        return
+    command = tuple(context.obj or ())
+    if cluster is None or not command:
+        raise LabError("give a cluster file and a command: atoll lab cluster.toml -- COMMAND …")
+    if every_host + every_device + (host is not None) > 1:
+        raise LabError("--host, --all and --devices exclude one another; give one")
+    devices = load_cluster(cluster)
+    names = [one.name for one in devices.hosts]
+    if host is not None and host not in names:
+        raise LabError(f"--host {host}: {cluster} has no such host; there are {', '.join(names[:8])}")
+    script = _faults(devices, faults, fault or [])
+    spread = "devices" if every_device else "hosts" if every_host else "host"
+    with ExitStack() as stack:
+        log = stack.enter_context(EventLog(out)) if out is not None else None
+        code = _run(devices, cluster, command, spread, host or names[0], script, log, impose_speeds, loopback)
+    raise typer.Exit(code)
+
+
+def _run(
+    cluster: Cluster,
+    file: Path,
+    command: tuple[str, ...],
+    spread: str,
+    host: str,
+    faults: "tuple[Fault, ...]",
+    log: EventLog | None,
+    impose_speeds: bool,
+    loopback: bool,
+) -> int:
+    from atoll.lab import Lab
+    from atoll.lab.running import run_in_lab
+
+    def tell(event: "AnyEvent") -> None:
+        if isinstance(event, FaultInjected | FaultEnded):
+            over = " is over" if isinstance(event, FaultEnded) else ""
+            amount = f" {event.amount:g}" if isinstance(event, FaultInjected) and event.amount is not None else ""
+            say(f"atoll lab: {event.at_seconds:.1f} s: {event.fault} {' '.join(event.places)}{amount}{over}")
+        if log is not None:
+            log(event)
+
+    with Lab(cluster, observer=tell, impose_speeds=impose_speeds, namespaces=False if loopback else None, cluster_file=file) as running:
+        because = "" if running.why_not is None or loopback else f" ({running.why_not})"
+        say(f"atoll lab: {running.name}: {running.shaped}{because}")
+        running.play(faults)
+        code = run_in_lab(running, command, spread=spread, host=host)  # type: ignore[arg-type]
+        for problem in running.problems:
+            say(f"atoll lab: a fault was not possible: {problem}")
+        return code or int(bool(running.problems))
+
+
+def _faults(cluster: Cluster, file: Path | None, texts: list[str]) -> "tuple[Fault, ...]":
+    from atoll.lab import load_faults, parse_fault
+
+    return (*(load_faults(file, cluster) if file is not None else ()), *(parse_fault(text, cluster) for text in texts))
+
+
+def _clean() -> None:
+    from atoll.lab.orphans import remove_orphans
+
+    removed = remove_orphans()
+    print("\n".join(f"removed {what}" for what in removed) or "nothing is left of dead labs", file=sys.stdout)

@@ -3,6 +3,8 @@
 `make soak` asks for the profile `soak`: many more examples, new ones each time.
 """
 
+import signal
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -15,3 +17,10 @@ settings.load_profile("steady")
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interruptible() -> None:
+    """Shells start what runs in the background with Ctrl-C ignored, which the commands that tests start would inherit."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

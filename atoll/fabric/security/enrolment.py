@@ -108,9 +108,8 @@ def _check_authority(secured: ssl.SSLSocket, token: Token, address: str) -> None
         text = f"whoever answers at {address} is not the authority this token is for: {error}. The token was not sent"
         raise RefusedError(f"{text}; check the address, and if it is right ask for a token of that run") from None
     if identity.role != "coordinator" or secured.selected_alpn_protocol() != ENROL_PROTOCOL:
-        raise RefusedError(
-            f"{address} is {identity.name} ({identity.role}), a member of the run that enrols nobody; use its coordinator's address"
-        )
+        who = f"{identity.name} ({identity.role})"
+        raise RefusedError(f"{address} is {who}, which enrols nobody; use the address of the run's coordinator")
 
 
 def _guard(address: str, action: Callable[[], Heard]) -> Heard:

@@ -1,0 +1,598 @@
+"""Coordinator: decides which work makes up a step, writes it to the journal, and says so until everybody has heard.
+
+What holds after a failure: whatever was announced is in the journal; a coordinator started again on the same journal takes over under a new
+term, seals first, and continues with the buffers that survive. It keeps nothing else that matters.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from atoll.control.checks import ALL_CHECKS, Checks
+from atoll.control.clipping import clip_factor
+from atoll.control.decision import Choice, choose_stages
+from atoll.control.happenings import Happening, Joined, Moved, Resealed, RolledBack, StepCommitted, TookOver
+from atoll.control.journal import Checkpointed, Epoch, FencedError, Record, Term, replay
+from atoll.control.membership import Member, Members
+from atoll.control.messages import (
+    Announce,
+    Assignment,
+    Committed,
+    Contributor,
+    FeederBeat,
+    Finished,
+    Manifest,
+    Peer,
+    Phase,
+    Reduce,
+    Reduced,
+    Run,
+    Seal,
+    StageReduction,
+    View,
+    WorkerBeat,
+)
+from atoll.control.patience import Patience
+from atoll.control.rebalancing import plan_moves
+from atoll.control.settings import Settings
+from atoll.control.world import Journal, Node
+
+__all__ = ["Coordinator"]
+
+TICK = object()
+DONORS = 4
+
+
+class Coordinator:
+    """One coordinator process. `await run()` ends when the run is finished or a newer coordinator has taken over (`deposed`)."""
+
+    def __init__(
+        self,
+        node: Node,
+        journal: Journal,
+        settings: Settings,
+        checks: Checks = ALL_CHECKS,
+        observe: Callable[[Happening], None] | None = None,
+    ) -> None:
+        self.node = node
+        self.journal = journal
+        self.settings = settings
+        self.checks = checks
+        self.deposed = False
+        self.finished = False
+        self.term = 0
+        self.seq = 0
+        self.epoch = 0
+        self.version = 0
+        self.phase: Phase = Seal((0, 0))
+        self.members = Members(settings, 0)
+        self._observe = observe or (lambda happening: None)
+        self._all = frozenset(range(settings.micro_batches))
+        self._origin = Epoch(0, 0, 0)
+        self._commit: Committed | None = None
+        self._last_checkpoint: Checkpointed | None = None
+        self._checkpoint = -1
+        self._writers: dict[int, str] = {}
+        self._beat = 0
+        self._entered = 0.0
+        self._deadline = 0.0
+        self._committed_at = 0.0
+        self._rounds = 0
+        self._awaited: set[str] = set()
+        self._manifests: dict[str, Manifest] = {}
+        self._choices: tuple[Choice, ...] = ()
+        self._reports: list[dict[str, Reduced]] = []
+        self._blame: dict[str, tuple[str, ...]] = {}
+        self._barred: set[str] = set()
+        self._leases: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self._routes: tuple[tuple[Peer, ...], ...] = ()
+        self._progress_at = 0.0
+        self._progress: dict[str, int] = {}
+        self._lost_since: dict[int, float] = {}
+        self._rebalance_at = 0.0
+        self._wishes: dict[str, int] = {}
+        beat = settings.heartbeat_seconds
+        self._seal_patience = Patience(settings.patience_seconds, 2 * beat)
+        self._reduce_patience = Patience(settings.patience_seconds, 2 * beat)
+        self._run_patience = Patience(settings.patience_seconds, 3 * beat)
+
+    def move(self, worker: str, stage: int) -> None:
+        """Asks that a worker change stage after this step; it is not done where it would leave too few behind."""
+        self._wishes[worker] = stage
+
+    async def run(self) -> None:
+        """Takes over and coordinates."""
+        try:
+            await self._take_over()
+            self.node.clock.spawn(self._tick())
+            while not self.finished:
+                await self._handle(await self.node.inbox.take())
+        except FencedError:
+            self.deposed = True
+        self.finished = True
+
+    async def _tick(self) -> None:
+        while not self.finished:
+            await self.node.clock.sleep(self.settings.heartbeat_seconds)
+            self.node.inbox.put(TICK)
+
+    async def _take_over(self) -> None:
+        """The term is claimed before the journal is believed: until then the coordinator before may still have added a commit."""
+        self.term = replay(await self.journal.read()).term + 1
+        await self.journal.append(self.term, Term(self.term))
+        history = replay(await self.journal.read())
+        if history.origin is None:
+            await self.journal.append(self.term, Epoch(0, 0, 0))
+        else:
+            self._origin = history.origin
+        self.epoch, self.version = self._origin.epoch, history.version
+        self._commit, self._last_checkpoint = history.commit, history.checkpoint
+        self.members = Members(self.settings, self.term)
+        now = self.node.clock.now()
+        self._committed_at = now
+        self._rebalance_at = now + self.settings.rebalance_seconds
+        self._observe(TookOver(self.term, self.version))
+        if self.version >= self.settings.steps:
+            self._finish()
+            return
+        self._enter_seal("a coordinator took over")
+        self._deadline = now + self.settings.gather_seconds
+        self._awaited = {""}  # whoever may still be out there
+
+    # --- hearing ------------------------------------------------------------------------------------------------------------
+
+    async def _handle(self, message: Any) -> None:
+        kind = type(message)
+        if message is TICK:
+            await self._on_tick()
+        elif kind is WorkerBeat:
+            await self._on_worker_beat(message)
+        elif kind is FeederBeat:
+            self._on_feeder_beat(message)
+        elif kind is Manifest:
+            self._on_manifest(message)
+        elif kind is Reduced:
+            await self._on_reduced(message)
+
+    async def _on_worker_beat(self, beat: WorkerBeat) -> None:
+        before = self.members.get(beat.worker)
+        contributed = before is not None and self._contributes(before)
+        member, new = self.members.hear(beat, self.node.clock.now())
+        if member is None:
+            return
+        if new:
+            self._observe(Joined(member.name, member.incarnation, member.stage))
+            if contributed and self.checks.incarnation:
+                self._enter_seal(f"{member.name} came back with nothing")
+        if new or beat.incarnation != member.incarnation:
+            self._announce(member, self._view())
+        if beat.stored == self._checkpoint >= 0 and beat.epoch == self.epoch:
+            await self._note_stored()
+
+    def _on_feeder_beat(self, beat: FeederBeat) -> None:
+        now = self.node.clock.now()
+        member, new = self.members.hear(beat, now)
+        if member is None:
+            return
+        if new or beat.incarnation != member.incarnation:
+            self._announce(member, self._view())
+        if type(self.phase) is Run and beat.round == (self.term, self.seq):
+            if beat.progress > self._progress.get(beat.feeder, -1):
+                self._progress[beat.feeder] = beat.progress
+                self._run_patience.measured(now - self._progress_at)
+                self._progress_at = now
+            self._look_at_leases(now, False)
+
+    async def _on_tick(self) -> None:
+        now = self.node.clock.now()
+        self._beat += 1
+        self.members.forget(now)
+        await self._look_for_lost_stages(now)
+        phase = type(self.phase)
+        if phase is Run:
+            self._look_at_leases(now, True)
+        elif phase is Seal:
+            if now >= self._deadline:
+                self._decide()
+        elif phase is Reduce:
+            await self._look_at_reduction()
+        elif phase is Finished and now - self._entered > self.settings.silent_beats * self.settings.heartbeat_seconds:
+            self.finished = True
+        self._broadcast()
+
+    # --- speaking -----------------------------------------------------------------------------------------------------------
+
+    def _view(self) -> View:
+        origin = (self._origin.from_epoch, self._origin.version)
+        return View(self.term, self.seq, self._beat, self.epoch, self.version, origin, self._commit, self.phase, self._checkpoint)
+
+    def _broadcast(self) -> None:
+        now = self.node.clock.now()
+        view = self._view()
+        usable = self._usable(now)
+        self._routes = Members.peers(usable, self.settings.stages)
+        for member in self.members:
+            self._announce(member, view)
+
+    def _announce(self, member: Member, view: View) -> None:
+        self.node.transport.send(member.name, Announce(self.node.name, view, self._assignment(member)))
+
+    def _assignment(self, member: Member) -> Assignment:
+        if not member.worker:
+            incarnation, lease = self._leases.get(member.name, (0, ()))
+            mine = lease if incarnation == member.incarnation else ()
+            return Assignment(member.nonce, member.incarnation, -1, lease=mine, routes=self._routes)
+        donors: tuple[str, ...] = ()
+        if member.stage >= 0 and member.version != self.version:
+            donors = self._donors(member)
+        store = self._checkpoint >= 0 and self._writers.get(member.stage) == member.name
+        return Assignment(member.nonce, member.incarnation, member.stage, donors, store)
+
+    def _donors(self, member: Member) -> tuple[str, ...]:
+        """Some who have the state, not the same ones for everybody."""
+        if not self._routes:
+            return ()
+        names = [peer.worker for peer in self._routes[member.stage] if peer.worker != member.name]
+        start = member.incarnation % len(names) if names else 0
+        return tuple((names[start:] + names[:start])[:DONORS])
+
+    # --- who can be used ----------------------------------------------------------------------------------------------------
+
+    def _usable(self, now: float) -> list[Member]:
+        """Those who can be given work."""
+        return [member for member in self._answering(now) if not member.leaving]
+
+    def _answering(self, now: float) -> list[Member]:
+        """Workers with the state of this version, heard and hearing, not barred from this step."""
+        members = self.members
+        return [
+            member
+            for member in members
+            if member.worker
+            and member.name not in self._barred
+            and Members.current(member, self.epoch, self.version, self._commit)
+            and members.live(member, now, self._beat)
+        ]
+
+    def _live_feeders(self, now: float) -> list[Member]:
+        return [member for member in self.members if not member.worker and self.members.live(member, now, self._beat)]
+
+    def _can_run(self, now: float) -> bool:
+        stages = {member.stage for member in self._usable(now)}
+        if len(stages) < self.settings.stages:
+            self._unbar(stages)
+            return False
+        return bool(self._live_feeders(now))
+
+    def _unbar(self, served: set[int]) -> None:
+        """Rather somebody doubtful than nobody."""
+        for name in sorted(self._barred):
+            member = self.members.get(name)
+            if member is None or member.stage not in served:
+                self._barred.discard(name)
+
+    # --- RUN ----------------------------------------------------------------------------------------------------------------
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        self._entered = self.node.clock.now()
+        self._broadcast()
+
+    def _enter_run(self, missing: tuple[frozenset[int], ...], keep: frozenset[tuple[str, int, int]]) -> None:
+        now = self.node.clock.now()
+        self.seq += 1
+        todo = sorted(frozenset().union(*missing))
+        feeders = self._live_feeders(now)
+        self._leases = {feeder.name: (feeder.incarnation, tuple(todo[index :: len(feeders)])) for index, feeder in enumerate(feeders)}
+        self._progress_at = now
+        self._progress = {}
+        self._enter(Run(missing, keep))
+
+    def _run_or_seal(self) -> None:
+        """A new step: everything is missing and nothing is kept."""
+        if self._can_run(self.node.clock.now()):
+            self._enter_run((self._all,) * self.settings.stages, frozenset())
+        else:
+            self._enter_seal("a stage or the feeders are not there")
+
+    def _look_at_leases(self, now: float, ticking: bool) -> None:
+        """Seals when all is done, when nobody is left who could do the rest, or when nothing moves."""
+        round = (self.term, self.seq)
+        pending = False
+        for name, (incarnation, lease) in self._leases.items():
+            member = self.members.get(name)
+            if not lease or (member is not None and member.round == round and member.done >= len(lease)):
+                continue
+            if member is not None and member.incarnation == incarnation and self.members.heard(member, now):
+                pending = True
+                break
+        if not pending:
+            self._enter_seal("")
+        elif ticking and now - self._progress_at > self._run_patience.seconds():
+            self._run_patience.failed()
+            self._enter_seal("no progress")
+
+    # --- SEAL and decide ------------------------------------------------------------------------------------------------------
+
+    def _enter_seal(self, reason: str) -> None:
+        now = self.node.clock.now()
+        self.seq += 1
+        self._rounds += 1
+        if reason:
+            self._observe(Resealed(self.version, reason))
+        self._manifests = {}
+        self._awaited = {member.name for member in self._answering(now)}
+        self._deadline = now + self._seal_patience.seconds()
+        self._enter(Seal((self.term, self.seq) if self.checks.term_digest else (0, self._rounds)))
+
+    def _on_manifest(self, manifest: Manifest) -> None:
+        phase = self.phase
+        member = self.members.get(manifest.worker)
+        if type(phase) is not Seal or manifest.round != phase.round or member is None or member.name in self._barred:
+            return
+        if (manifest.epoch, manifest.version, manifest.stage) != (self.epoch, self.version, member.stage):
+            return
+        if self.checks.incarnation:
+            if manifest.incarnation != member.incarnation:
+                return
+        elif manifest.worker in self._manifests:
+            return
+        member.epoch, member.version = manifest.epoch, manifest.version
+        self._manifests[manifest.worker] = manifest
+        self._awaited.discard(manifest.worker)
+        if not self._awaited:
+            self._seal_patience.measured(self.node.clock.now() - self._entered)
+            self._decide()
+
+    def _responders(self) -> list[Manifest]:
+        found = []
+        for manifest in self._manifests.values():
+            member = self.members.get(manifest.worker)
+            if member is not None and (member.incarnation == manifest.incarnation or not self.checks.incarnation):
+                found.append(manifest)
+        return found
+
+    def _decide(self) -> None:
+        """Every micro-batch in exactly one chosen buffer of every stage: reduce. Otherwise run what is missing."""
+        now = self.node.clock.now()
+        responders = self._responders()
+        choices = choose_stages(responders, self.settings.stages, self._all, self.checks)
+        incomplete = any(choice.missing for choice in choices)
+        if not incomplete or (not self.checks.completeness and all(choice.buffers for choice in choices)):
+            self._enter_reduce(choices, responders)
+        elif self._can_run(now):
+            keep = frozenset(buffer for choice in choices for buffer in choice.buffers)
+            self._enter_run(tuple(choice.missing for choice in choices), keep)
+        else:
+            self._deadline = now + self.settings.heartbeat_seconds
+            self._awaited = {""}
+
+    # --- REDUCE ---------------------------------------------------------------------------------------------------------------
+
+    def _enter_reduce(self, choices: tuple[Choice, ...], responders: list[Manifest]) -> None:
+        assert type(self.phase) is Seal
+        round = self.phase.round
+        stages = tuple(self._stage_reduction(stage, choice, responders) for stage, choice in enumerate(choices))
+        self.seq += 1
+        self._choices = choices
+        self._reports = [{} for _ in stages]
+        self._blame = {}
+        self._awaited = {worker for stage in stages for worker, _ in stage.members}
+        self._deadline = self.node.clock.now() + self._reduce_patience.seconds()
+        self._enter(Reduce(round, stages))
+
+    def _stage_reduction(self, stage: int, choice: Choice, responders: list[Manifest]) -> StageReduction:
+        buffers: dict[tuple[str, int], list[int]] = {}
+        for worker, incarnation, index in choice.buffers:
+            buffers.setdefault((worker, incarnation), []).append(index)
+        contributors = tuple(Contributor(*who, tuple(sorted(indices))) for who, indices in sorted(buffers.items()))
+        members = tuple(sorted((manifest.worker, manifest.incarnation) for manifest in responders if manifest.stage == stage))
+        turn = self.version + self._rounds  # not always the same owners
+        owners = tuple(members[(chunk + turn) % len(members)][0] for chunk in range(self.settings.chunks))
+        return StageReduction(contributors, members, owners)
+
+    def _contributes(self, member: Member) -> bool:
+        phase = self.phase
+        if type(phase) is not Reduce or not 0 <= member.stage < self.settings.stages:
+            return False
+        plan = phase.stages[member.stage]
+        return member.name in plan.owners or any(
+            (who.worker, who.incarnation) == (member.name, member.incarnation) for who in plan.contributors
+        )
+
+    async def _on_reduced(self, reduced: Reduced) -> None:
+        phase = self.phase
+        member = self.members.get(reduced.worker)
+        if type(phase) is not Reduce or reduced.round != phase.round or member is None:
+            return
+        if (reduced.epoch, reduced.version, reduced.stage) != (self.epoch, self.version, member.stage):
+            return
+        if self.checks.incarnation and reduced.incarnation != member.incarnation:
+            return
+        if not reduced.digest:
+            self._blame[reduced.worker] = reduced.missing
+            return
+        self._blame.pop(reduced.worker, None)
+        self._reports[reduced.stage][reduced.worker] = reduced
+        member.holds, member.digest = reduced.round, reduced.digest
+        member.epoch, member.version = reduced.epoch, reduced.version
+        self._awaited.discard(reduced.worker)
+        if not self._awaited:
+            await self._look_at_reduction()
+
+    async def _look_at_reduction(self) -> None:
+        now = self.node.clock.now()
+        late = now >= self._deadline
+        if self._awaited and not late:
+            return
+        covered = all(self._reports)
+        if covered or (late and not self.checks.all_stages and any(self._reports)):
+            if any(len({report.digest for report in row.values()}) > 1 for row in self._reports):
+                self._enter_seal("members of a stage disagree about the sum")
+            elif not self._hold(now):
+                if not self._awaited:
+                    self._reduce_patience.measured(now - self._entered)
+                await self._write_commit()
+        elif late:
+            self._reduce_patience.failed()
+            self._bar_most_blamed()
+            self._enter_seal("the reduction did not finish")
+
+    def _bar_most_blamed(self) -> None:
+        votes = Counter(name for names in self._blame.values() for name in names)
+        if votes:
+            name, _ = min(votes.items(), key=lambda item: (-item[1], item[0]))
+            self._barred.add(name)
+
+    def _hold(self, now: float) -> bool:
+        """Whether the commit waits for a joiner: for its next chunk, and not for ever."""
+        settings = self.settings
+        held = False
+        for member in self.members:
+            if not member.worker or member.stage < 0 or member.name in self._reports[member.stage]:
+                continue
+            fetching = member.fetched >= 0 or (member.held_at_most > now and member.version == self.version)
+            if not fetching or not self.members.heard(member, now):
+                continue
+            if member.held_at_most == 0.0:
+                member.held_at_most = now + settings.hold_limit_seconds
+                member.held_until = now + settings.hold_seconds
+            elif member.fetched > 0 or member.version == self.version:
+                member.held_until = now + settings.hold_seconds
+            held = held or now < min(member.held_until, member.held_at_most)
+        return held
+
+    # --- COMMIT ---------------------------------------------------------------------------------------------------------------
+
+    async def _write_commit(self) -> None:
+        phase = self.phase
+        assert type(phase) is Reduce
+        reports = [next(iter(row.values()), None) for row in self._reports]
+        weight = self._choices[-1].weight
+        norms = [report.norm_squared if report is not None else 0.0 for report in reports]
+        clip, skipped = clip_factor(norms, weight, self.settings.max_norm)
+        record = Committed(
+            self.epoch,
+            self.version,
+            phase.round,
+            tuple(report.digest if report is not None else "" for report in reports),
+            clip,
+            skipped,
+            self._choices[-1].loss,
+            weight,
+        )
+        if self.checks.journal_first:
+            await self.journal.append(self.term, record)
+            await self._committed(record)
+        else:
+            await self._committed(record)
+            await self.journal.append(self.term, record)
+
+    async def _committed(self, record: Committed) -> None:
+        now = self.node.clock.now()
+        self._commit = record
+        self.version += 1
+        seconds = now - self._committed_at
+        self._observe(StepCommitted(record.epoch, record.version, record.loss, record.weight, record.skipped, seconds, self._rounds))
+        self._committed_at = now
+        self._rounds = 0
+        self._barred.clear()
+        if self.version >= self.settings.steps:
+            self._finish()
+            return
+        self._let_go()
+        self._grant_wishes(now)
+        self._rebalance(now)
+        self._begin_checkpoint(now)
+        self._run_or_seal()
+
+    def _finish(self) -> None:
+        self.seq += 1
+        self._enter(Finished())
+
+    def _let_go(self) -> None:
+        for member in list(self.members):
+            if member.leaving and member.stage >= 0:
+                self.members.move(member, -1)
+                self._announce(member, self._view())
+                self.members.remove(member.name)
+
+    def _grant_wishes(self, now: float) -> None:
+        for name, stage in self._wishes.items():
+            usable = self._usable(now)
+            member = next((member for member in usable if member.name == name and member.stage != stage), None)
+            if member is not None and sum(other.stage == member.stage for other in usable) > self.settings.minimum_replicas:
+                self._observe(Moved(name, member.stage, stage, "asked for"))
+                self.members.move(member, stage)
+        self._wishes.clear()
+
+    def _rebalance(self, now: float) -> None:
+        settings = self.settings
+        if settings.rebalance_seconds <= 0 or now < self._rebalance_at:
+            return
+        self._rebalance_at = now + settings.rebalance_seconds * self.node.random.uniform(0.9, 1.0)
+        usable = self._usable(now)
+        rows = [self.members.rated(stage, usable) for stage in range(settings.stages)]
+        moves = plan_moves(
+            rows,
+            settings.work or (1.0,) * settings.stages,
+            migration_seconds=settings.migration_seconds,
+            horizon_seconds=20 * settings.migration_seconds,
+            minimum_replicas=settings.minimum_replicas,
+        )
+        for move in moves:
+            member = self.members.get(move.worker)
+            assert member is not None
+            self.members.move(member, move.target)
+            self._observe(Moved(move.worker, move.source, move.target, move.reason))
+
+    # --- checkpoints and epochs -------------------------------------------------------------------------------------------------
+
+    def _begin_checkpoint(self, now: float) -> None:
+        every = self.settings.checkpoint_every
+        if every and self.version % every == 0:
+            self._checkpoint = self.version
+            self._writers = {}
+            for member in self._usable(now):
+                self._writers.setdefault(member.stage, member.name)
+
+    async def _note_stored(self) -> None:
+        stored = {
+            member.stage for member in self.members if member.worker and member.epoch == self.epoch and member.stored == self._checkpoint
+        }
+        if len(stored) == self.settings.stages:
+            record = Checkpointed(self.epoch, self._checkpoint)
+            self._checkpoint = -1
+            await self.journal.append(self.term, record)
+            self._last_checkpoint = record
+
+    async def _look_for_lost_stages(self, now: float) -> None:
+        if type(self.phase) is Finished or self.version == self._origin.version:
+            self._lost_since.clear()
+            return
+        alive = {
+            member.stage
+            for member in self.members
+            if self.members.heard(member, now) and Members.current(member, self.epoch, self.version, self._commit)
+        }
+        for stage in range(self.settings.stages):
+            if stage in alive:
+                self._lost_since.pop(stage, None)
+            elif now - self._lost_since.setdefault(stage, now) > self.settings.lost_seconds:
+                await self._roll_back(stage)
+                return
+
+    async def _roll_back(self, stage: int) -> None:
+        """Nobody can continue a stage: everybody starts again from the last checkpoint, under a new epoch."""
+        checkpoint = self._last_checkpoint or Checkpointed(0, 0)
+        record: Record = Epoch(self.epoch + 1, checkpoint.version, checkpoint.epoch)
+        await self.journal.append(self.term, record)
+        assert isinstance(record, Epoch)
+        self._origin = record
+        self.epoch, self.version = record.epoch, record.version
+        self._commit = None
+        self._checkpoint = -1
+        self._barred.clear()
+        self._lost_since.clear()
+        self._observe(RolledBack(self.epoch, self.version, stage))
+        self._enter_seal("a stage was lost")

@@ -1,0 +1,211 @@
+"""Feeder: starts the micro-batches leased to it, sends each along a path of its own, and tries again where no answer comes.
+
+Acknowledgements are hints: they tell the feeder what need not be tried again and the coordinator when to seal. If one is lost or wrong,
+work is done twice or a round more is needed; the sum is exact all the same.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+from atoll.control.checks import ALL_CHECKS, Checks
+from atoll.control.messages import Ack, Announce, Assignment, Attempt, FeederBeat, Finished, Forward, Order, Round, Run
+from atoll.control.patience import Patience
+from atoll.control.router import Router
+from atoll.control.settings import BACKWARD_WORK, Settings
+from atoll.control.world import Feed, Node
+
+__all__ = ["Feeder"]
+
+WORK = 1.0 + BACKWARD_WORK
+
+
+class _Sample:
+    """One leased micro-batch: which stages seem to own it, and the attempt under way."""
+
+    __slots__ = ("micro_batch", "owned", "attempt", "path", "passed", "began", "deadline", "payload", "number")
+
+    def __init__(self, micro_batch: int, owned: set[int]) -> None:
+        self.micro_batch = micro_batch
+        self.owned = owned
+        self.number = 0
+        self.attempt: Attempt | None = None
+        self.path: tuple[str, ...] = ()
+        self.passed = -1  # the last stage known to have done the forward
+        self.began = 0.0
+        self.deadline = 0.0
+        self.payload: object = None
+
+
+class Feeder:
+    """One feeder process. `await run()` ends when the run is finished."""
+
+    def __init__(
+        self,
+        node: Node,
+        feed: Feed,
+        settings: Settings,
+        coordinators: tuple[str, ...],
+        checks: Checks = ALL_CHECKS,
+        on_owned: Callable[["Feeder", Ack], None] | None = None,
+    ) -> None:
+        self.node = node
+        self._on_owned = on_owned  # told of every acknowledgement believed
+        self.feed = feed
+        self.settings = settings
+        self.coordinators = coordinators
+        self.checks = checks
+        self.finished = False
+        self.incarnation = 0
+        self.retries = 0
+        self.round: Round | None = None
+        self.patience = Patience(settings.patience_seconds, settings.heartbeat_seconds)
+        self.router = Router(settings.stages, node.random)
+        self._order: Order = (0, 0)
+        self._echo = (0, 0)
+        self._epoch = 0
+        self._version = 0
+        self._waiting: deque[_Sample] = deque()
+        self._active: dict[int, _Sample] = {}
+        self._loading = 0
+        self._done = 0
+        self._leased = 0
+        self._progress = 0
+        self._routes: tuple[object, ...] = ()
+
+    async def run(self) -> None:
+        """Feeds until the coordinator says the run is finished."""
+        self.node.clock.spawn(self._tick())
+        inbox = self.node.inbox
+        while not self.finished:
+            message = await inbox.take()
+            if type(message) is Ack:
+                self._on_ack(message)
+            elif type(message) is Announce:
+                self._on_announce(message)
+
+    async def _tick(self) -> None:
+        while not self.finished:
+            self._beat()
+            self._look_at_deadlines()
+            await self.node.clock.sleep(self.settings.heartbeat_seconds)
+
+    def _beat(self) -> None:
+        beat = FeederBeat(
+            self.node.name, self.incarnation, self.node.nonce, self._echo[1], self._echo[0], self.round, self._done, self._progress
+        )
+        for coordinator in self.coordinators:
+            self.node.transport.send(coordinator, beat)
+
+    def _on_announce(self, announce: Announce) -> None:
+        view, yours = announce.view, announce.yours
+        if yours.nonce != self.node.nonce or yours.incarnation < self.incarnation:
+            return
+        order = (view.term, view.seq)
+        if order < self._order and self.checks.message_order:
+            return
+        self._order = order
+        self._echo = max(self._echo, (view.term, view.beat))
+        self.incarnation = yours.incarnation
+        if yours.routes and yours.routes != self._routes:
+            self._routes = yours.routes
+            self.router.update(yours.routes)
+        phase = view.phase
+        if type(phase) is Run:
+            if self.round != order:
+                self._epoch, self._version = view.epoch, view.version
+                self._lease(order, phase, yours)
+        elif self.round is not None:
+            self._drop_lease()
+        self.finished = type(phase) is Finished
+
+    def _lease(self, order: Order, run: Run, yours: Assignment) -> None:
+        """A new RUN: everything leased before is forgotten, as whatever it reached is in some manifest or will be asked for again."""
+        self._drop_lease()
+        self.round = order
+        for micro_batch in yours.lease:
+            owned = {stage for stage, missing in enumerate(run.missing) if micro_batch not in missing}
+            self._waiting.append(_Sample(micro_batch, owned))
+        self._leased = len(yours.lease)
+        self._start_more()
+
+    def _drop_lease(self) -> None:
+        self._waiting.clear()
+        self._active.clear()
+        self._done = 0
+        self._leased = 0
+        self.round = None
+
+    def _start_more(self) -> None:
+        while self._waiting and len(self._active) < self.settings.in_flight:
+            sample = self._waiting.popleft()
+            self._active[sample.micro_batch] = sample
+            sample.deadline = float("inf")
+            self.node.clock.spawn(self._start(sample, self.round))
+
+    async def _start(self, sample: _Sample, lease: Round | None) -> None:
+        sample.payload = await self.feed.load(self._version, sample.micro_batch)
+        if self.round == lease and self._active.get(sample.micro_batch) is sample:
+            self._try(sample)
+
+    def _try(self, sample: _Sample) -> None:
+        """One attempt: a path of its own, and a deadline from what attempts have taken so far."""
+        assert self.round is not None
+        now = self.node.clock.now()
+        sample.attempt = Attempt(self.round, self.node.name, self.incarnation, sample.number)
+        sample.began = now
+        sample.deadline = now + self.patience.seconds() * 2 ** min(sample.number, 6)
+        sample.passed = -1
+        sample.number += 1
+        path = self.router.path(now, WORK)
+        if path is None:
+            return
+        sample.path = path
+        forward = Forward(self._epoch, self._version, 0, sample.micro_batch, sample.attempt, path, frozenset(sample.owned), sample.payload)
+        self.node.transport.send(path[0], forward)
+
+    def _on_ack(self, ack: Ack) -> None:
+        sample = self._active.get(ack.micro_batch)
+        if sample is None or sample.attempt is None:
+            return
+        if self.checks.token and (ack.attempt != sample.attempt or ack.epoch != self._epoch or ack.version != self._version):
+            return
+        work = 1.0 if ack.forward else WORK if ack.stage == self.settings.stages - 1 else BACKWARD_WORK
+        self.router.stages[ack.stage].observe(ack.worker, work, ack.seconds)
+        sample.passed = max(sample.passed, ack.stage)
+        self._progress += 1
+        if not ack.owns:
+            return
+        if self._on_owned is not None:
+            self._on_owned(self, ack)
+        sample.owned.add(ack.stage)
+        if len(sample.owned) == self.settings.stages:
+            self._finish(sample)
+
+    def _finish(self, sample: _Sample) -> None:
+        del self._active[sample.micro_batch]
+        if sample.number == 1:  # a retried one says nothing certain about how long an attempt takes
+            self.patience.measured(self.node.clock.now() - sample.began)
+        self._done += 1
+        self._start_more()
+        if self._done == self._leased:
+            self._beat()
+
+    def _look_at_deadlines(self) -> None:
+        now = self.node.clock.now()
+        late = [sample for sample in self._active.values() if sample.deadline <= now]
+        if late:
+            self.patience.failed()
+        for sample in late:
+            self.retries += 1
+            self._ban_suspect(sample, now)
+            self._try(sample)
+
+    def _ban_suspect(self, sample: _Sample, now: float) -> None:
+        """Whoever had the micro-batch last: the stage after the last forward known, or the lowest that owns nothing on the way back."""
+        if not sample.path:
+            return
+        last = self.settings.stages - 1
+        if not self.settings.acknowledge_forward and sample.passed < 0:
+            return  # nobody in particular
+        stage = sample.passed + 1 if sample.passed < last else max((s for s in range(last + 1) if s not in sample.owned), default=last)
+        self.router.stages[stage].ban(sample.path[stage], now, self.settings.ban_seconds)

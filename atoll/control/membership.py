@@ -1,0 +1,172 @@
+"""Membership: who is in the swarm, under which incarnation, and who can be relied on now. No decisions about steps are made here."""
+
+from collections.abc import Iterator
+
+from atoll.control.messages import Committed, FeederBeat, Order, Peer, Round, WorkerBeat
+from atoll.control.rebalancing import RatedPeer, place
+from atoll.control.settings import Settings
+
+__all__ = ["Member", "Members"]
+
+INCARNATIONS_OF_A_TERM = 1 << 32
+
+
+class Member:
+    """One process as the coordinator knows it."""
+
+    __slots__ = (
+        "name", "worker", "incarnation", "nonce", "stage", "heard_at", "echo", "epoch", "version", "fetched", "speed", "holds", "digest",
+        "stored", "leaving", "held_until", "held_at_most", "done", "progress", "round",
+    )  # fmt: skip
+
+    def __init__(self, name: str, worker: bool, incarnation: int, nonce: int, stage: int, now: float) -> None:
+        self.name = name
+        self.worker = worker
+        self.incarnation = incarnation
+        self.nonce = nonce
+        self.stage = stage
+        self.heard_at = now
+        self.echo: Order = (0, 0)
+        self.epoch = -1
+        self.version = -1
+        self.fetched = -1
+        self.speed = 0.0
+        self.holds: Round | None = None
+        self.digest = ""
+        self.stored = -1
+        self.leaving = False
+        self.held_until = 0.0
+        self.held_at_most = 0.0
+        self.done = 0
+        self.progress = 0
+        self.round: Round | None = None
+
+
+class Members:
+    """All processes heard of. Incarnations are issued here; they only grow, over all terms."""
+
+    def __init__(self, settings: Settings, term: int) -> None:
+        self._settings = settings
+        self._term = term
+        self._next = term * INCARNATIONS_OF_A_TERM
+        self._members: dict[str, Member] = {}
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members.values())
+
+    def get(self, name: str) -> Member | None:
+        """The member of that name."""
+        return self._members.get(name)
+
+    def issue(self) -> int:
+        """A new incarnation, greater than all before it."""
+        self._next += 1
+        return self._next
+
+    def forget(self, now: float) -> None:
+        """Those silent for very long are nobody any more."""
+        for name in [m.name for m in self if now - m.heard_at > self._settings.forget_seconds]:
+            del self._members[name]
+
+    def remove(self, name: str) -> None:
+        """It was dismissed."""
+        self._members.pop(name, None)
+
+    def hear(self, beat: WorkerBeat | FeederBeat, now: float) -> tuple[Member | None, bool]:
+        """Takes a heart-beat. Gives the member, None for one that is out of date, and whether it is somebody new.
+
+        A nonce grows with every start of a process, so a beat of an earlier start is known as such however late it comes. A coordinator
+        that has just taken over believes the incarnations it is told: they were issued by the terms before.
+        """
+        worker = isinstance(beat, WorkerBeat)
+        name = beat.worker if isinstance(beat, WorkerBeat) else beat.feeder
+        stage = beat.stage if isinstance(beat, WorkerBeat) else -1
+        member = self._members.get(name)
+        if member is not None and beat.nonce < member.nonce:
+            return None, False
+        new = member is None or beat.nonce > member.nonce or beat.incarnation > member.incarnation
+        if new:
+            known = beat.incarnation > 0 and (not worker or 0 <= stage < self._settings.stages)
+            incarnation = beat.incarnation if known else self.issue()
+            if worker and not known:
+                stage = place(self.capacities(now))
+            member = self._members[name] = Member(name, worker, incarnation, beat.nonce, stage, now)
+        assert member is not None
+        member.heard_at = now
+        member.echo = max(member.echo, (beat.term, beat.echo))
+        if beat.incarnation == member.incarnation:
+            self._copy(member, beat)
+        return member, new
+
+    @staticmethod
+    def _copy(member: Member, beat: WorkerBeat | FeederBeat) -> None:
+        if isinstance(beat, WorkerBeat):
+            member.epoch, member.version = beat.epoch, beat.version
+            member.fetched, member.speed = beat.fetched, beat.speed
+            if beat.holds is not None:
+                member.holds, member.digest = beat.holds, beat.digest
+            member.stored = beat.stored
+            member.leaving = beat.leaving
+        elif beat.round is not None:
+            member.round, member.done = beat.round, beat.done
+            member.progress = max(member.progress, beat.progress)
+
+    def move(self, member: Member, stage: int) -> None:
+        """A new incarnation on another stage; -1 dismisses."""
+        member.incarnation = self.issue()
+        member.stage = stage
+        member.version = -1
+        member.holds = None
+        member.fetched = -1
+        member.held_until = member.held_at_most = 0.0
+
+    # --- who can be relied on ------------------------------------------------------------------------------------------------
+
+    def heard(self, member: Member, now: float) -> bool:
+        """Whether it was heard lately."""
+        return now - member.heard_at <= self._settings.silent_beats * self._settings.heartbeat_seconds
+
+    def live(self, member: Member, now: float, beat: int) -> bool:
+        """Heard lately, and it has heard us lately: both directions work."""
+        term, echo = member.echo
+        return self.heard(member, now) and term == self._term and beat - echo <= self._settings.silent_beats
+
+    @staticmethod
+    def current(member: Member, epoch: int, version: int, commit: Committed | None) -> bool:
+        """Whether it has the state of this version, or the result that makes it so as soon as it hears of the commit."""
+        if not member.worker or member.epoch != epoch or member.stage < 0:
+            return False
+        if member.version == version:
+            return True
+        return (
+            commit is not None
+            and member.version == commit.version
+            and member.holds == commit.round
+            and member.digest == commit.digests[member.stage]
+        )
+
+    def capacities(self, now: float) -> list[float]:
+        """What the workers heard of each stage add up to, in typical peers, divided by the stage's work."""
+        settings = self._settings
+        speeds = [member.speed for member in self if member.worker and member.speed > 0]
+        typical = sum(speeds) / len(speeds) if speeds else 1.0
+        totals = [0.0] * settings.stages
+        for member in self:
+            if member.worker and member.stage >= 0 and not member.leaving and self.heard(member, now):
+                totals[member.stage] += member.speed or typical
+        work = settings.work or (1.0,) * settings.stages
+        return [total / each for total, each in zip(totals, work, strict=True)]
+
+    def rated(self, stage: int, members: list[Member]) -> list[RatedPeer]:
+        """Workers of a stage with their speeds; one not measured yet counts as typical."""
+        speeds = [member.speed for member in members if member.speed > 0]
+        typical = sum(speeds) / len(speeds) if speeds else 1.0
+        return [RatedPeer(member.name, member.speed or typical) for member in members if member.stage == stage]
+
+    @staticmethod
+    def peers(members: list[Member], stages: int) -> tuple[tuple[Peer, ...], ...]:
+        """What feeders may use, by stage."""
+        rows: list[list[Peer]] = [[] for _ in range(stages)]
+        for member in members:
+            rows[member.stage].append(Peer(member.name, member.incarnation, member.speed))
+        return tuple(tuple(row) for row in rows)

@@ -1,0 +1,339 @@
+"""Messages: everything that travels between coordinator, feeders and workers.
+
+Every message names what it is about as completely as rule 1 of docs/swarm.md asks, so that a receiver can tell a late, doubled or
+foreign one from one that matters. Payloads (activations, gradients, chunks of state) are opaque here; a transport sends their bytes behind the header.
+"""
+
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+
+__all__ = [
+    "Ack",
+    "Announce",
+    "Assignment",
+    "Attempt",
+    "Backward",
+    "BufferId",
+    "BufferManifest",
+    "Committed",
+    "Contributor",
+    "FeederBeat",
+    "FetchState",
+    "Finished",
+    "Forward",
+    "Manifest",
+    "Message",
+    "Order",
+    "Pull",
+    "PullSum",
+    "Part",
+    "Peer",
+    "Phase",
+    "Reduce",
+    "Reduced",
+    "Round",
+    "Run",
+    "Seal",
+    "StageReduction",
+    "StateChunk",
+    "SumChunk",
+    "View",
+    "WorkerBeat",
+]
+
+Round: TypeAlias = tuple[int, int]
+"""(term, seq) of the announcement that opened it."""
+
+Order: TypeAlias = tuple[int, int]
+"""(term, seq): announcements are ordered by it."""
+
+BufferId: TypeAlias = tuple[str, int, int]
+"""(worker, incarnation, index of the buffer)."""
+
+
+class Attempt(NamedTuple):
+    """Which try at a micro-batch: unique over the whole run, since rounds and incarnations are."""
+
+    round: Round
+    feeder: str
+    incarnation: int
+    number: int
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """What a transport carries."""
+
+
+class Committed(msgspec.Struct, frozen=True, tag="commit", gc=False):
+    """A step that is decided: what the journal holds and every announcement repeats. `loss` and `weight` are totals over the step."""
+
+    epoch: int
+    version: int
+    round: Round
+    digests: tuple[str, ...]  # of each stage's reduced gradient
+    clip: float
+    skipped: bool
+    loss: float
+    weight: float
+
+
+class Run(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Micro-batches still missing, by stage; buffers in `keep` go on, all others are emptied."""
+
+    missing: tuple[frozenset[int], ...]
+    keep: frozenset[BufferId]
+
+
+class Seal(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Freeze, and say what your buffers hold."""
+
+    round: Round
+
+
+class Contributor(msgspec.Struct, frozen=True, gc=False):
+    """Whose buffers are part of a sum."""
+
+    worker: str
+    incarnation: int
+    buffers: tuple[int, ...]
+
+
+class StageReduction(msgspec.Struct, frozen=True, gc=False):
+    """How one stage adds up: `owners[c]` sums chunk c over all contributors and gives it to the members."""
+
+    contributors: tuple[Contributor, ...]
+    members: tuple[tuple[str, int], ...]  # (worker, incarnation)
+    owners: tuple[str, ...]
+
+
+class Reduce(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """The buffers frozen in `round` are to be summed."""
+
+    round: Round
+    stages: tuple[StageReduction, ...]
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """All steps are committed."""
+
+
+Phase: TypeAlias = Run | Seal | Reduce | Finished
+
+
+class View(msgspec.Struct, frozen=True, gc=False):
+    """What the coordinator tells everybody alike. `beat` grows with time even when nothing changes."""
+
+    term: int
+    seq: int
+    beat: int
+    epoch: int
+    version: int
+    origin: tuple[int, int]  # (epoch, version) of the checkpoint this epoch began from
+    commit: Committed | None  # the last of this epoch
+    phase: Phase
+    checkpoint: int  # the version to store; -1: none
+
+
+class Peer(NamedTuple):
+    """A worker a feeder may use, and its speed in forwards a second (0: not measured)."""
+
+    worker: str
+    incarnation: int
+    speed: float
+
+
+class Assignment(msgspec.Struct, frozen=True, gc=False):
+    """What the coordinator tells one process. `stage` is -1 for feeders and for those dismissed."""
+
+    nonce: int
+    incarnation: int
+    stage: int
+    donors: tuple[str, ...] = ()
+    store: bool = False  # writes its stage's checkpoints
+    lease: tuple[int, ...] = ()
+    routes: tuple[tuple[Peer, ...], ...] = ()
+
+
+class Announce(Message, frozen=True, gc=False):
+    """Coordinator → each: repeated until it changes, so nothing depends on one message arriving."""
+
+    sender: str
+    view: View
+    yours: Assignment
+
+
+class WorkerBeat(Message, frozen=True, gc=False):
+    """Worker → coordinator: alive, heard `echo`, and where its state is. `incarnation` 0 asks for one."""
+
+    worker: str
+    incarnation: int
+    nonce: int
+    stage: int
+    epoch: int
+    version: int  # -1: no state
+    echo: int
+    term: int
+    fetched: int  # chunks so far; -1: not fetching
+    speed: float  # forwards a second, 0: not measured
+    holds: Round | None  # the round of the reduced gradient it holds
+    digest: str
+    stored: int  # the newest version of this epoch it has stored
+    leaving: bool = False
+
+
+class FeederBeat(Message, frozen=True, gc=False):
+    """Feeder → coordinator: alive, and how far its lease of `round` is."""
+
+    feeder: str
+    incarnation: int
+    nonce: int
+    echo: int
+    term: int
+    round: Round | None
+    done: int  # micro-batches of the lease that every stage seems to own
+    progress: int  # grows with every acknowledgement
+
+
+class Forward(Message, frozen=True, gc=False):
+    """An activation entering `stage`; `path` names the worker of every stage, `owned` the stages that need not accumulate."""
+
+    epoch: int
+    version: int
+    stage: int
+    micro_batch: int
+    attempt: Attempt
+    path: tuple[str, ...]
+    owned: frozenset[int]
+    payload: Any
+
+
+class Backward(Message, frozen=True, gc=False):
+    """The gradient of what left `stage`."""
+
+    epoch: int
+    version: int
+    stage: int
+    micro_batch: int
+    attempt: Attempt
+    payload: Any
+
+
+class Ack(Message, frozen=True, gc=False):
+    """Worker → feeder: a hint. `owns`: the backward is done and the worker's buffers hold the micro-batch."""
+
+    epoch: int
+    version: int
+    stage: int
+    micro_batch: int
+    attempt: Attempt
+    worker: str
+    incarnation: int
+    forward: bool
+    owns: bool
+    seconds: float  # what the kernel took
+
+
+class BufferManifest(msgspec.Struct, frozen=True, gc=False):
+    """What one frozen buffer holds. Loss and weight are counted by the last stage."""
+
+    index: int
+    micro_batches: frozenset[int]
+    loss: float = 0.0
+    weight: float = 0.0
+
+
+class Manifest(Message, frozen=True, gc=False):
+    """Worker → coordinator: frozen for `round`, with these buffers."""
+
+    round: Round
+    worker: str
+    incarnation: int
+    epoch: int
+    version: int
+    stage: int
+    buffers: tuple[BufferManifest, ...]
+
+
+class Pull(Message, frozen=True, gc=False):
+    """Owner of a chunk → contributor: send that chunk of those buffers."""
+
+    round: Round
+    epoch: int
+    version: int
+    stage: int
+    chunk: int
+    owner: str
+    incarnation: int  # the contributor's
+    buffers: tuple[int, ...]
+
+
+class Part(Message, frozen=True, gc=False):
+    """Contributor → owner."""
+
+    round: Round
+    epoch: int
+    version: int
+    stage: int
+    chunk: int
+    worker: str
+    incarnation: int
+    payload: Any
+
+
+class PullSum(Message, frozen=True, gc=False):
+    """Member → owner: send the sum when you have it."""
+
+    round: Round
+    epoch: int
+    version: int
+    stage: int
+    chunk: int
+    worker: str
+
+
+class SumChunk(Message, frozen=True, gc=False):
+    """Owner → member."""
+
+    round: Round
+    epoch: int
+    version: int
+    stage: int
+    chunk: int
+    payload: Any
+
+
+class Reduced(Message, frozen=True, gc=False):
+    """Member → coordinator: holds the reduced gradient, or still waits for those in `missing`."""
+
+    round: Round
+    worker: str
+    incarnation: int
+    epoch: int
+    version: int
+    stage: int
+    digest: str  # "": not yet
+    norm_squared: float
+    missing: tuple[str, ...]
+
+
+class FetchState(Message, frozen=True, gc=False):
+    """Joiner → donor."""
+
+    nonce: int
+    epoch: int
+    version: int
+    stage: int
+    chunk: int
+    worker: str
+
+
+class StateChunk(Message, frozen=True, gc=False):
+    """Donor → joiner: a chunk of its state, which is at exactly (epoch, version, stage)."""
+
+    nonce: int
+    epoch: int
+    version: int
+    stage: int
+    chunk: int
+    payload: Any

@@ -1,0 +1,614 @@
+"""Worker: computes micro-batches of one stage, keeps exact account of what it has summed, and follows the coordinator's announcements.
+
+What holds after a failure: a worker's buffers count only as far as a manifest reported while frozen says; its state is always that of a
+commit in the journal, or it has none and fetches one. It may be killed, stopped, cut off or moved to another stage at any moment.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from atoll.control.buffers import Buffer, Buffers
+from atoll.control.checks import ALL_CHECKS, Checks
+from atoll.control.fetching import Fetch
+from atoll.control.messages import (
+    Ack,
+    Announce,
+    Assignment,
+    Attempt,
+    Backward,
+    Committed,
+    FetchState,
+    Finished,
+    Forward,
+    Manifest,
+    Message,
+    Order,
+    Part,
+    Pull,
+    PullSum,
+    Reduce,
+    Reduced,
+    Round,
+    Run,
+    Seal,
+    StateChunk,
+    SumChunk,
+    View,
+    WorkerBeat,
+)
+from atoll.control.reduction import Reduction
+from atoll.control.settings import BACKWARD_WORK, Settings
+from atoll.control.world import Checkpoints, Compute, Node
+
+__all__ = ["Worker"]
+
+EARLY_LIMIT = 4096
+NEVER: Order = (0, 0)
+
+
+class Worker:
+    """One worker process. `await run()` ends when the run is finished or the worker was dismissed."""
+
+    def __init__(
+        self,
+        node: Node,
+        compute: Compute,
+        checkpoints: Checkpoints,
+        settings: Settings,
+        coordinators: tuple[str, ...],
+        checks: Checks = ALL_CHECKS,
+        on_state: Callable[["Worker"], None] | None = None,
+    ) -> None:
+        self.node = node
+        self._on_state = on_state  # told whenever there is a new state
+        self.compute = compute
+        self.checkpoints = checkpoints
+        self.settings = settings
+        self.coordinators = coordinators
+        self.checks = checks
+        self.leaving = False
+        self.finished = False
+        self.incarnation = 0
+        self.stage = -1
+        self.epoch = -1
+        self.version = -1
+        self.state: Any = None
+        self.stored = -1
+        self.speed = 0.0
+        self.buffers = Buffers(compute)
+        self.frozen: Round | None = None
+        self.reduction: Reduction | None = None
+        self.fetch: Fetch | None = None
+        self._order: Order = NEVER
+        self._view: View | None = None
+        self._yours: Assignment | None = None
+        self._echo = (0, 0)  # term, beat
+        self._handled: Order | None = None  # the RUN whose orders were carried out
+        self.run_round: Round = NEVER
+        self._missing: frozenset[int] = frozenset()
+        self._landing: Buffer | None = None
+        self._changing = False  # a state is being applied or loaded
+        self._generation = 0  # grows whenever the state is given up
+        self._storing = False
+        self._fetches = 0
+        self._asked_at = 0.0
+        self._urgent: deque[tuple[Committed, list[Any], int]] = deque()  # commits to apply
+        self._forwards: deque[Forward] = deque()
+        self._backwards: deque[Backward] = deque()
+        self._early: deque[Forward | Backward] = deque()
+        self._saved: dict[tuple[int, Attempt | None], Forward] = {}
+        self._latest: dict[int, tuple[Round, int]] = {}
+        self._wake = node.clock.mailbox()
+        self._idle = False
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Announce: self._on_announce,
+            Forward: self._on_work,
+            Backward: self._on_work,
+            Pull: self._on_pull,
+            Part: self._on_part,
+            PullSum: self._on_pull_sum,
+            SumChunk: self._on_sum,
+            FetchState: self._on_fetch,
+            StateChunk: self._on_chunk,
+        }
+
+    async def run(self) -> None:
+        """Joins, works, and comes back when there is nothing left to do."""
+        self.node.clock.spawn(self._tick())
+        self.node.clock.spawn(self._execute())
+        inbox, handlers = self.node.inbox, self._handlers
+        while not self.finished:
+            message = await inbox.take()
+            handler = handlers.get(type(message))
+            if handler is not None:
+                handler(message)
+
+    def leave(self) -> None:
+        """Asks to be let go: what it has summed still counts, and it is dismissed after the step."""
+        self.leaving = True
+
+    # --- telling the coordinator -------------------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        while not self.finished:
+            self._beat()
+            self._ask_again()
+            await self.node.clock.sleep(self.settings.heartbeat_seconds)
+
+    def _beat(self) -> None:
+        reduction = self.reduction
+        holds = reduction.round if reduction is not None and reduction.complete else None
+        beat = WorkerBeat(
+            self.node.name,
+            self.incarnation,
+            self.node.nonce,
+            self.stage,
+            self.epoch,
+            self.version if self.state is not None else -1,
+            self._echo[1],
+            self._echo[0],
+            len(self.fetch.received) if self.fetch is not None else -1,
+            self.speed,
+            holds,
+            reduction.digest if holds and reduction is not None else "",
+            self.stored,
+            self.leaving,
+        )
+        for coordinator in self.coordinators:
+            self._send(coordinator, beat)
+
+    def _ask_again(self) -> None:
+        """Whatever is late is asked for once more; whom it is waiting for is told."""
+        now = self.node.clock.now()
+        reduction = self.reduction
+        if reduction is not None and not reduction.complete and now - self._asked_at >= self.settings.heartbeat_seconds:
+            self._asked_at = now
+            reduction.ask()
+            self._report(reduction)
+        if self.fetch is not None and self._yours is not None:
+            self.fetch.ask(now, 2 * self.settings.heartbeat_seconds, self._yours.donors, self._send)
+
+    def _send(self, to: str, message: Message) -> None:
+        self.node.transport.send(to, message)
+
+    # --- following announcements -------------------------------------------------------------------------------------------
+
+    def _on_announce(self, announce: Announce) -> None:
+        view, yours = announce.view, announce.yours
+        if yours.nonce != self.node.nonce or yours.incarnation < self.incarnation:
+            return
+        order = (view.term, view.seq)
+        if order < self._order and self.checks.message_order:
+            return
+        self._order = order
+        self._view, self._yours = view, yours
+        self._echo = max(self._echo, (view.term, view.beat))
+        if yours.incarnation > self.incarnation:
+            self._become(yours)
+        if not self.finished:
+            self._follow(view)
+
+    def _become(self, yours: Assignment) -> None:
+        """A new incarnation: another stage, or the first one. What belonged to the old one is gone."""
+        self.incarnation = yours.incarnation
+        self.stage = yours.stage
+        self._give_up_state()
+        if yours.stage < 0:
+            self.finished = True
+
+    def _follow(self, view: View) -> None:
+        """Brings this worker to where the coordinator is. Does nothing twice, so it may be called at any time."""
+        if view.epoch != self.epoch and (self.checks.epoch or self.version != view.version):
+            self._give_up_state()
+            self.stored = -1
+        self.epoch = view.epoch
+        if self._changing:
+            return
+        commit = view.commit
+        if self.state is not None and commit is not None and commit.version == self.version and not self._take(commit):
+            self._give_up_state()
+        if self._changing:
+            return
+        if self.state is not None and self.version != view.version:
+            self._give_up_state()
+        if self.state is None:
+            self._obtain(view)
+            return
+        self._store_checkpoint(view)
+        self._carry_out(view)
+        self._admit_early()
+
+    def _carry_out(self, view: View) -> None:
+        phase = view.phase
+        if type(phase) is Run:
+            if self._handled != self._order:
+                self._handled = self._order
+                self._open(phase)
+        elif type(phase) is Seal:
+            self.frozen = phase.round
+            if self._landing is None or not self.checks.atomic_manifest:
+                self._answer_seal()
+        elif type(phase) is Reduce:
+            self._start_reduction(phase)
+        elif type(phase) is Finished:
+            self.finished = True
+
+    def _open(self, run: Run) -> None:
+        """RUN: buffers that count are kept, others emptied, and accumulation goes on with what is missing."""
+        self.frozen = None
+        self.reduction = None
+        for index in (0, 1):
+            if (self.node.name, self.incarnation, index) not in run.keep:
+                self.buffers.clear(index)
+        self._missing = run.missing[self.stage]
+        self.run_round = self._order
+
+    def _answer_seal(self) -> None:
+        assert self.frozen is not None
+        view = self._view
+        assert view is not None
+        manifest = Manifest(self.frozen, self.node.name, self.incarnation, self.epoch, self.version, self.stage, self.buffers.manifests())
+        for coordinator in self.coordinators:
+            self._send(coordinator, manifest)
+
+    # --- state: commits, checkpoints, fetching ------------------------------------------------------------------------------
+
+    def _take(self, commit: Committed) -> bool:
+        """Applies the commit when the result held is the one committed; otherwise says no."""
+        reduction = self.reduction
+        if reduction is None or not reduction.complete or reduction.position != (self.epoch, self.version, self.stage):
+            return False
+        if self.checks.round_digest:
+            if reduction.round != commit.round:
+                return False
+            if self.checks.term_digest and reduction.digest != commit.digests[self.stage]:
+                return False
+        self._changing = True
+        self._urgent.append((commit, reduction.result(), self._generation))
+        self._work_waits()
+        return True
+
+    async def _apply(self, commit: Committed, sums: list[Any], generation: int) -> None:
+        state = await self.compute.apply(self.state, sums, commit)
+        self._changing = False
+        if generation == self._generation:
+            self._set_state(state, commit.version + 1)
+        self._again()
+
+    def _set_state(self, state: Any, version: int) -> None:
+        self.state = state
+        self.version = version
+        self.fetch = None
+        self._forget_work()
+        if self._on_state is not None:
+            self._on_state(self)
+
+    def _forget_work(self) -> None:
+        """The state beneath the buffers has changed: everything summed, saved or frozen is of the past."""
+        if self.checks.clear:
+            self.buffers.clear_all()
+        self.frozen = None
+        self.reduction = None
+        self._handled = None
+        self._missing = frozenset()
+        self._saved.clear()
+        self._latest.clear()
+
+    def _give_up_state(self) -> None:
+        self.state = None
+        self.version = -1
+        self._generation += 1
+        if self.checks.fetch_version:
+            self.fetch = None
+        self._forget_work()
+
+    def _again(self) -> None:
+        """Something finished: tell the coordinator, and look at its last announcement once more."""
+        if self.finished or self._view is None:
+            return
+        self._follow(self._view)
+        self._beat()
+
+    def _obtain(self, view: View) -> None:
+        """No state yet: from the checkpoint where the epoch begins, later from peers."""
+        if view.version == view.origin[1]:
+            self._changing = True
+            self.node.clock.spawn(self._restore(view.origin, view.epoch, view.version, self.stage, self._generation))
+            return
+        position = (view.epoch, view.version, self.stage)
+        if self.fetch is None or (self.fetch.position != position and self.checks.fetch_version):
+            self._fetches += 1
+            self.fetch = Fetch(self.node.name, self._fetches, position, self.settings.chunks, self.checks)
+        self.fetch.position = position
+        assert self._yours is not None
+        self.fetch.ask(self.node.clock.now(), 2 * self.settings.heartbeat_seconds, self._yours.donors, self._send)
+
+    async def _restore(self, origin: tuple[int, int], epoch: int, version: int, stage: int, generation: int) -> None:
+        state = None
+        if origin[1] == 0:
+            state = await self.compute.initial(stage)
+        else:
+            snapshot = await self.checkpoints.read(origin[0], origin[1], stage)
+            state = None if snapshot is None else self.compute.restore(stage, snapshot)
+        self._changing = False
+        if state is None:
+            return  # the store did not answer: the next announcement asks again
+        if generation == self._generation and epoch == self.epoch:
+            self._set_state(state, version)
+        self._again()
+
+    def _on_fetch(self, fetch: FetchState) -> None:
+        if self.state is None or self._changing or fetch.stage != self.stage:
+            return
+        if self.checks.fetch_version and (fetch.epoch, fetch.version) != (self.epoch, self.version):
+            return
+        payload = self.compute.read_chunk(self.state, fetch.chunk)
+        self._send(fetch.worker, StateChunk(fetch.nonce, self.epoch, self.version, self.stage, fetch.chunk, payload))
+
+    def _on_chunk(self, message: StateChunk) -> None:
+        fetch = self.fetch
+        if fetch is None or self._changing or self._yours is None:
+            return
+        if fetch.on_chunk(message):
+            self._set_state(self.compute.assemble(self.stage, fetch.chunks()), fetch.position[1])
+            self._again()
+        else:
+            fetch.ask(self.node.clock.now(), 2 * self.settings.heartbeat_seconds, self._yours.donors, self._send)
+
+    def _store_checkpoint(self, view: View) -> None:
+        """Takes the snapshot exactly at its version, and writes it while training goes on."""
+        assert self._yours is not None
+        if view.checkpoint != self.version or not self._yours.store or self.stored >= self.version or self._storing:
+            return
+        self._storing = True
+        snapshot = self.compute.snapshot(self.state) if self.checks.checkpoint_version else None
+        self.node.clock.spawn(self._write_checkpoint(self.epoch, self.version, self.stage, snapshot))
+
+    async def _write_checkpoint(self, epoch: int, version: int, stage: int, snapshot: Any) -> None:
+        if snapshot is None:  # only with the check `checkpoint-version` off: whatever the state is by then
+            await self.node.clock.sleep(2 * self.settings.patience_seconds)
+            snapshot = self.compute.snapshot(self.state) if self.state is not None else None
+        if snapshot is not None:
+            await self.checkpoints.write(epoch, version, stage, snapshot)
+        self._storing = False
+        if epoch == self.epoch and stage == self.stage and snapshot is not None:
+            self.stored = max(self.stored, version)
+            self._beat()
+
+    # --- reduction ----------------------------------------------------------------------------------------------------------
+
+    def _start_reduction(self, order: Reduce) -> None:
+        reduction = self.reduction
+        position = (self.epoch, self.version, self.stage)
+        if reduction is not None and reduction.round == order.round and reduction.position == position:
+            self._report(reduction)
+            return
+        plan = order.stages[self.stage]
+        listed = [incarnation for worker, incarnation in plan.members if worker == self.node.name]
+        if listed and (listed[0] == self.incarnation or not self.checks.incarnation):
+            if self.frozen != order.round and self.checks.round_match:
+                return  # this incarnation never sealed that round
+        elif listed:
+            return  # somebody else who had this name
+        self.reduction = Reduction(self.node.name, position, order, self.compute, self.buffers, self.checks, self._send)
+        self._asked_at = self.node.clock.now()
+        self.reduction.ask()
+        self._finish_reduction()
+
+    def _finish_reduction(self) -> None:
+        if self.reduction is not None and self.reduction.complete:
+            self._report(self.reduction)
+
+    def _report(self, reduction: Reduction) -> None:
+        missing = () if reduction.complete else reduction.missing()
+        report = Reduced(
+            reduction.round, self.node.name, self.incarnation, *reduction.position, reduction.digest, reduction.norm_squared, missing
+        )
+        for coordinator in self.coordinators:
+            self._send(coordinator, report)
+
+    def _here(self, message: Pull | Part | PullSum | SumChunk) -> bool:
+        if message.version != self.version or message.stage != self.stage:
+            return False
+        return message.epoch == self.epoch or not self.checks.epoch
+
+    def _on_pull(self, pull: Pull) -> None:
+        if self.state is None or not self._here(pull):
+            return
+        if self.checks.round_match and self.frozen != pull.round:
+            return
+        if self.checks.incarnation and pull.incarnation != self.incarnation:
+            return
+        payload = self.compute.part(self.buffers.chosen(pull.buffers, self.stage), pull.chunk)
+        part = Part(pull.round, self.epoch, self.version, self.stage, pull.chunk, self.node.name, self.incarnation, payload)
+        self._send(pull.owner, part)
+
+    def _reduction_of(self, message: Part | PullSum | SumChunk) -> Reduction | None:
+        reduction = self.reduction
+        if reduction is None or not self._here(message):
+            return None
+        if self.checks.round_match and reduction.round != message.round:
+            return None
+        return reduction
+
+    def _on_part(self, part: Part) -> None:
+        reduction = self._reduction_of(part)
+        if reduction is not None and not reduction.complete:
+            reduction.on_part(part)
+            self._finish_reduction()
+
+    def _on_pull_sum(self, pull: PullSum) -> None:
+        reduction = self._reduction_of(pull)
+        if reduction is not None:
+            reduction.on_pull_sum(pull)
+
+    def _on_sum(self, message: SumChunk) -> None:
+        reduction = self._reduction_of(message)
+        if reduction is not None and not reduction.complete:
+            reduction.on_sum(message)
+            self._finish_reduction()
+
+    # --- work ---------------------------------------------------------------------------------------------------------------
+
+    def _matches(self, message: Forward | Backward) -> bool:
+        """Whether the message is about the state this worker has."""
+        checks = self.checks
+        return (
+            self.state is not None
+            and (message.version == self.version or not checks.version)
+            and (message.stage == self.stage or not checks.stage)
+            and (message.epoch == self.epoch or not checks.epoch)
+        )
+
+    def _is_early(self, message: Forward | Backward) -> bool:
+        """Sent by someone who has heard more than this worker: the announcement is on its way."""
+        if message.attempt.round > self._order:
+            return True
+        return self.checks.version and (message.epoch, message.version) > (self.epoch, self.version)
+
+    def _superseded(self, message: Forward | Backward) -> bool:
+        attempt = message.attempt
+        token = (attempt.round if self.checks.token else NEVER, attempt.number)
+        latest = self._latest.get(message.micro_batch)
+        if latest is not None and token < latest:
+            return True
+        self._latest[message.micro_batch] = token
+        return False
+
+    def _on_work(self, message: Forward | Backward) -> None:
+        if self.incarnation == 0:
+            return
+        if self._is_early(message):
+            if len(self._early) >= EARLY_LIMIT:
+                self._early.popleft()
+            self._early.append(message)
+        elif self._matches(message) and not self._superseded(message):
+            if type(message) is Forward:
+                self._forwards.append(message)
+            else:
+                self._backwards.append(message)  # type: ignore[arg-type]
+            self._work_waits()
+
+    def _admit_early(self) -> None:
+        if self._early:
+            early, self._early = self._early, deque()
+            for message in early:
+                self._on_work(message)
+
+    def _work_waits(self) -> None:
+        if self._idle:
+            self._idle = False
+            self._wake.put(None)
+
+    async def _execute(self) -> None:
+        """Steps of the optimizer first, then backwards, since they free memory and end what was begun, then forwards."""
+        while not self.finished:
+            if self._urgent:
+                await self._apply(*self._urgent.popleft())
+            elif self._backwards:
+                await self._run_backward(self._backwards.popleft())
+            elif self._forwards:
+                await self._run_forward(self._forwards.popleft())
+            else:
+                self._idle = True
+                await self._wake.take()
+
+    def _key(self, message: Forward | Backward) -> tuple[int, Attempt | None]:
+        return message.micro_batch, message.attempt if self.checks.token else None
+
+    async def _run_forward(self, message: Forward) -> None:
+        if not self._matches(message) or self._superseded(message):
+            return
+        began = self.node.clock.now()
+        if message.stage == self.settings.stages - 1:
+            gradient, contribution, loss, weight = await self.compute.turn(
+                self.state, message.version, message.micro_batch, message.stage, message.payload
+            )
+            seconds = self._measured(1.0 + BACKWARD_WORK, began)
+            owns = await self._accumulate(message, contribution, loss, weight)
+            self._pass_back(message, gradient, owns, seconds)
+            return
+        leaving = await self.compute.forward(self.state, message.version, message.micro_batch, message.stage, message.payload)
+        seconds = self._measured(1.0, began)
+        if not self._matches(message):
+            return
+        self._saved[self._key(message)] = message
+        onward = Forward(
+            message.epoch,
+            message.version,
+            message.stage + 1,
+            message.micro_batch,
+            message.attempt,
+            message.path,
+            message.owned,
+            leaving,
+        )
+        self._send(message.path[message.stage + 1], onward)
+        if self.settings.acknowledge_forward:
+            self._acknowledge(message, True, False, seconds)
+
+    async def _run_backward(self, message: Backward) -> None:
+        saved = self._saved.get(self._key(message))
+        if saved is None or not self._matches(message) or self._superseded(message):
+            return
+        del self._saved[self._key(message)]
+        began = self.node.clock.now()
+        gradient, contribution = await self.compute.backward(
+            self.state, message.version, message.micro_batch, message.stage, saved.payload, message.payload
+        )
+        seconds = self._measured(BACKWARD_WORK, began)
+        owns = await self._accumulate(saved, contribution, 0.0, 0.0)
+        self._pass_back(saved, gradient, owns, seconds)
+
+    def _measured(self, work: float, began: float) -> float:
+        seconds = self.node.clock.now() - began
+        if seconds > 0:
+            self.speed = work / seconds if self.speed == 0 else self.speed + 0.1 * (work / seconds - self.speed)
+        return seconds
+
+    async def _accumulate(self, message: Forward, contribution: Any, loss: float, weight: float) -> bool:
+        """Adds to the buffer if all of rule 4 allows it; True when this worker's buffers hold the micro-batch now."""
+        micro_batch = message.micro_batch
+        if message.stage in message.owned or not self._matches(message):
+            return False
+        if self.checks.once and self.buffers.holds(micro_batch):
+            return True
+        if (self.frozen is not None and self.checks.freeze) or micro_batch not in self._missing:
+            return False
+        first = message.attempt.number == 0 and message.attempt.round == self.run_round
+        buffer = self.buffers.get(0 if first else 1, self.stage)
+        if not self.checks.atomic_manifest:
+            buffer.micro_batches.add(micro_batch)
+        self._landing = buffer
+        await self.compute.accumulate(buffer.value, contribution)
+        self._landing = None
+        buffer.micro_batches.add(micro_batch)
+        buffer.loss += loss
+        buffer.weight += weight
+        if self.frozen is not None and self.state is not None and self._view is not None and type(self._view.phase) is Seal:
+            self._answer_seal()
+        return self.buffers.holds(micro_batch)
+
+    def _pass_back(self, message: Forward, gradient: Any, owns: bool, seconds: float) -> None:
+        """The gradient goes back along the path, no further than a stage still needs it."""
+        self._acknowledge(message, False, owns, seconds)
+        stage = message.stage - 1
+        if any(below not in message.owned for below in range(message.stage)):
+            back = Backward(message.epoch, message.version, stage, message.micro_batch, message.attempt, gradient)
+            self._send(message.path[stage], back)
+
+    def _acknowledge(self, message: Forward, forward: bool, owns: bool, seconds: float) -> None:
+        ack = Ack(
+            message.epoch,
+            message.version,
+            message.stage,
+            message.micro_batch,
+            message.attempt,
+            self.node.name,
+            self.incarnation,
+            forward,
+            owns,
+            seconds,
+        )
+        self._send(message.attempt.feeder, ack)

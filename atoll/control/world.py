@@ -1,0 +1,150 @@
+"""World: all that coordinator, feeder and worker see of clocks, networks, disks and devices.
+
+The roles are coroutines that await nothing but these. Over sockets they run on asyncio with tensors; in the simulator on a virtual clock
+with numbers. Whoever implements `Clock` decides how coroutines take turns; between two awaits nobody else runs.
+"""
+
+import random
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol
+
+from atoll.control.journal import Record
+from atoll.control.messages import Committed, Message
+
+__all__ = ["Checkpoints", "Clock", "Compute", "Feed", "Journal", "Mailbox", "Node", "Transport"]
+
+
+class Mailbox(Protocol):
+    """Things put in are taken out in order, by one taker."""
+
+    def put(self, item: Any) -> None:
+        """Never waits."""
+
+    async def take(self) -> Any:
+        """The oldest thing, as soon as there is one."""
+
+
+class Clock(Protocol):
+    """Time and taking turns."""
+
+    def now(self) -> float:
+        """Seconds that never go back."""
+
+    async def sleep(self, seconds: float) -> None:
+        """Comes back after so long, or later."""
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs beside everything else of this process and ends with it."""
+
+    def mailbox(self) -> Mailbox:
+        """A new, empty one."""
+
+
+class Transport(Protocol):
+    """Sends to whoever has a name. A message may be lost, late, doubled or overtaken; one that arrives is what was sent."""
+
+    def send(self, to: str, message: Message) -> None:
+        """Never waits and never fails: what cannot be sent is lost."""
+
+
+class Journal(Protocol):
+    """The coordinator's fenced, durable memory.
+
+    A record of a term older than the newest in the journal is refused with `FencedError`, and so is a second `Term` of the same number.
+    """
+
+    async def read(self) -> Sequence[Record]:
+        """All durable records, oldest first."""
+
+    async def append(self, term: int, record: Record) -> None:
+        """Comes back when the record is durable."""
+
+
+class Checkpoints(Protocol):
+    """Write-once storage of stages, for all peers."""
+
+    async def write(self, epoch: int, version: int, stage: int, snapshot: Any) -> None:
+        """Comes back when durable; a second write of the same key changes nothing."""
+
+    async def read(self, epoch: int, version: int, stage: int) -> Any:
+        """What was written, or None where nothing complete is stored."""
+
+
+class Feed(Protocol):
+    """Where a feeder gets its micro-batches."""
+
+    async def load(self, version: int, micro_batch: int) -> Any:
+        """What stage 0 is fed: the same for the same (version, micro_batch), whoever asks and whenever."""
+
+
+class Compute(Protocol):
+    """The arithmetic of one worker. States, activations, gradients and buffers are opaque to the protocol.
+
+    Randomness is keyed by (version, micro_batch, stage), so that redone work gives the same numbers. States may be changed in place by
+    `apply` only: the worker runs no kernel meanwhile.
+    """
+
+    async def initial(self, stage: int) -> Any:
+        """The state before step 0."""
+
+    async def forward(self, state: Any, version: int, micro_batch: int, stage: int, entering: Any) -> Any:
+        """What leaves the stage."""
+
+    async def turn(self, state: Any, version: int, micro_batch: int, stage: int, entering: Any) -> tuple[Any, Any, float, float]:
+        """Forward, loss and backward of the last stage: (gradient of what entered, contribution, loss total, weight)."""
+
+    async def backward(self, state: Any, version: int, micro_batch: int, stage: int, entering: Any, gradient: Any) -> tuple[Any, Any]:
+        """(gradient of what entered, contribution to the gradient of the weights)."""
+
+    def buffer(self, stage: int) -> Any:
+        """An empty sum of contributions."""
+
+    async def accumulate(self, buffer: Any, contribution: Any) -> None:
+        """Adds in place; the sum has landed when this comes back."""
+
+    def part(self, buffers: Sequence[Any], chunk: int) -> Any:
+        """A copy of one chunk of the sum of buffers."""
+
+    def zero(self, stage: int, chunk: int) -> Any:
+        """A sum of no parts."""
+
+    def add(self, total: Any, part: Any) -> Any:
+        """The sum; `total` may be changed in place."""
+
+    def store(self, buffer: Any, chunk: int, value: Any) -> None:
+        """Overwrites one chunk of a buffer (only with the check `out-of-place` off)."""
+
+    def digest(self, sums: Sequence[Any]) -> str:
+        """A fingerprint of a stage's reduced gradient, bit for bit."""
+
+    def norm_squared(self, sums: Sequence[Any]) -> float:
+        """Of a stage's reduced gradient, undivided; not finite when the gradient is not."""
+
+    async def apply(self, state: Any, sums: Sequence[Any], commit: Committed) -> Any:
+        """The state after the step; unchanged where the commit says the step is skipped."""
+
+    def read_chunk(self, state: Any, chunk: int) -> Any:
+        """A copy of one chunk of the state, weights and optimizer."""
+
+    def assemble(self, stage: int, chunks: Sequence[Any]) -> Any:
+        """The state from all its chunks."""
+
+    def snapshot(self, state: Any) -> Any:
+        """A copy that later steps do not change."""
+
+    def restore(self, stage: int, snapshot: Any) -> Any:
+        """The state a snapshot was taken of."""
+
+
+class Node:
+    """One process of the swarm: its name, what it hears and by what it acts."""
+
+    __slots__ = ("name", "clock", "transport", "inbox", "nonce", "random")
+
+    def __init__(self, name: str, clock: Clock, transport: Transport, inbox: Mailbox, nonce: int, randomness: random.Random) -> None:
+        self.name = name
+        self.clock = clock
+        self.transport = transport
+        self.inbox = inbox
+        self.nonce = nonce  # grows with every start of a process of this name
+        self.random = randomness

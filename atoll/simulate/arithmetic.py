@@ -1,0 +1,171 @@
+"""Arithmetic: a tiny model in exact integers, so that a micro-batch too many or too few shows, and the order of addition too.
+
+A stage is two weights (its two chunks) with momentum. Its output is x·w₀ + w₁ + noise, all modulo a prime; noise and targets are
+functions of (version, micro-batch, stage). Integers are exact in any order of addition, floats are not: so that replicas that summed in another order
+are told apart, as floats would be, each number carries `rounding`, a hash of the order in which it was made.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import inf
+from typing import Any, NamedTuple
+
+from atoll.control.clipping import clip_factor
+from atoll.control.messages import Committed
+
+__all__ = ["CHUNKS", "MAX_NORM", "PRIME", "Cell", "Reference", "Sum", "digest", "mix", "model_apply", "reference"]
+
+PRIME = (1 << 61) - 1
+CHUNKS = 2
+MAX_NORM = 1.5
+
+
+class Cell(NamedTuple):
+    """One chunk of a state."""
+
+    weight: int
+    momentum: int
+    rounding: int
+
+
+class Sum(NamedTuple):
+    """One chunk of a gradient."""
+
+    value: int
+    rounding: int
+
+
+def mix(*numbers: int) -> int:
+    """A hash that is the same in every process."""
+    found = 0x9E3779B9
+    for number in numbers:
+        found = ((found ^ (number + 0x7F4A7C15)) * 0x5851F42D4C957F2D + 0x14057B7EF767814F) % PRIME
+    return found
+
+
+def initial_cells(stage: int) -> tuple[Cell, ...]:
+    """A stage before step 0."""
+    return tuple(Cell(mix(1, stage, chunk), 0, 0) for chunk in range(CHUNKS))
+
+
+@lru_cache(maxsize=65536)
+def entering(version: int, micro_batch: int) -> int:
+    """What stage 0 is fed."""
+    return mix(2, version, micro_batch)
+
+
+@lru_cache(maxsize=65536)
+def noise(version: int, micro_batch: int, stage: int) -> int:
+    """Dropout, so to say."""
+    return mix(3, version, micro_batch, stage)
+
+
+def forward(cells: Sequence[Cell], version: int, micro_batch: int, stage: int, x: int) -> int:
+    """What leaves the stage."""
+    return (x * cells[0].weight + cells[1].weight + noise(version, micro_batch, stage)) % PRIME
+
+
+def backward(cells: Sequence[Cell], x: int, gradient: int) -> tuple[int, tuple[int, int]]:
+    """(gradient of what entered, contributions to the two weights)."""
+    return gradient * cells[0].weight % PRIME, (gradient * x % PRIME, gradient)
+
+
+def loss_gradient(y: int, version: int, micro_batch: int) -> tuple[int, float]:
+    """(gradient of the output, loss)."""
+    gradient = (y - noise(version, micro_batch, -1)) % PRIME
+    return gradient, float(gradient % 97)
+
+
+def add(total: Sum, part: Sum) -> Sum:
+    """The sum; its rounding depends on the order."""
+    return Sum((total.value + part.value) % PRIME, (total.rounding * 31 + part.rounding * 17 + part.value + 1) % PRIME)
+
+
+def norm_squared(values: Sequence[int]) -> float:
+    """Small whole numbers, so that their sum is exact; now and then not finite."""
+    return inf if values[0] % 29 == 0 else float(values[0] % 16 + values[1] % 16)
+
+
+def digest(sums: Sequence[Sum]) -> str:
+    """Of values and roundings."""
+    return f"{mix(*[number for each in sums for number in each]):x}"
+
+
+def model_apply(cells: Sequence[Cell], sums: Sequence[Sum], clip: float, skipped: bool) -> tuple[Cell, ...]:
+    """A step of momentum, in integers."""
+    if skipped:
+        return tuple(cells)
+    scale = int(clip * 1024)
+    found = []
+    for cell, total in zip(cells, sums, strict=True):
+        momentum = (3 * cell.momentum + scale * total.value) % PRIME
+        found.append(Cell((cell.weight - 5 * momentum) % PRIME, momentum, mix(cell.rounding, total.rounding)))
+    return tuple(found)
+
+
+class Reference:
+    """The undisturbed run: weights before and gradients of every version, found one after another as they are asked for."""
+
+    def __init__(self, stages: int, micro_batches: int) -> None:
+        self._stages = stages
+        self._micro_batches = micro_batches
+        self._states: list[tuple[tuple[Cell, ...], ...]] = [tuple(initial_cells(stage) for stage in range(stages))]
+        self._gradients: list[tuple[tuple[int, int], ...]] = []
+        self._commits: list[tuple[float, bool, float]] = []
+
+    def weights(self, version: int, stage: int) -> tuple[tuple[int, int], ...]:
+        """(weight, momentum) of each chunk."""
+        self._reach(version)
+        return tuple((cell.weight, cell.momentum) for cell in self._states[version][stage])
+
+    def gradient(self, version: int, stage: int) -> tuple[int, int]:
+        """Over all micro-batches, each once."""
+        self._reach(version + 1)
+        return self._gradients[version][stage]
+
+    def commit(self, version: int) -> tuple[float, bool, float]:
+        """(clip factor, skipped, loss)."""
+        self._reach(version + 1)
+        return self._commits[version]
+
+    def _reach(self, version: int) -> None:
+        while len(self._states) <= version:
+            self._step(len(self._states) - 1)
+
+    def _step(self, version: int) -> None:
+        states = self._states[version]
+        totals = [[0] * CHUNKS for _ in range(self._stages)]
+        loss = 0.0
+        for micro_batch in range(self._micro_batches):
+            inputs = [entering(version, micro_batch)]
+            for stage in range(self._stages):
+                inputs.append(forward(states[stage], version, micro_batch, stage, inputs[-1]))
+            gradient, one_loss = loss_gradient(inputs[-1], version, micro_batch)
+            loss += one_loss
+            for stage in reversed(range(self._stages)):
+                gradient, contribution = backward(states[stage], inputs[stage], gradient)
+                for chunk in range(CHUNKS):
+                    totals[stage][chunk] = (totals[stage][chunk] + contribution[chunk]) % PRIME
+        gradients = tuple((total[0], total[1]) for total in totals)
+        clip, skipped = clip_factor([norm_squared(each) for each in gradients], float(self._micro_batches), MAX_NORM)
+        self._gradients.append(gradients)
+        self._commits.append((clip, skipped, loss))
+        self._states.append(
+            tuple(model_apply(states[stage], [Sum(value, 0) for value in gradients[stage]], clip, skipped) for stage in range(self._stages))
+        )
+
+
+@lru_cache(maxsize=64)
+def reference(stages: int, micro_batches: int) -> Reference:
+    """The undisturbed run of a shape, shared by all seeds."""
+    return Reference(stages, micro_batches)
+
+
+def commit_matches(record: Committed, expected: tuple[float, bool, float], micro_batches: int) -> bool:
+    """Whether a commit says of clip, skip, loss and weight what the undisturbed run says."""
+    return (record.clip, record.skipped, record.loss, record.weight) == (*expected, float(micro_batches))
+
+
+def values(sums: Sequence[Any]) -> tuple[int, ...]:
+    """Without roundings."""
+    return tuple(each.value for each in sums)

@@ -1,0 +1,117 @@
+"""Exact: the compute of a simulated worker in the integers of `arithmetic`, taking virtual time."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from atoll.control.messages import Committed
+from atoll.simulate import arithmetic
+from atoll.simulate.arithmetic import CHUNKS, Cell, Sum
+from atoll.simulate.loop import Process
+
+__all__ = ["ExactCompute", "ExactFeed"]
+
+
+class ExactCompute:
+    """What `atoll.control.world.Compute` asks for. `slowness` multiplies what kernels take; `on_digest` hears of every reduced gradient."""
+
+    def __init__(self, process: Process, on_digest: Callable[[str, Sequence[Sum]], None] | None = None) -> None:
+        self._process = process
+        self._on_digest = on_digest
+        self.slowness = 1.0
+        self.forward_seconds = 1.0
+        self.backward_seconds = 2.0
+        self.landing_seconds = 0.6
+
+    async def initial(self, stage: int) -> tuple[Cell, ...]:
+        """Before step 0."""
+        return arithmetic.initial_cells(stage)
+
+    async def forward(self, state: Any, version: int, micro_batch: int, stage: int, entering: int) -> int:
+        """One kernel."""
+        await self._process.sleep(self.forward_seconds * self.slowness)
+        return arithmetic.forward(state, version, micro_batch, stage, entering)
+
+    async def turn(self, state: Any, version: int, micro_batch: int, stage: int, entering: int) -> tuple[int, Any, float, float]:
+        """Forward, loss and backward."""
+        await self._process.sleep((self.forward_seconds + self.backward_seconds) * self.slowness)
+        leaving = arithmetic.forward(state, version, micro_batch, stage, entering)
+        gradient, loss = arithmetic.loss_gradient(leaving, version, micro_batch)
+        back, contribution = arithmetic.backward(state, entering, gradient)
+        return back, contribution, loss, 1.0
+
+    async def backward(
+        self, state: Any, version: int, micro_batch: int, stage: int, entering: int, gradient: int
+    ) -> tuple[int, tuple[int, int]]:
+        """One kernel."""
+        await self._process.sleep(self.backward_seconds * self.slowness)
+        return arithmetic.backward(state, entering, gradient)
+
+    def buffer(self, stage: int) -> list[Sum]:
+        """Nothing summed."""
+        return [Sum(0, 0)] * CHUNKS
+
+    async def accumulate(self, buffer: list[Sum], contribution: tuple[int, int]) -> None:
+        """The sum lands a little later, as an asynchronous kernel's does."""
+        await self._process.sleep(self.landing_seconds * self.slowness)
+        for chunk in range(CHUNKS):
+            buffer[chunk] = arithmetic.add(buffer[chunk], Sum(contribution[chunk], 0))
+
+    def part(self, buffers: Sequence[list[Sum]], chunk: int) -> Sum:
+        """One chunk of the sum of buffers."""
+        total = buffers[0][chunk] if buffers else Sum(0, 0)
+        for buffer in buffers[1:]:
+            total = arithmetic.add(total, buffer[chunk])
+        return total
+
+    def zero(self, stage: int, chunk: int) -> Sum:
+        """A sum of no parts."""
+        return Sum(0, 0)
+
+    def add(self, total: Sum, part: Sum) -> Sum:
+        """In the order of arrival."""
+        return arithmetic.add(total, part)
+
+    def store(self, buffer: list[Sum], chunk: int, value: Sum) -> None:
+        """Overwrites."""
+        buffer[chunk] = value
+
+    def digest(self, sums: Sequence[Sum]) -> str:
+        """Of values and order."""
+        found = arithmetic.digest(sums)
+        if self._on_digest is not None:
+            self._on_digest(found, sums)
+        return found
+
+    def norm_squared(self, sums: Sequence[Sum]) -> float:
+        """Exact."""
+        return arithmetic.norm_squared(arithmetic.values(sums))
+
+    async def apply(self, state: Any, sums: Sequence[Sum], commit: Committed) -> tuple[Cell, ...]:
+        """The optimizer's step."""
+        await self._process.sleep(0.1 * self.slowness)
+        return arithmetic.model_apply(state, sums, commit.clip, commit.skipped)
+
+    def read_chunk(self, state: Any, chunk: int) -> Cell:
+        """Weights and momentum."""
+        cell: Cell = state[chunk]
+        return cell
+
+    def assemble(self, stage: int, chunks: Sequence[Cell]) -> tuple[Cell, ...]:
+        """The state."""
+        return tuple(chunks)
+
+    def snapshot(self, state: Any) -> Any:
+        """States here never change."""
+        return state
+
+    def restore(self, stage: int, snapshot: Any) -> Any:
+        """The state."""
+        return snapshot
+
+
+class ExactFeed:
+    """The data of the tiny model."""
+
+    async def load(self, version: int, micro_batch: int) -> int:
+        """A number."""
+        return arithmetic.entering(version, micro_batch)

@@ -1,0 +1,231 @@
+"""Faults: what goes wrong, drawn from a seed as a list that can be replayed, printed and shortened."""
+
+import random
+from collections.abc import Sequence
+
+import msgspec
+
+from atoll.simulate.network import LinkFaults
+from atoll.simulate.swarm import COORDINATORS, ExactSwarm, Shape
+
+__all__ = ["Fault", "Scenario", "draw_scenario", "schedule"]
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """At a time, something happens to somebody, for so long; with a `phase`, `after` the next time it is reached."""
+
+    at: float
+    kind: str
+    targets: tuple[str, ...] = ()
+    seconds: float = 0.0
+    value: float = 0.0
+    phase: str = ""
+    after: float = 0.0
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """A shape, how the network behaves until all is healed, and the faults."""
+
+    seed: int
+    shape: Shape
+    heal_at: float
+    duplicate: float
+    reorder: float
+    delay: float
+    corrupt: float
+    faults: tuple[Fault, ...]
+
+
+KINDS = (
+    ("kill", 5), ("kill-stage", 1), ("kill-feeder", 2), ("stop", 4), ("cut", 2), ("cut-one-way", 2), ("isolate", 1),
+    ("restart-coordinator", 3), ("take-over", 2), ("stop-coordinator", 1), ("slow-disk", 2), ("slow-worker", 1), ("move", 2), ("leave", 1),
+    ("deafen", 2), ("split", 4),
+)  # fmt: skip
+PHASES = {"split": ("reduce",), "take-over": ("reduce", "reduce", ""), "restart-coordinator": ("reduce", "reduce", "seal", "")}
+"""When faults that matter most in some phase strike; others come at any time, half of them in a phase too."""
+
+WINDOW = 55.0
+
+
+def draw_scenario(seed: int) -> Scenario:
+    """The scenario of a seed."""
+    draw = random.Random(seed)
+    stages = 2 if draw.random() < 0.8 else 3
+    shape = Shape(
+        stages=stages,
+        workers=sum(draw.choice((2, 2, 3)) for _ in range(stages)),
+        feeders=draw.choice((1, 1, 2)),
+        micro_batches=draw.choice((3, 4, 5)),
+    )
+    count = draw.choice((1, 2, 3, 4, 5, 6))
+    faults = sorted((_draw_fault(draw, shape) for _ in range(count)), key=lambda fault: fault.at)
+    rough = draw.random() < 0.75
+    return Scenario(
+        seed=seed,
+        shape=shape,
+        heal_at=WINDOW + 5.0,
+        duplicate=0.15 * draw.random() if rough else 0.0,
+        reorder=0.3 * draw.random() if rough else 0.0,
+        delay=0.04 * draw.random() if rough else 0.0,
+        corrupt=0.02 * draw.random() if rough else 0.0,
+        faults=tuple(faults),
+    )
+
+
+def _draw_fault(draw: random.Random, shape: Shape) -> Fault:
+    kind = draw.choices([name for name, _ in KINDS], [weight for _, weight in KINDS])[0]
+    at = round(3.0 + draw.random() * (WINDOW - 5.0), 2)
+    seconds = round(draw.choice((0.5, 3.0, 8.0, 20.0)) * (0.5 + draw.random()), 2)
+    workers = [f"w{i}" for i in range(shape.workers)]
+    feeders = [f"f{i}" for i in range(shape.feeders)]
+    targets: tuple[str, ...] = ()
+    value = 0.0
+    if kind in ("kill", "stop", "slow-worker", "leave", "deafen"):
+        targets = (draw.choice(workers),)
+        value = draw.choice((2.0, 4.0))
+    elif kind == "split":
+        targets = tuple(draw.sample(workers, 2))
+    elif kind == "kill-stage":
+        value = float(draw.randrange(shape.stages))
+    elif kind == "kill-feeder":
+        targets = (draw.choice(feeders),)
+    elif kind in ("cut", "cut-one-way"):
+        first, second = draw.sample([*workers, *feeders, COORDINATORS[0]], 2)
+        targets = (first, second)
+    elif kind == "isolate":
+        targets = (draw.choice([*workers, *feeders]),)
+    elif kind == "slow-disk":
+        value = draw.choice((10.0, 40.0, 100.0))
+    elif kind == "move":
+        targets = (draw.choice(workers),)
+        value = float(draw.randrange(shape.stages))
+    phase = draw.choice(PHASES[kind]) if kind in PHASES else draw.choice(("", "", "seal", "reduce"))
+    return Fault(at, kind, targets, seconds, value, phase, round(1.5 * draw.random(), 2))
+
+
+def schedule(swarm: ExactSwarm, scenario: Scenario) -> None:
+    """Puts all faults, their ends and the healing on the swarm's clock."""
+    loop = swarm.loop
+    swarm.network.faults = LinkFaults(scenario.duplicate, scenario.reorder, scenario.delay, scenario.corrupt)
+    for fault in scenario.faults:
+        loop.at(fault.at, lambda it: _await_phase(swarm, it, scenario.heal_at), fault)
+    loop.at(scenario.heal_at, lambda _: _heal(swarm))
+
+
+def _await_phase(swarm: ExactSwarm, fault: Fault, at_latest: float) -> None:
+    """Strikes at once, or when the phase is reached."""
+    if not fault.phase:
+        _strike(swarm, fault)
+        return
+    coordinator = swarm.coordinator()
+    if coordinator is not None and type(coordinator.phase).__name__.lower() == fault.phase:
+        swarm.loop.at(swarm.loop.now + fault.after, lambda it: _strike(swarm, it), fault)
+    elif swarm.loop.now + 2.0 < at_latest:
+        swarm.loop.at(swarm.loop.now + 0.25, lambda it: _await_phase(swarm, it, at_latest), fault)
+
+
+def _strike(swarm: ExactSwarm, fault: Fault) -> None:
+    """The fault begins, and its end is put on the clock."""
+    end = swarm.loop.now + fault.seconds
+    if fault.kind in ("kill", "kill-feeder"):
+        _kill(swarm, fault.targets, end)
+    elif fault.kind == "kill-stage":
+        stage = int(fault.value)
+        _kill(swarm, [name for name, worker in list(swarm.workers.items()) if worker.stage == stage], end)
+    elif fault.kind in ("stop", "stop-coordinator"):
+        _stop(swarm, fault.targets[0] if fault.targets else _coordinator_name(swarm), end)
+    elif fault.kind in ("cut", "cut-one-way", "isolate", "deafen"):
+        _cut(swarm, fault, end)
+    elif fault.kind == "split":  # one member falls silent with what it has just got, while another dies
+        _cut(swarm, Fault(fault.at, "deafen", fault.targets[:1]), end)
+        _kill(swarm, fault.targets[1:], end)
+    elif fault.kind == "restart-coordinator":
+        name = _coordinator_name(swarm)
+        if name:
+            _kill(swarm, [name], end)
+    elif fault.kind == "take-over":
+        current = _coordinator_name(swarm)
+        other = next((name for name in COORDINATORS if name != current and not swarm.alive(name)), None)
+        if other is not None:
+            swarm.start(other)
+    elif fault.kind == "slow-disk":
+        _slow_disk(swarm, fault.value, end)
+    elif fault.kind == "slow-worker":
+        swarm.slow_down(fault.targets[0], fault.value)
+        swarm.loop.at(end, lambda _: swarm.slow_down(fault.targets[0], 1.0))
+    else:
+        _rearrange(swarm, fault)
+
+
+def _rearrange(swarm: ExactSwarm, fault: Fault) -> None:
+    coordinator = swarm.coordinator()
+    if fault.kind == "move" and coordinator is not None:
+        coordinator.move(fault.targets[0], int(fault.value))
+    worker = swarm.workers.get(fault.targets[0])
+    if fault.kind == "leave" and worker is not None:
+        worker.leave()
+
+
+def _coordinator_name(swarm: ExactSwarm) -> str:
+    coordinator = swarm.coordinator()
+    return coordinator.node.name if coordinator is not None else ""
+
+
+def _kill(swarm: ExactSwarm, names: Sequence[str], end: float) -> None:
+    for name in names:
+        swarm.kill(name)
+        swarm.loop.at(end, swarm.start, name)
+
+
+def _stop(swarm: ExactSwarm, name: str, end: float) -> None:
+    if name:
+        swarm.stop(name)
+        swarm.loop.at(end, swarm.go_on, name)
+
+
+def _cut(swarm: ExactSwarm, fault: Fault, end: float) -> None:
+    if fault.kind in ("isolate", "deafen"):  # from everybody, or from coordinators alone
+        others = [name for name in (*(swarm.names() if fault.kind == "isolate" else ()), *COORDINATORS) if name != fault.targets[0]]
+        pairs = [pair for other in others for pair in ((fault.targets[0], other), (other, fault.targets[0]))]
+    else:
+        first, second = fault.targets
+        pairs = [(first, second)] if fault.kind == "cut-one-way" else [(first, second), (second, first)]
+    for pair in pairs:
+        swarm.network.cut(*pair)
+
+    def mend(_: object) -> None:
+        for pair in pairs:
+            swarm.network.join(*pair)
+
+    swarm.loop.at(end, mend)
+
+
+def _slow_disk(swarm: ExactSwarm, factor: float, end: float) -> None:
+    disks = (swarm.journal_disk, swarm.checkpoint_disk)
+    for disk in disks:
+        disk.slowness = factor
+
+    def mend(_: object) -> None:
+        for disk in disks:
+            disk.slowness = 1.0
+
+    swarm.loop.at(end, mend)
+
+
+def _heal(swarm: ExactSwarm) -> None:
+    """No more faults: the network behaves, everybody who was killed or left is started again, everybody stopped goes on."""
+    swarm.network.faults = None
+    for disk in (swarm.journal_disk, swarm.checkpoint_disk):
+        disk.slowness = 1.0
+    for name in swarm.names():
+        swarm.slow_down(name, 1.0)
+        gone = swarm.workers.get(name)
+        if gone is not None and gone.finished:
+            swarm.kill(name)
+        swarm.go_on(name)
+        swarm.start(name)
+    for name in COORDINATORS:
+        swarm.go_on(name)
+    if swarm.coordinator() is None:
+        swarm.kill(COORDINATORS[0])
+        swarm.start(COORDINATORS[0])

@@ -1,0 +1,131 @@
+"""Fuzz: many random fault schedules, each from a seed, each checked; a seed that fails is replayed and shortened.
+
+python -m atoll.simulate.fuzz --seeds 2000 --start 0 --json [--without freeze] [--stop-at-first]
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from atoll.control import ALL_CHECKS, Checks
+from atoll.control.happenings import Happening
+from atoll.errors import AtollError
+from atoll.simulate.faults import Scenario, draw_scenario, schedule
+from atoll.simulate.shrink import shorten
+from atoll.simulate.swarm import ExactSwarm
+
+__all__ = ["Outcome", "fuzz", "main", "run_scenario"]
+
+COMMITS_AFTER_HEALING = 2
+PATIENCE_AFTER_HEALING = 600.0
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What one scenario led to."""
+
+    seed: int
+    violations: tuple[str, ...]
+    commits: int
+    rollbacks: int
+    events: int
+    virtual_seconds: float
+
+
+def run_scenario(scenario: Scenario, checks: Checks = ALL_CHECKS, observe: Callable[[Happening], None] | None = None) -> Outcome:
+    """Runs a scenario until two commits follow the healing, or something is wrong. The same scenario gives the same outcome."""
+    swarm = ExactSwarm(scenario.shape, scenario.seed, checks=checks, observe=observe)
+    checker = swarm.checker
+    schedule(swarm, scenario)
+    swarm.start_all()
+    swarm.run(scenario.heal_at)
+    if not checker.violations:
+        enough = checker.commits + COMMITS_AFTER_HEALING
+        swarm.run(scenario.heal_at + PATIENCE_AFTER_HEALING, lambda: checker.commits >= enough)
+        if not checker.violations and checker.commits < enough:
+            checker.wrong(f"only {checker.commits - enough + COMMITS_AFTER_HEALING} commits follow the healing")
+        if not checker.violations:
+            checker.at_the_end()
+    violations = tuple(checker.violations)
+    return Outcome(scenario.seed, violations, checker.commits, checker.rollbacks, swarm.loop.events, swarm.loop.now)
+
+
+def fuzz(seeds: Sequence[int], checks: Checks = ALL_CHECKS, stop_at_first: bool = False) -> list[Outcome]:
+    """The outcomes of many seeds."""
+    outcomes = []
+    for seed in seeds:
+        outcomes.append(run_scenario(draw_scenario(seed), checks))
+        if stop_at_first and outcomes[-1].violations:
+            break
+    return outcomes
+
+
+def summary(outcomes: Sequence[Outcome], seconds: float, checks: Checks) -> dict[str, object]:
+    """Counts, and the failing seeds; the first of them with its shortest schedule."""
+    failing = [outcome for outcome in outcomes if outcome.violations]
+    found: dict[str, object] = {
+        "seeds": len(outcomes),
+        "violations": len(failing),
+        "commits": sum(outcome.commits for outcome in outcomes),
+        "rollbacks": sum(outcome.rollbacks for outcome in outcomes),
+        "events": sum(outcome.events for outcome in outcomes),
+        "seconds": round(seconds, 2),
+        "events_per_second": round(sum(outcome.events for outcome in outcomes) / max(seconds, 1e-9)),
+        "failing": [{"seed": outcome.seed, "violation": outcome.violations[0]} for outcome in failing[:20]],
+    }
+    if failing:
+        shortest = shorten(draw_scenario(failing[0].seed), lambda scenario: bool(run_scenario(scenario, checks).violations))
+        found["shortest"] = {"scenario": msgspec.to_builtins(shortest), "violations": run_scenario(shortest, checks).violations}
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0: no violation; 1: there were some; 2: wrong arguments."""
+    parser = argparse.ArgumentParser(prog="python -m atoll.simulate.fuzz", description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=1000, help="how many")
+    parser.add_argument("--start", type=int, default=0, help="the first")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--without", action="append", default=[], metavar="CHECK", help="switch a check off: the checker should notice")
+    parser.add_argument("--stop-at-first", action="store_true", help="stop at the first violation")
+    parser.add_argument("--verbose", action="store_true", help="print what the coordinator says of each seed")
+    options = parser.parse_args(arguments)
+    try:
+        checks = Checks.without(*options.without)
+    except AtollError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    seeds = range(options.start, options.start + options.seeds)
+    if options.verbose:
+        for seed in seeds:
+            print(draw_scenario(seed))
+            print(run_scenario(draw_scenario(seed), checks, print))
+        return 0
+    began = time.perf_counter()
+    outcomes = fuzz(seeds, checks, options.stop_at_first)
+    found = summary(outcomes, time.perf_counter() - began, checks)
+    if options.json:
+        print(json.dumps(found, indent=1))
+    else:
+        _print(found)
+    return 1 if found["violations"] else 0
+
+
+def _print(found: dict[str, object]) -> None:
+    print(", ".join(f"{name} {value}" for name, value in found.items() if name not in ("failing", "shortest")))
+    failing = found["failing"]
+    assert isinstance(failing, list)
+    for row in failing:
+        print(f"  seed {row['seed']}: {row['violation']}")
+    shortest = found.get("shortest")
+    if isinstance(shortest, dict):
+        print("The first, shortened:")
+        for name, value in shortest["scenario"].items():
+            print(f"  {name}: {value}")
+        print(f"  {shortest['violations'][0]}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Network: carries messages between processes on the virtual clock, with the faults a seed asks for.
+
+A message that arrives is what was sent: a corrupted one fails its check-sum and is dropped, as the fabric does.
+"""
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from atoll.simulate.loop import Loop, Process, SimulatedMailbox
+
+__all__ = ["LinkFaults", "Network", "Port"]
+
+
+class LinkFaults:
+    """How often the network misbehaves, as probabilities for each message."""
+
+    __slots__ = ("duplicate", "reorder", "delay", "corrupt", "lose")
+
+    def __init__(self, duplicate: float = 0.0, reorder: float = 0.0, delay: float = 0.0, corrupt: float = 0.0, lose: float = 0.0) -> None:
+        self.duplicate = duplicate
+        self.reorder = reorder
+        self.delay = delay
+        self.corrupt = corrupt
+        self.lose = lose
+
+
+class Network:
+    """All links. `sizes` gives the bytes of messages of a kind that take time on a sender's uplink; others count as nothing."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        randomness: random.Random,
+        *,
+        latency_seconds: float = 0.2,
+        jitter_seconds: float = 0.1,
+        sizes: Mapping[type, float] | None = None,
+        bytes_per_s: float = 0.0,
+    ) -> None:
+        self.loop = loop
+        self.latency_seconds = latency_seconds
+        self.jitter_seconds = jitter_seconds
+        self.faults: LinkFaults | None = None
+        self.watch: Callable[[str, str, Any], None] | None = None
+        self.block: Callable[[str, str, Any], bool] | None = None  # for directed tests: True loses the message
+        self.sent = 0
+        self.dropped = 0
+        self._random = randomness
+        self._ports: dict[str, Port] = {}
+        self._cut: dict[tuple[str, str], int] = {}
+        self._sizes = dict(sizes or {})
+        self._bytes_per_s = bytes_per_s
+        self._free_at: dict[str, float] = {}
+
+    def open(self, process: Process) -> "Port":
+        """The process's place on the network, in place of whoever had its name."""
+        port = self._ports[process.name] = Port(self, process)
+        return port
+
+    def cut(self, source: str, target: str) -> None:
+        """Nothing passes in this direction until it is joined as often as it was cut."""
+        self._cut[source, target] = self._cut.get((source, target), 0) + 1
+
+    def join(self, source: str, target: str) -> None:
+        """Undoes one cut."""
+        left = self._cut.get((source, target), 0) - 1
+        if left > 0:
+            self._cut[source, target] = left
+        else:
+            self._cut.pop((source, target), None)
+
+    def send(self, source: str, target: str, message: Any) -> None:
+        """What `Port.send` does."""
+        self.sent += 1
+        if (self._cut and (source, target) in self._cut) or (self.block is not None and self.block(source, target, message)):
+            self.dropped += 1
+            return
+        if self.watch is not None:
+            self.watch(source, target, message)
+        arrival = self.loop.now + self.latency_seconds
+        if self.jitter_seconds:
+            arrival += self.jitter_seconds * self._random.random()
+        size = self._sizes.get(type(message)) if self._sizes else None
+        if size:
+            begins = max(self.loop.now, self._free_at.get(source, 0.0))
+            self._free_at[source] = begins + size / self._bytes_per_s
+            arrival += self._free_at[source] - self.loop.now
+        if self.faults is not None and source != target:
+            self._send_badly(self.faults, arrival, target, message)
+        else:
+            self.loop.at(arrival, self._deliver, (target, message))
+
+    def _send_badly(self, faults: LinkFaults, arrival: float, target: str, message: Any) -> None:
+        draw = self._random.random
+        if draw() < faults.corrupt + faults.lose:
+            self.dropped += 1
+            return
+        if draw() < faults.delay:
+            arrival += 10 * draw()
+        if draw() < faults.reorder:
+            arrival += 1.5 * draw()
+        self.loop.at(arrival, self._deliver, (target, message))
+        if draw() < faults.duplicate:
+            late = 3.0 if draw() < 0.7 else 25.0
+            self.loop.at(arrival + late * draw(), self._deliver, (target, message))
+
+    def _deliver(self, addressed: tuple[str, Any]) -> None:
+        port = self._ports.get(addressed[0])
+        if port is not None and port.process.alive:
+            port.inbox.put(addressed[1])
+
+
+class Port:
+    """One process's end: what `atoll.control.world.Transport` asks for, and its inbox."""
+
+    __slots__ = ("network", "process", "inbox")
+
+    def __init__(self, network: Network, process: Process) -> None:
+        self.network = network
+        self.process = process
+        self.inbox: SimulatedMailbox = process.mailbox()
+
+    def send(self, to: str, message: Any) -> None:
+        """Lost if the process is dead."""
+        if self.process.alive:
+            self.network.send(self.process.name, to, message)

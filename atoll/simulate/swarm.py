@@ -1,0 +1,162 @@
+"""Swarm: a whole simulated swarm — processes by name, started, killed, stopped and started again — running the protocol's own code."""
+
+import random
+from collections.abc import Callable
+
+import msgspec
+
+from atoll.control import ALL_CHECKS, Checks, Coordinator, Feeder, Node, Settings, Worker
+from atoll.control.happenings import Happening
+from atoll.simulate.arithmetic import CHUNKS, MAX_NORM
+from atoll.simulate.checker import Checker
+from atoll.simulate.disks import CheckpointDisk, CheckpointStore, JournalDisk, JournalHandle
+from atoll.simulate.exact import ExactCompute, ExactFeed
+from atoll.simulate.loop import Loop, Process
+from atoll.simulate.network import Network
+
+__all__ = ["COORDINATORS", "ExactSwarm", "Shape", "exact_settings"]
+
+COORDINATORS = ("c0", "c1")
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """How large a simulated swarm is."""
+
+    stages: int = 2
+    workers: int = 6
+    feeders: int = 1
+    micro_batches: int = 6
+
+
+def exact_settings(shape: Shape) -> Settings:
+    """Settings in the time scale of `ExactCompute`."""
+    return Settings(
+        stages=shape.stages,
+        micro_batches=shape.micro_batches,
+        steps=1_000_000,
+        chunks=CHUNKS,
+        heartbeat_seconds=2.0,
+        silent_beats=3,
+        forget_seconds=60.0,
+        gather_seconds=3.0,
+        patience_seconds=8.0,
+        lost_seconds=9.0,
+        hold_seconds=4.0,
+        hold_limit_seconds=20.0,
+        ban_seconds=6.0,
+        checkpoint_every=2,
+        max_norm=MAX_NORM,
+        in_flight=8,
+    )
+
+
+class ExactSwarm:
+    """A swarm with exact arithmetic, its checker, and handles on every process."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        seed: int,
+        *,
+        checks: Checks = ALL_CHECKS,
+        settings: Settings | None = None,
+        observe: Callable[[Happening], None] | None = None,
+    ) -> None:
+        self.shape = shape
+        self.checks = checks
+        self.settings = settings or exact_settings(shape)
+        self.random = random.Random(seed)
+        self.loop = Loop()
+        self.network = Network(self.loop, self.random)
+        self.checkpoint_disk = CheckpointDisk(self.random)
+        self.checker = Checker(self.loop, shape.stages, shape.micro_batches, self.checkpoint_disk.stored)
+        self.journal_disk = JournalDisk(self.loop, self.random, fence=checks.journal_fence, on_record=self.checker.on_record)
+        self.processes: dict[str, Process] = {}
+        self.coordinators: dict[str, Coordinator] = {}
+        self.feeders: dict[str, Feeder] = {}
+        self.workers: dict[str, Worker] = self.checker.workers
+        self.computes: dict[str, ExactCompute] = {}
+        self._observe = observe
+        self._starts = 0
+        self._slowness: dict[str, float] = {}
+
+    def start_all(self) -> None:
+        """The first coordinator, all feeders and workers."""
+        self.start(COORDINATORS[0])
+        for name in self.names():
+            self.start(name)
+
+    def names(self) -> list[str]:
+        """Of feeders and workers."""
+        return [f"f{i}" for i in range(self.shape.feeders)] + [f"w{i}" for i in range(self.shape.workers)]
+
+    def alive(self, name: str) -> bool:
+        """Whether a process of that name runs."""
+        process = self.processes.get(name)
+        return process is not None and process.alive
+
+    def start(self, name: str) -> None:
+        """A new process of that name, with nothing in memory."""
+        if self.alive(name):
+            return
+        self._starts += 1
+        process = self.processes[name] = Process(name, self.loop)
+        port = self.network.open(process)
+        node = Node(name, process, port, port.inbox, self._starts, random.Random(self.random.getrandbits(32)))
+        if name in COORDINATORS:
+            journal = JournalHandle(self.journal_disk, process)
+            coordinator = self.coordinators[name] = Coordinator(node, journal, self.settings, self.checks, self._observe)
+            process.spawn(coordinator.run())
+        elif name.startswith("f"):
+            feeder = self.feeders[name] = Feeder(
+                node, ExactFeed(), self.settings, COORDINATORS, self.checks, on_owned=self.checker.on_owned
+            )
+            process.spawn(feeder.run())
+        else:
+            self._start_worker(node, process)
+
+    def _start_worker(self, node: Node, process: Process) -> None:
+        compute = self.computes[node.name] = ExactCompute(process, self.checker.on_digest)
+        compute.slowness = self._slowness.get(node.name, 1.0)
+        store = CheckpointStore(self.checkpoint_disk, process)
+        worker = self.workers[node.name] = Worker(
+            node, compute, store, self.settings, COORDINATORS, self.checks, on_state=self.checker.on_state
+        )
+        process.spawn(worker.run())
+
+    def kill(self, name: str) -> None:
+        """Ends a process at once."""
+        if self.alive(name):
+            self.processes[name].kill()
+            self.workers.pop(name, None)
+
+    def stop(self, name: str) -> None:
+        """As SIGSTOP does."""
+        if self.alive(name):
+            self.processes[name].stop()
+
+    def go_on(self, name: str) -> None:
+        """As SIGCONT does."""
+        if self.alive(name) and self.processes[name].stopped:
+            self.processes[name].go_on()
+
+    def slow_down(self, name: str, factor: float) -> None:
+        """Kernels of this worker take so many times as long, also after it is started again."""
+        self._slowness[name] = factor
+        if name in self.computes:
+            self.computes[name].slowness = factor
+
+    def coordinator(self) -> Coordinator | None:
+        """The one with the newest term that still runs."""
+        running = [c for name, c in self.coordinators.items() if self.alive(name) and not c.finished]
+        return max(running, key=lambda c: c.term, default=None)
+
+    def run(self, until: float, stop: Callable[[], bool] | None = None) -> None:
+        """Runs on until a time, a wish or a violation."""
+        violations = self.checker.violations
+        self.loop.run(until, (lambda: bool(violations)) if stop is None else (lambda: bool(violations) or stop()))
+
+    def run_to_version(self, version: int, until: float = 1000.0) -> None:
+        """Runs on until so many steps are committed in the present epoch."""
+        records = self.journal_disk.records
+        self.run(until, lambda: bool(records) and getattr(records[-1], "version", -1) + 1 >= version and hasattr(records[-1], "digests"))

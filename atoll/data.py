@@ -40,6 +40,7 @@ class Samples:
     def __init__(self, dataset: Dataset, collate: Callable[[list[Any]], Batch], seed: int, batch_size: int) -> None:
         self.dataset, self.collate, self.seed, self.batch_size = dataset, collate, seed, batch_size
         self.length = len(dataset)
+        self.reading: int | None = None  # the sample that is asked for right now; for whoever wants to know why it takes long
         self._order = lru_cache(maxsize=2)(lambda epoch: Order(seed, epoch, self.length))
 
     def index(self, position: int) -> int:
@@ -80,8 +81,11 @@ class Samples:
     def _sample(self, position: int) -> Any:
         seed_everything(mix(self.seed, 1, position), devices=False)
         index = self.index(position)
+        self.reading = index
         with _noting(lambda: f"sample {index} of {self.length}"):
-            return self.dataset[index]
+            sample = self.dataset[index]
+        self.reading = None
+        return sample
 
 
 @contextmanager

@@ -98,6 +98,10 @@ def _step_line(found: "RunReport") -> Text:
     step = found.step_seconds
     if step.median is None:
         return Text("no step was finished")
+    if not found.steps_since_start and found.state == "done":
+        return Text(
+            f"nothing was left to do: all {found.steps:,} steps had been made before, the last ones in {format_seconds(step.median)} each"
+        )
     text = Text.assemble(("Step ", "bold"), (format_seconds(step.median), "bold green"))
     if step.predicted is not None:
         text.append(f", predicted {format_seconds(step.predicted)} ({step.median / step.predicted - 1:+.0%})")

@@ -134,6 +134,8 @@ def _write(
         directory.write("cluster.toml", dump_cluster(cluster))
     if predicted is not None:
         directory.write("predicted.json", msgspec.json.format(msgspec.json.encode(predicted), indent=1))
+    else:
+        directory.forget("predicted.json")  # of the plan that a resumed run had before
 
 
 def _show(plan: Plan, predicted: Cost | None, model: Target, cluster: Cluster | None) -> None:
@@ -154,9 +156,12 @@ def _launch(directory: RunDirectory, plan: Plan, max_restarts: int) -> None:
     where = "on this machine" if lab is None else f"on hosts of {lab.name}"
     say(f"starting {len(devices)} processes {where}, one a device; the run is in {directory.path}")
 
+    before = directory.last_moment()
+
     def keep(event: "AnyEvent") -> None:
+        moment = max(before + event.at_seconds, directory.last_moment())  # the run's own time goes on, and never back
         with EventLog(directory.path, resume=True) as log:
-            log(event)
+            log(msgspec.structs.replace(event, at_seconds=moment))
 
     command = [sys.executable, "-m", "atoll.cli.worker", str(directory.path.resolve())]
     result = launch(

@@ -20,6 +20,8 @@ from atoll.plan import Plan, load_plan, save_plan
 
 __all__ = ["RunDirectory", "RunSettings"]
 
+_TAIL_BYTES = 1 << 16  # more than any event has
+
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a run was started with."""
@@ -32,6 +34,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     keep_last: int = 2
     profile: bool = False
     speeds: str | None = None  # a cluster file: ranks compute no faster than its devices would
+
+
+class _Moment(msgspec.Struct):
+    at_seconds: float
 
 
 class RunDirectory:
@@ -91,6 +97,21 @@ class RunDirectory:
     def plan(self) -> Plan:
         """What runs where."""
         return load_plan(self.path / "plan.json")
+
+    def last_moment(self) -> float:
+        """`at_seconds` of the last event, which a run that is continued goes on from; 0 when there is none."""
+        try:
+            with self.events.open("rb") as file:
+                file.seek(max(0, self.events.stat().st_size - _TAIL_BYTES))
+                lines = file.read().split(b"\n")[:-1]  # the last may have been cut short
+            return msgspec.json.decode(lines[-1], type=_Moment).at_seconds if lines else 0.0
+        except (OSError, msgspec.DecodeError):  # whoever reads the events says what is wrong with them
+            return 0.0
+
+    def forget(self, *names: str) -> None:
+        """Remove what is no longer true."""
+        for name in names:
+            (self.path / name).unlink(missing_ok=True)
 
     def write(self, name: str, content: bytes | str) -> None:
         """A file that is whole or not there."""

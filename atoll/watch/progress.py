@@ -29,6 +29,8 @@ class Progress:
         self._first_loss: float | None = None
         self._loss: float | None = None
         self._recent: list[StepFinished] = []
+        self._seen = 0  # steps that this process made; a resumed run has made others before
+        self._samples = 0
         self._shown_at = float("-inf")
 
     def __enter__(self) -> Self:
@@ -52,7 +54,7 @@ class Progress:
                 self._say(f"step {event.step}: the {event.what} is {event.value}")
             case RunFinished():
                 self._stop_live()
-                self._say(_summary(event, self._first_loss))
+                self._say(_summary(event, self._first_loss, self._seen, self._samples))
 
     def _start(self, event: RunStarted) -> None:
         self._run = event
@@ -67,6 +69,7 @@ class Progress:
     def _step(self, event: StepFinished) -> None:
         self._first_loss = event.loss if self._first_loss is None else self._first_loss
         self._loss = event.loss if self._loss is None else _SMOOTHING * self._loss + (1 - _SMOOTHING) * event.loss
+        self._seen, self._samples = self._seen + 1, self._samples + event.samples
         self._recent = [*self._recent[1 - _RATE_STEPS :], event]
         if not event.applied:
             self._say(f"step {event.step}: fp16 gradients overflowed; step skipped, loss scale lowered")
@@ -90,7 +93,7 @@ class Progress:
     def _cells(self, event: StepFinished) -> list[str]:
         seconds = sum(step.seconds for step in self._recent)
         rate = sum(step.samples for step in self._recent) / seconds if seconds else 0.0
-        left = (self._steps - event.step) * (event.at_seconds - self._began) / event.step
+        left = (self._steps - event.step) * (event.at_seconds - self._began) / self._seen
         memory = [f"memory {format_bytes(event.memory_bytes)}"] if event.memory_bytes is not None else []
         return [f"step {event.step}/{self._steps}", f"loss {self._loss:.4f}", _rate(rate), *memory, f"left {_clock(left)}"]
 
@@ -108,14 +111,17 @@ class Progress:
             self._live = None
 
 
-def _summary(event: RunFinished, first_loss: float | None) -> str:
-    """The run in one sentence."""
+def _summary(event: RunFinished, first_loss: float | None, seen: int, samples: int) -> str:
+    """The run in one sentence. `seen` steps with so many samples were made by this process, the others before it."""
     how = {"done": "done", "stopped": "stopped by a callback", "interrupted": "interrupted", "failed": "failed"}[event.reason]
-    first = f"{first_loss:.4f} → " if first_loss is not None and event.steps > 1 else ""
+    if event.steps and not seen:
+        return f"{how}: all {event.steps} steps had been made before"
+    first = f"{first_loss:.4f} → " if first_loss is not None and seen > 1 else ""
     loss = f", loss {first}{event.loss:.4f}" if event.loss is not None else ""
-    rate = f", {_rate(event.samples / event.seconds)}" if event.seconds and event.samples else ""
+    rate = f", {_rate(samples / event.seconds)}" if event.seconds and samples else ""
     why = f" ({event.message})" if event.message and event.reason != "failed" else ""  # the error that is raised says it
-    return f"{how}: {event.steps} steps in {_clock(event.seconds)}{loss}{rate}{why}"
+    steps = f"{event.steps} steps" if seen == event.steps else f"{event.steps} steps, {seen} of them now,"
+    return f"{how}: {steps} in {_clock(event.seconds)}{loss}{rate}{why}"
 
 
 def _number(value: float | None, form: str) -> str:

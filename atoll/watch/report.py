@@ -38,6 +38,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     samples: Samples
     samples_per_second: float | None
     step_seconds: StepSeconds
+    steps_since_start: int  # made since the run was last started or resumed
     breakdown: dict[str, Compared]  # of a step, on the busiest rank
     stages: list[StageReport]
     collectives: list[CollectiveReport]
@@ -58,8 +59,12 @@ def read_report(path: str | Path) -> RunReport:
     story = tell_events(directory.events)
     missing: list[str] = []
     found = _found(directory, story, missing)
-    comparison = compare(*found, measured_step=story.step_seconds) if found is not None else Comparison()
-    predicted = found[2].step_seconds if found is not None and found[2] is not None else None
+    comparison, predicted = Comparison(), None
+    if found is not None and (story.steps_since_start or found[3] or story.step_seconds is None):
+        comparison = compare(*found, measured_step=story.step_seconds)
+        predicted = found[2].step_seconds if found[2] is not None else None
+    elif found is not None:  # steps were made, but all of them under a plan before this one
+        missing.append("plan.json: no step was made under this plan, so there is nothing to compare")
     samples = story.samples.committed + story.samples.lost + story.samples.redone
     return RunReport(
         mode=story.mode or _planned_mode(directory),
@@ -72,6 +77,7 @@ def read_report(path: str | Path) -> RunReport:
         samples=story.samples,
         samples_per_second=samples / story.seconds if story.seconds else None,
         step_seconds=StepSeconds(median=story.step_seconds, predicted=predicted),
+        steps_since_start=story.steps_since_start,
         breakdown=comparison.breakdown,
         stages=comparison.stages,
         collectives=comparison.collectives,
@@ -131,6 +137,10 @@ def _conclusion(directory: RunDirectory, story: EventStory, predicted: float | N
     """Where prediction and reality differ most, and what to do about it."""
     if story.step_seconds is None:
         return "No step was finished, so there is nothing to compare."
+    if not story.steps_since_start and story.state != "running":
+        return (
+            "No step was left to do when the run was last started; what is said here was measured before." if story.state == "done" else ""
+        )
     if predicted is None or comparison.differs_most is None:
         return ""
     ratio = story.step_seconds / predicted

@@ -33,7 +33,8 @@ class EventStory(msgspec.Struct, frozen=True, kw_only=True):
     planned_steps: int
     losses: list[float]  # one a step, the last that was computed
     samples: Samples
-    step_seconds: float | None  # median, without each process's first
+    step_seconds: float | None  # median, without each process's first; of the last start that made steps
+    steps_since_start: int  # made since the run was last started: none where nothing was left to do
     seconds: float  # of all steps, redone ones included
     counts: dict[str, int]  # events by kind
 
@@ -67,6 +68,8 @@ def _story(events: list[AnyEvent], state: str, message: str) -> EventStory:
     steps = [event for event in events if isinstance(event, StepFinished)]
     last = {event.step: event for event in steps}
     losses = [last[step].loss for step in sorted(last)]
+    starts = _seconds_by_start(events)
+    latest = next((seconds for seconds in reversed(starts) if seconds), [])
     return EventStory(
         name=started[-1].name if started else "",
         mode=started[-1].mode if started else "",
@@ -76,7 +79,8 @@ def _story(events: list[AnyEvent], state: str, message: str) -> EventStory:
         planned_steps=started[-1].steps if started else 0,
         losses=losses,
         samples=_samples(events, steps, last, state),
-        step_seconds=_median_seconds(events),
+        step_seconds=median(latest[2:] or latest[1:] or latest) if latest else None,
+        steps_since_start=len(starts[-1]),
         seconds=sum(event.seconds for event in steps),
         counts=dict(sorted(Counter(event.kind for event in events).items())),
     )
@@ -104,8 +108,12 @@ def _saved_step(events: list[AnyEvent]) -> int:
     return saved
 
 
-def _median_seconds(events: list[AnyEvent]) -> float | None:
-    """Of the steps since the run was last started: another plan may have been run before."""
-    starts = [i for i, event in enumerate(events) if isinstance(event, RunStarted)]
-    seconds = [event.seconds for event in events[starts[-1] :] if isinstance(event, StepFinished)] if starts else []
-    return median(seconds[2:] or seconds[1:] or seconds) if seconds else None
+def _seconds_by_start(events: list[AnyEvent]) -> list[list[float]]:
+    """The steps' seconds of every time the run was started: another may have been under another plan."""
+    starts: list[list[float]] = [[]]
+    for event in events:
+        if isinstance(event, RunStarted):
+            starts.append([])
+        elif isinstance(event, StepFinished):
+            starts[-1].append(event.seconds)
+    return starts

@@ -100,7 +100,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_a_run_leaves_its_schedule_its_trace_and_what_each_rank_measured(trained: tuple[Path, str]) -> None:
     run_directory = trained[0] / "RUN"
-    assert {path.name for path in (run_directory / "measured").iterdir()} == {"rank-0000.json", "rank-0001.json"}
+    assert {path.name for path in (run_directory / "measured").iterdir()} == {"plan.txt", "rank-0000.json", "rank-0001.json"}
     schedule = Schedule.parse((run_directory / "schedule.txt").read_text())
     assert len(schedule) == 2
     spans = read_chrome_trace((run_directory / "trace.json").read_bytes())

@@ -79,3 +79,11 @@ def test_what_is_out_of_the_ordinary_gets_its_own_line() -> None:
     assert "step 1: fp16 gradients overflowed; step skipped, loss scale lowered\n" in text
     failed = RunFinished(at_seconds=1.0, reason="failed", steps=0, samples=0, seconds=1.0, message="JobError: [bold] is no markup here")
     assert shown([failed], terminal=False) == "failed: 0 steps in 0:01\n"  # the error that is raised says why
+
+
+def test_a_resumed_run_counts_its_own_steps() -> None:
+    started, *steps = events(10, seconds=2.0)
+    lines = shown([started, *steps[5:]], terminal=False).splitlines()
+    assert lines[1].startswith("step 6/10  ")
+    assert lines[-1] == "done: 10 steps, 5 of them now, in 0:20, loss 0.6667 → 0.5000, 2 samples/s"
+    assert shown([started, steps[-1]], terminal=False).splitlines()[-1] == "done: all 10 steps had been made before"

@@ -2,11 +2,14 @@
 
 import os
 import time
+from io import StringIO
 from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
 
+from atoll.cli.report import report_view
 from atoll.cluster import load_cluster
 from atoll.cost import Cost, cost
 from atoll.errors import AtollError, JobError
@@ -158,6 +161,33 @@ def test_the_median_is_of_the_steps_since_the_last_start(tmp_path: Path) -> None
     slow = [step(number, seconds=9.0) for number in range(1, 6)]
     fast = [step(6, seconds=3.0), step(7, seconds=2.0), *(step(number, seconds=1.0) for number in range(8, 11))]
     assert told(tmp_path, started(), *slow, started(), *fast).step_seconds.median == 1.0
+
+
+def test_a_start_with_nothing_left_to_do_is_told_as_that(tmp_path: Path) -> None:
+    report = told(tmp_path, started(steps=3), *steps(1, 3), finished("done", 3), started(steps=3), finished("done", 3))
+    assert (report.state, report.steps, report.steps_since_start, report.step_seconds.median) == ("done", 3, 0, 0.5)
+    assert report.conclusion == "No step was left to do when the run was last started; what is said here was measured before."
+    shown = StringIO()
+    Console(file=shown, width=200).print(report_view(report))
+    assert "nothing was left to do: all 3 steps had been made before, the last ones in 500 ms each" in shown.getvalue()
+    assert "no step was finished" not in shown.getvalue()
+
+
+def test_steps_of_a_plan_before_are_not_compared_with_this_plans_prediction(tmp_path: Path) -> None:
+    run_of(tmp_path, pipeline())
+    report = told(tmp_path, started(steps=3), *steps(1, 3), finished("done", 3), started(steps=3), finished("done", 3))
+    assert report.step_seconds.predicted is None
+    assert "plan.json: no step was made under this plan, so there is nothing to compare" in report.missing
+
+
+def test_a_runs_time_goes_on_after_its_last_event(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    assert directory.last_moment() == 0.0
+    told(tmp_path, started(), *steps(1, 3))
+    assert directory.last_moment() == 3.0
+    with directory.events.open("ab") as file:
+        file.write(b'{"event":"step_fini')  # a crash
+    assert directory.last_moment() == 3.0
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:

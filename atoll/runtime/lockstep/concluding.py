@@ -19,6 +19,7 @@ from atoll.runtime.run_directory import RunDirectory
 
 __all__ = ["MeasuredFile", "action_seconds"]
 
+_PLAN = "plan.txt"  # beside what ranks measured: the plan they measured it under
 _FIRST_SECONDS, _MOST_SECONDS = 2.0, 30.0  # until the file is written anew; twice as long each time
 
 
@@ -50,9 +51,14 @@ class MeasuredFile:
                 self._begin()
 
     def _begin(self) -> None:
-        """Say what the schedule is; what a run before had measured under another plan is no longer true."""
-        for path in self.directory.measured.glob("rank-*.json"):
-            path.unlink(missing_ok=True)
+        """Say what the schedule is; what was measured and predicted of another plan that the run had before is no longer true."""
+        plan = str(self.work.layout.plan)
+        before = self.directory.measured / _PLAN
+        if not before.exists() or before.read_text(encoding="utf-8") != plan:
+            for path in self.directory.measured.glob("rank-*.json"):
+                path.unlink(missing_ok=True)
+            self.directory.forget("trace.json", "predicted-trace.json")
+            self.directory.write(f"measured/{_PLAN}", plan)
         grid = "".join(f"# {line}\n" for line in table(self.work.schedule).splitlines())
         self.directory.write("schedule.txt", f"{grid}\n{self.work.schedule}\n")
         if self.directory.predicted.exists():

@@ -23,6 +23,7 @@ from atoll.events import Evaluated
 from atoll.graph.capture import Captured, capture_program
 from atoll.graph.graph import Precision
 from atoll.job import Job, LossFunction, read_loss
+from atoll.runtime.lockstep.beats import Doing
 from atoll.runtime.lockstep.layout import Layout, Place
 from atoll.runtime.lockstep.owned import Owned
 from atoll.runtime.stage.program import StageProgram, Unit, cut_stage
@@ -163,7 +164,9 @@ class Evaluation:
         functions: list[EvaluatedFunction],
         owned: Sequence[Owned],
         lane_divided: set[str],
+        doing: Callable[[object, int], None],
     ) -> None:
+        self._doing, self._step = doing, 0
         self._job, self._layout, self.rank, self.device, self._functions = job, layout, rank, device, functions
         self._owned = {part.name: part for part in owned}
         self._lane_divided = lane_divided
@@ -182,9 +185,9 @@ class Evaluation:
                     own[s] = made.get(ranks)
         return own
 
-    def run(self, step: int, elapsed: Callable[[], float]) -> Evaluated:
+    def run(self, step: int, moment: Callable[[], float]) -> Evaluated:
         """The losses and metrics of the whole evaluation data."""
-        began = time.perf_counter()
+        began, self._step = time.perf_counter(), step
         dataset = self._job.eval_dataset
         assert dataset is not None
         size, length = self._job.micro_batch_size or self._job.batch_size, len(dataset)
@@ -194,10 +197,11 @@ class Evaluation:
             for index, function in enumerate(self._functions):
                 with users_code(f"evaluation after step {step}: {function.name or 'the loss'}", JobFailedError):
                     sums[index] = self._measure(function, pieces)
+        self._doing(Doing("waiting for the others' part of the evaluation", "others"), step)
         dist.all_reduce(sums)
         means = {f.name: _mean(*sums[i].tolist()) for i, f in enumerate(self._functions)}
         return Evaluated(
-            at_seconds=elapsed(), step=step, loss=means.pop(""), metrics=means, samples=length, seconds=time.perf_counter() - began
+            at_seconds=moment(), step=step, loss=means.pop(""), metrics=means, samples=length, seconds=time.perf_counter() - began
         )
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -234,7 +238,13 @@ class Evaluation:
         """The samples of a micro-batch, collated, on the device."""
         dataset = self._job.eval_dataset
         assert dataset is not None
-        return to_device(self._job.collate([dataset[i] for i in indices]), self.device)
+        samples = []
+        for index in indices:
+            self._doing(Doing(f"reading sample {index} of the evaluation data", "user"), self._step)
+            samples.append(dataset[index])
+        batch = to_device(self._job.collate(samples), self.device)
+        self._doing("evaluating", self._step)
+        return batch
 
     def whole(self, name: str, stage: int) -> Tensor:
         """A parameter, put together by all ranks of the worker where each holds a part."""

@@ -1,7 +1,7 @@
 """The stage executor: runs one rank's actions of a step — forwards, backwards, what comes in between — as the schedule says."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from atoll.job import LossValue, read_loss
+from atoll.runtime.lockstep.beats import Doing
 from atoll.runtime.lockstep.bridge import backward_hops, forward_hops
 from atoll.runtime.lockstep.channels import Arrival, Channels, Message
 from atoll.runtime.lockstep.gradients import Gradients
@@ -26,9 +27,13 @@ from atoll.runtime.stage.sizes import Binding, Sizes
 
 __all__ = ["Executor", "Feed", "StageWork", "StepSums"]
 
+_SYNCHRONISING = Doing("synchronising gradients", "others")
+
 
 class Feed(Protocol):
     """Where a rank's samples come from."""
+
+    reading: Doing  # what a rank does that waits for them
 
     def get(self, step: int, stage: int, micro_batch: int) -> tuple[dict[str, Any], Binding]:
         """The batch's leaves for the rank's piece of a micro-batch (none if the stage reads none), and the sizes they have."""
@@ -114,7 +119,7 @@ class Executor:
         for action in self._actions:
             self._doing(action, step)
             self._perform(action)
-        self._doing("synchronising gradients", step)
+        self._doing(_SYNCHRONISING, step)
         began = self.recorder.now()
         self._gradients.finish()
         self._channels.settle()
@@ -157,21 +162,25 @@ class Executor:
         if arrival is None:
             return self._handed.pop((direction, stage, m))
         began = self.recorder.now()
+        self._doing(Action("RF" if direction == "F" else "RB", stage, m), self._step)
         values = arrival.wait()
+        self._doing(Action("F" if direction == "F" else "B", stage, m), self._step)
         self.recorder.add(f"R{direction}", stage, m, began)
         return values
 
     def _forward(self, stage: int, m: int) -> None:
-        work = self._stages[stage]
+        work, action = self._stages[stage], Action("F", stage, m)
         began = self.recorder.now()
+        self._doing(self._feed.reading, self._step)
         leaves, binding = self._feed.get(self._step, stage, m)
+        self._doing(action, self._step)
         self.recorder.add("D", stage, m, began)
         inputs = self._inputs(stage, m)
         began = self.recorder.now()
         values: dict[str, Any] = {**leaves, **{name: self._sizes.number(e, binding) for name, e in work.program.numbers.items()}}
         values.update(zip((crossing.name for crossing in work.program.receives), inputs, strict=True))
         self._turn_to(stage, m)
-        with self._paced(stage, m, backward=False), self._autocast(), self._drawing(stage):
+        with self._paced(stage, m, backward=False), self._autocast(), self._drawing(action):
             outputs = work.module(values)
         if work.program.last:
             outputs = (self._count_loss(stage, m, outputs),)
@@ -195,9 +204,20 @@ class Executor:
         if lanes is not None:
             lanes.samples = tuple(stop - start for start, stop in self._layout.pieces(stage, m))
 
-    def _drawing(self, stage: int) -> AbstractContextManager[Any]:
+    def _drawing(self, action: Action) -> AbstractContextManager[None]:
         """Around what may draw random numbers: nobody else seeds the generators meanwhile."""
-        return self._key.lock if stage in self._drawing_stages else nullcontext()
+        return self._with_generators(action) if action.stage in self._drawing_stages else nullcontext()
+
+    @contextmanager
+    def _with_generators(self, action: Action) -> Iterator[None]:
+        if not self._key.lock.acquire(blocking=False):
+            self._doing(self._feed.reading, self._step)  # that is who has them
+            self._key.lock.acquire()
+            self._doing(action, self._step)
+        try:
+            yield
+        finally:
+            self._key.lock.release()
 
     def _count_loss(self, stage: int, m: int, outputs: tuple[Any, ...]) -> Tensor:
         """Note the loss and return what is to be differentiated: each piece by its true weight in the global batch."""
@@ -218,7 +238,7 @@ class Executor:
         self._turn_to(stage, m)
         roots, gradients = self._roots(stage, m, held)
         began = self.recorder.now()
-        with self._paced(stage, m, backward=True), self._drawing(stage):
+        with self._paced(stage, m, backward=True), self._drawing(Action("B", stage, m)):
             if roots:
                 torch.autograd.backward(roots, gradients)
         self.recorder.add("B", stage, m, began)

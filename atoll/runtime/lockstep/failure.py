@@ -21,37 +21,23 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from atoll.blame import in_words, own_frames
-from atoll.errors import AtollError, ScheduleError
+from atoll.errors import AtollError
+from atoll.runtime.lockstep.beats import NOTHING, Beat, beat_key, blamed, name_of, read_beat, read_beats, spoken, whose
 from atoll.runtime.lockstep.role import Role
-from atoll.runtime.lockstep.schedule import Action
+from atoll.runtime.lockstep.stalling import Stalling
 
-__all__ = ["FAILED", "STOP", "VICTIM_EXIT_CODE", "Beat", "Failure", "Freshness", "Watcher", "beat_key", "condemn", "prepare", "read_beats"]
+__all__ = ["FAILED", "STOP", "VICTIM_EXIT_CODE", "Failure", "Freshness", "Watcher", "condemn", "prepare"]
 
 FAILED, STOP = "atoll/failed", "atoll/stop"
 _SUSPECT, _TOLD = "atoll/suspect", "atoll/told"
-_NOTHING = b"-"  # what a key holds before anybody wrote to it: reading a missing key would block
 VICTIM_EXIT_CODE = 76  # of a rank that ended because another failed
 _NEIGHBOURS = 4  # each rank looks after the next few only, so that the traffic grows with the ranks and not with their square
 _SHOWN_RANKS = 16  # in an error that is about all of them
+_LOOK_SECONDS = 2.0  # between two looks at all ranks
 _LINGER_SECONDS = 5.0  # how long the host of the store waits for the others to read the verdict
 
 
-_Kind: TypeAlias = Literal["died", "silent", "raised", "lost"]
-
-
-class Beat(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank last said of itself."""
-
-    rank: int
-    device: str
-    stage: str
-    place: str  # processes with the same place see each other's pids
-    pid: int
-    count: int
-    step: int | None = None
-    doing: str = "starting"
-    checkpoint: int | None = None  # the last step that is saved
-    left: bool = False  # it ended well
+_Kind: TypeAlias = Literal["died", "silent", "raised", "lost", "blocked"]
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,16 +56,16 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def sentence(self) -> str:
         """Everything a user needs to know, in one sentence."""
-        names = ", ".join(filter(None, (self.device, self.stage)))
-        who = f"rank {self.rank}" + (f" ({names})" if names else "")
+        who = name_of(self.rank, self.device, self.stage)
         when = f" at step {self.step}" if self.step is not None else ""
-        what = f" while {_spoken(self.doing, self.stage)}" if self.doing else ""
+        what = f" while {spoken(self.doing, self.stage)}" if self.doing else ""
         saved = f"the last checkpoint is step {self.checkpoint}" if self.checkpoint is not None else "there is no checkpoint"
         said = {
             "died": f"{who} died{when}{what} ({self.message})",
             "silent": f"{who} fell silent{when}{what} ({self.message})",
             "raised": f"{who} failed{when}{what}: {self.message}",
             "lost": f"{who}{when}{what}: {self.message}",
+            "blocked": f"{who} kept the others waiting{when}{what} ({self.message})",
         }
         return f"{said[self.kind]}; every rank stops; {saved}"
 
@@ -103,51 +89,16 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def _spoken(doing: str, stage: str) -> str:
-    """`1B3` → `running backward of micro-batch 3`; texts that are no actions stay. The stage is said where the rank has another one too."""
-    try:
-        action = Action.parse(doing)
-    except ScheduleError:
-        return doing
-    words = {
-        "F": f"running forward of micro-batch {action.micro_batch}",
-        "B": f"running backward of micro-batch {action.micro_batch}",
-        "RF": f"receiving the input of micro-batch {action.micro_batch}",
-        "SF": f"sending the output of micro-batch {action.micro_batch}",
-        "RB": f"receiving the gradient of micro-batch {action.micro_batch}",
-        "SB": f"sending the gradient of micro-batch {action.micro_batch}",
-        "G": "synchronising gradients",
-        "O": "making the optimizer's step",
-    }
-    among = f" in stage {action.stage}" if action.stage >= 0 and stage and stage != f"stage {action.stage}" else ""
-    return words[action.kind] + among
-
-
-def beat_key(rank: int) -> str:
-    """Where a rank's heart-beat is kept."""
-    return f"atoll/beat/{rank}"
-
-
 def prepare(store: Store, ranks: range) -> None:
     """Make every key readable without blocking. Anybody may do it at any time: it never overwrites."""
     for key in (FAILED, STOP, _SUSPECT, *map(beat_key, ranks)):
-        store.compare_set(key, "", _NOTHING.decode())
-
-
-def read_beats(store: Store, ranks: range) -> dict[int, Beat]:
-    """What the ranks last said, of those that said anything."""
-    values = store.multi_get([beat_key(rank) for rank in ranks])
-    return {rank: _beat(value) for rank, value in zip(ranks, values, strict=True) if value != _NOTHING}
+        store.compare_set(key, "", NOTHING.decode())
 
 
 def condemn(store: Store, failure: Failure) -> Failure:
     """Tell everybody of the failure; the first one told stays, and is returned."""
-    written = store.compare_set(FAILED, _NOTHING.decode(), msgspec.json.encode(failure).decode())
+    written = store.compare_set(FAILED, NOTHING.decode(), msgspec.json.encode(failure).decode())
     return msgspec.json.decode(written, type=Failure)
-
-
-def _beat(value: bytes) -> Beat:
-    return msgspec.json.decode(value, type=Beat)
 
 
 class Freshness:
@@ -183,6 +134,7 @@ class Watcher:
         stage: str = "",
         beat_seconds: float = 0.5,
         deadline_seconds: float = 10.0,
+        give_up_seconds: float = 600.0,
         end_process: Callable[[int], None] = os._exit,
     ) -> None:
         self.role, self._store = role, store
@@ -195,6 +147,9 @@ class Watcher:
         self._end_process = end_process
         self._place = _place()
         self._count = 0
+        self._since: tuple[tuple[int | None, str], float] | None = None  # what it does, and since when
+        self._stalling = Stalling(role.world_size, give_up_seconds=give_up_seconds, devices={})
+        self._looked_at = time.monotonic()
         self._talked_at = time.monotonic()
         self._freshness = Freshness(deadline_seconds)
         self._last_beats: dict[int, Beat] = {}
@@ -229,14 +184,26 @@ class Watcher:
         if self._stop_threads():
             with contextlib.suppress(dist.DistError):  # the launcher, or the heart-beat that stops, tells then
                 if _is_about_peers(error):
-                    failure = msgspec.structs.replace(failure, message=f"{failure.message} (all ranks are alive: {self._everybody()})")
+                    failure = self._waited_for(failure)
                 failure = condemn(self._store, failure)
+                if failure.kind == "blocked":
+                    self._say(failure)
                 self._linger(heard=0)
         return failure
 
-    def _everybody(self) -> str:
-        """What every rank last said it does: who waits for whom."""
+    def _waited_for(self, failure: Failure) -> Failure:
+        """All ranks are alive, so it gave up waiting for one: the failure is that one's, if it can be told which it is."""
         beats = read_beats(self._store, range(self.role.world_size))
+        culprits = blamed(beats)
+        if len(culprits) == 1 and culprits[0] != self.role.rank:
+            beat = beats[culprits[0]]
+            how = f"for {beat.doing_seconds:.0f} s, until rank {self.role.rank} gave up: {failure.message}"
+            return Failure.of(beat.rank, beats, "blocked", how)
+        return msgspec.structs.replace(failure, message=f"{failure.message} (all ranks are alive: {self._everybody(beats)})")
+
+    @staticmethod
+    def _everybody(beats: Mapping[int, Beat]) -> str:
+        """What every rank last said it does: who waits for whom."""
         said = [f"rank {rank} {'has left' if beat.left else f'at step {beat.step}: {beat.doing}'}" for rank, beat in beats.items()]
         return "; ".join([*said[:_SHOWN_RANKS], *(["…"] if len(said) > _SHOWN_RANKS else [])])
 
@@ -248,6 +215,10 @@ class Watcher:
 
     def _own_beat(self, *, left: bool = False) -> Beat:
         self._count += 1
+        action, step, now = self.action, self.step, time.monotonic()
+        doing = str(action)
+        if self._since is None or self._since[0] != (step, doing):
+            self._since = (step, doing), now
         return Beat(
             rank=self.role.rank,
             device=self.device,
@@ -255,8 +226,10 @@ class Watcher:
             place=self._place,
             pid=os.getpid(),
             count=self._count,
-            step=self.step,
-            doing=str(self.action),
+            step=step,
+            doing=doing,
+            doing_seconds=now - self._since[1],
+            whose=whose(action),
             checkpoint=self.checkpoint,
             left=left,
         )
@@ -295,16 +268,27 @@ class Watcher:
             self._store.set(_SUSPECT, "1")
         watched = self._watched()
         failed, stop, suspect, *values = self._store.multi_get([FAILED, STOP, _SUSPECT, *map(beat_key, watched)])
-        if self.stop_asked and stop == _NOTHING:
+        if self.stop_asked and stop == NOTHING:
             self._store.set(STOP, "1")
-        self.stop_asked = self.stop_asked or stop != _NOTHING
-        if failed != _NOTHING:
+        self.stop_asked = self.stop_asked or stop != NOTHING
+        if failed != NOTHING:
             return msgspec.json.decode(failed, type=Failure)
-        if suspect != _NOTHING:
+        if suspect != NOTHING:
             self._freshness.deadline_seconds = self._patience()
-        beats = {rank: _beat(value) for rank, value in zip(watched, values, strict=True) if value != _NOTHING}
+        beats = {rank: read_beat(value) for rank, value in zip(watched, values, strict=True) if value != NOTHING}
         self._last_beats |= beats
+        self._tell_of_stalling()
         return self._judge({rank: beat for rank, beat in beats.items() if not beat.left})
+
+    def _tell_of_stalling(self) -> None:
+        """Rank 0 tells people who keeps the others waiting; Atoll's launcher does it itself."""
+        now = time.monotonic()
+        if self.role.rank != 0 or self.role.source in self._quiet_sources or now - self._looked_at < _LOOK_SECONDS:
+            return
+        self._looked_at = now
+        line = self._stalling.line(read_beats(self._store, range(self.role.world_size)), now)
+        if line is not None:
+            print(f"atoll: {line}", file=sys.stderr, flush=True)
 
     def _watched(self) -> list[int]:
         """The next few ranks, and the host of the store."""

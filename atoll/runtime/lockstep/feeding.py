@@ -11,6 +11,7 @@ import torch
 from atoll.blame import users_code
 from atoll.data import Samples, to_device
 from atoll.errors import JobFailedError
+from atoll.runtime.lockstep.beats import Doing
 from atoll.runtime.lockstep.executor import StageWork
 from atoll.runtime.lockstep.layout import Layout
 from atoll.runtime.lockstep.schedule import Action
@@ -51,6 +52,12 @@ class PieceFeed:
         self._lock = lock or nullcontext()  # loading seeds the generators, which dropout draws from too
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
+        self.reading = Doing(self._in_words, "user")
+        """What somebody does who waits for this feed: the watcher asks for the words when it wants them."""
+
+    def _in_words(self) -> str:
+        index = self._samples.reading
+        return f"reading sample {index} of the data" if index is not None else "reading the data"
 
     def _piece(self, stage: int, m: int) -> _Piece:
         return self._layout.pieces(stage, m)[self._lanes[stage]]

@@ -25,14 +25,18 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from atoll.errors import AtollError
 from atoll.events import Observer, Restarted, WorkerFailed
-from atoll.runtime.lockstep.failure import STOP, Beat, Failure, condemn, prepare, read_beats
+from atoll.runtime.lockstep.beats import Beat, read_beats
+from atoll.runtime.lockstep.failure import STOP, Failure, condemn, prepare
+from atoll.runtime.lockstep.rendezvous import DEFAULT_TIMEOUT_SECONDS
 from atoll.runtime.lockstep.role import GENERATION
+from atoll.runtime.lockstep.stalling import DEFAULT_STALL_SECONDS, Stalling
 
 __all__ = ["CommandOfRank", "LaunchResult", "launch"]
 
 CommandOfRank: TypeAlias = Callable[[int, int], Sequence[str]]
 
 _LOOK_SECONDS = 0.05  # between two looks at the processes
+_LISTEN_SECONDS = 1.0  # between two looks at what they say they do
 _DRAIN_SECONDS = 1.0  # for what a dead rank has printed to arrive
 _INTERRUPTED = 130  # exit code after a second Ctrl-C, as a shell would say it
 _WRONG_INPUT = 2  # exit code of a user's mistake: trying again would not help
@@ -67,16 +71,18 @@ def launch(
     environ: Mapping[str, str] | None = None,
     terminal_for_rank_0: bool = True,
     grace_seconds: float = 3.0,
+    stall_seconds: float = DEFAULT_STALL_SECONDS,
     host: str = "127.0.0.1",
 ) -> LaunchResult:
     """Run `command_of_rank(rank, generation)` for every rank and wait for all of them.
 
     When one dies, the others learn it through the store and are killed after `grace_seconds`; then everybody is started anew under the
     next generation number, at most `max_restarts` times (the command of a generation above 0 should resume). However this function ends,
-    and even if the launcher itself is killed, no rank outlives it.
+    and even if the launcher itself is killed, no rank outlives it. When nobody gets on for `stall_seconds` (or ten steps, if they are
+    longer), a line a minute says who keeps the others waiting.
     """
     environ = dict(os.environ if environ is None else environ)
-    launcher = _Launcher(command_of_rank, world_size, devices, environ, terminal_for_rank_0, grace_seconds, host)
+    launcher = _Launcher(command_of_rank, world_size, devices, environ, terminal_for_rank_0, grace_seconds, stall_seconds, host)
     began = time.monotonic()
     generation = 0
     with launcher.obeying_signals():
@@ -167,6 +173,7 @@ class _Launcher:
         environ: dict[str, str],
         terminal: bool,
         grace: float,
+        stall: float,
         host: str,
     ) -> None:
         if world_size < 1:
@@ -175,7 +182,7 @@ class _Launcher:
             raise AtollError(f"launch: {len(devices)} devices named for {world_size} ranks")
         self.command_of_rank, self.world_size, self.environ = command_of_rank, world_size, environ
         self.devices = list(devices) or [""] * world_size
-        self.terminal, self.grace_seconds, self.host = terminal, grace, host
+        self.terminal, self.grace_seconds, self.stall_seconds, self.host = terminal, grace, stall, host
         self.asked = 0  # how often somebody asked to stop
         self.killed = False
         self._server, self.port = _host_store(host)
@@ -246,6 +253,13 @@ class _Launcher:
         """Until the last rank has ended. After a failure the others have a moment to end by themselves."""
         failure: Failure | None = None
         kill_at = float("inf")
+        stalling = Stalling(
+            self.world_size,
+            least_seconds=self.stall_seconds,
+            give_up_seconds=DEFAULT_TIMEOUT_SECONDS,
+            devices=dict(enumerate(self.devices)),
+        )
+        listened = time.monotonic()
         while any(worker.running for worker in self._workers):
             self._read(_LOOK_SECONDS)
             for worker in self._workers:
@@ -258,8 +272,16 @@ class _Launcher:
                             self._workers[failure.rank].signal(signal.SIGKILL)
             if time.monotonic() > kill_at:
                 self._kill()
+            if failure is None and time.monotonic() - listened > _LISTEN_SECONDS:
+                listened = time.monotonic()
+                self._tell_of(stalling, listened)
             self._pass_on_request()
         return failure
+
+    def _tell_of(self, stalling: Stalling, now: float) -> None:
+        line = stalling.line(read_beats(self._store, range(self.world_size)), now)
+        if line is not None:
+            print(f"atoll: {line}", file=sys.stderr, flush=True)
 
     def _judge(self, worker: _Worker) -> Failure | None:
         """What the end of a process means. Whoever wrote a failure first is believed: the rank itself knows its own error best."""

@@ -74,6 +74,7 @@ class RankWork:
     buffers: ChangedBuffers  # running statistics and the like
     evaluation: Evaluation | None  # None: the job has no evaluation data
     callbacks: bool  # whether some rank has callbacks, which may ask to stop
+    doing: Callable[[object, int], None]  # told what the rank does, and at which step
 
 
 def make_plan_schedule(layout: Layout) -> Schedule:
@@ -268,14 +269,15 @@ class _Assembly:
             trainable_parameters=self.trainable,
             other=self._other(),
             buffers=self._buffers(),
-            evaluation=self._evaluation(),
+            evaluation=self._evaluation(doing),
             callbacks=self.callbacks,
+            doing=doing,
         )
 
-    def _evaluation(self) -> Evaluation | None:
+    def _evaluation(self, doing: Callable[[object, int], None]) -> Evaluation | None:
         if not self.evaluated:
             return None
-        return Evaluation(self.job, self.layout, self.rank, self.device, self.evaluated, self.owned, self.lane_divided)
+        return Evaluation(self.job, self.layout, self.rank, self.device, self.evaluated, self.owned, self.lane_divided, doing)
 
     def _buffers(self) -> ChangedBuffers:
         """Training's own tensors first; evaluation mostly has the same ones."""

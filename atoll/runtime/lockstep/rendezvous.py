@@ -11,6 +11,7 @@ with joined(role, "oslo-1/gpu0", "stage 1") as run:
 """
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,27 +24,31 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from atoll.errors import AtollError
+from atoll.runtime.lockstep.beats import NOTHING, Doing, beat_key
 from atoll.runtime.lockstep.failure import VICTIM_EXIT_CODE, Watcher
 from atoll.runtime.lockstep.role import Role
+from atoll.runtime.lockstep.stalling import DEFAULT_STALL_SECONDS
 
 __all__ = ["Run", "connect", "join", "joined"]
 
 DEFAULT_TIMEOUT_SECONDS = 600.0  # of a collective; a dead peer is noticed by the watcher long before
 _LEAVING, _ALL_LEAVE, _GONE = "atoll/leaving", "atoll/all_leave", "atoll/gone"
 _GOING_SECONDS = 5.0  # the host of the store waits for the last one to go
+_SHOWN_RANKS = 8
 _KEPT_DECISIONS = 64  # steps: far more than ranks can be apart
 
 
 def connect(role: Role, generation: int, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, *, host: bool = False) -> Store:
     """A connection to the store of this generation of ranks; `host` it when this rank has to."""
     try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            role.master_addr,
-            role.master_port,
-            is_master=host,
-            timeout=timedelta(seconds=timeout_seconds),
-            wait_for_workers=False,
-        )
+        with _saying_that_it_waits(role, timeout_seconds):
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                role.master_addr,
+                role.master_port,
+                is_master=host,
+                timeout=timedelta(seconds=timeout_seconds),
+                wait_for_workers=False,
+            )
     except dist.DistError as error:
         where = f"{role.master_addr}:{role.master_port}"
         what = "cannot be hosted there" if host else f"does not answer within {timeout_seconds:g} s"
@@ -51,6 +56,28 @@ def connect(role: Role, generation: int, timeout_seconds: float = DEFAULT_TIMEOU
             f"rank {role.rank}: the store at {where} {what} ({_first_line(error)}); check MASTER_ADDR, MASTER_PORT and rank 0"
         ) from error
     return PrefixStore(f"generation-{generation}", store)
+
+
+@contextmanager
+def _saying_that_it_waits(role: Role, timeout_seconds: float) -> Iterator[None]:
+    """Around connecting: after a while, and then once a minute, people are told what this rank waits for."""
+    over, until = threading.Event(), time.strftime("%H:%M:%S", time.localtime(time.time() + timeout_seconds))
+    whose = "its launcher" if role.store_outside else "rank 0"
+    line = f"atoll: rank {role.rank} waits for {whose} at {role.master_addr}:{role.master_port}, which does not answer yet, until {until}"
+
+    def say() -> None:
+        pause = DEFAULT_STALL_SECONDS
+        while not over.wait(pause):
+            print(line, file=sys.stderr, flush=True)
+            pause = 60.0
+
+    thread = threading.Thread(target=say, daemon=True, name="atoll-connect")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def join(
@@ -81,9 +108,19 @@ def join(
         )
     except dist.DistError as error:
         raise AtollError(
-            f"rank {role.rank}: the {role.world_size} ranks did not meet within {timeout_seconds:g} s ({_first_line(error)})"
+            f"rank {role.rank}: the {role.world_size} ranks did not meet within {timeout_seconds:g} s{_absent(role, store)} "
+            f"({_first_line(error)})"
         ) from error
     return store
+
+
+def _absent(role: Role, store: Store) -> str:
+    """In words, which ranks have not been seen at all."""
+    ranks = range(role.world_size)
+    seen = [rank for rank in ranks if store.check([beat_key(rank)]) and store.get(beat_key(rank)) != NOTHING]
+    absent = [rank for rank in ranks if rank not in seen] if seen else []
+    more = f" and {len(absent) - _SHOWN_RANKS} more" if len(absent) > _SHOWN_RANKS else ""
+    return f": of {', '.join(f'rank {rank}' for rank in absent[:_SHOWN_RANKS])}{more} nothing was heard" if absent else ""
 
 
 def _own_device(role: Role) -> torch.device:
@@ -164,13 +201,22 @@ def joined(
     """
     generation = role.generation if generation is None else generation
     store = connect(role, generation, timeout_seconds, host=role.hosts_store)
-    watcher = Watcher(role, connect(role, generation, timeout_seconds), device=device_name, stage=stage, deadline_seconds=deadline_seconds)
+    watcher = Watcher(
+        role,
+        connect(role, generation, timeout_seconds),
+        device=device_name,
+        stage=stage,
+        deadline_seconds=deadline_seconds,
+        give_up_seconds=timeout_seconds,
+    )
+    watcher.action = Doing("waiting for the other ranks", "others")
     watcher.start()
     with _telling(watcher):
         join(role, generation, backend=backend, timeout_seconds=timeout_seconds, device=device, store=store)
     with _polite_signals(watcher), _telling(watcher):
+        watcher.action = "starting"
         yield Run(role, generation, store, watcher)
-        watcher.action = "leaving"
+        watcher.action = Doing("waiting for the others to end", "others")
         _wait_for_all(role, store)
         dist.destroy_process_group()
     watcher.leave()

@@ -14,6 +14,7 @@ from atoll.blame import users_code
 from atoll.errors import JobError, JobFailedError
 from atoll.events import AnyEvent, Evaluated, NonFinite, Observer, RunFinished, RunStarted, StepFinished, StopTraining
 from atoll.job import Job
+from atoll.runtime.lockstep.beats import Doing
 from atoll.runtime.lockstep.counting import counted
 from atoll.runtime.lockstep.optimizing import LossScale, clip_factor, scale_gradients, squared_norm
 from atoll.runtime.lockstep.rank import RankWork
@@ -22,6 +23,8 @@ from atoll.runtime.peak import peak_memory_bytes
 __all__ = ["Reason", "Trainer"]
 
 Reason = Literal["done", "stopped", "interrupted"]
+_AGREEING = Doing("agreeing on loss and gradient", "others")
+_OPTIMIZING = Doing("making the optimizer's step", "user")
 
 
 class _Totals(NamedTuple):
@@ -38,7 +41,7 @@ class Trainer:
 
     def __init__(self, job: Job, work: RankWork, device: torch.device, observers: Sequence[Observer] = ()) -> None:
         self.job, self.work, self.device, self.observers = job, work, device, observers
-        self.began = time.perf_counter()
+        self.began, self.seconds_before = time.perf_counter(), 0.0
         self.trainable = [owned for owned in work.owned if owned.leaf.requires_grad]
         self.leaves: list[nn.Parameter] = [owned.leaf for owned in self.trainable]
         # a rank whose stages are frozen keeps the schedule too: it may be the one that tells and saves it
@@ -66,8 +69,12 @@ class Trainer:
                     group["lr"] = rate
 
     def elapsed(self) -> float:
-        """Seconds since the run began."""
+        """Seconds since this process began to train."""
         return time.perf_counter() - self.began
+
+    def moment(self) -> float:
+        """When it is in the run's own time, which goes on where the processes before this one ended."""
+        return self.seconds_before + self.elapsed()
 
     def train(self, stop_asked: Callable[[], bool], after_step: Callable[[int], None] = lambda step: None) -> Reason:
         """All steps. `stop_asked` is looked at on every rank and obeyed by all after the same step; `after_step` may save."""
@@ -94,6 +101,7 @@ class Trainer:
             owned.hand_gradient_over()
         recorder = self.work.executor.recorder
         agreeing = recorder.now()
+        self.work.doing(_AGREEING, step)
         totals = self._add_up(float(sums.total), float(sums.weight), stop_asked)
         recorder.add("A", -1, -1, agreeing)
         loss, gradient_norm, applied = self._apply(step, totals)
@@ -101,7 +109,7 @@ class Trainer:
         self.losses.append(loss)
         recorder.end(step, time.perf_counter() - began)
         event = StepFinished(
-            at_seconds=self.elapsed(),
+            at_seconds=self.moment(),
             step=step,
             loss=loss,
             samples=self.job.batch_size,
@@ -146,6 +154,7 @@ class Trainer:
 
     def _step_optimizer(self, step: int) -> None:
         began = self.work.executor.recorder.now()
+        self.work.doing(_OPTIMIZING, step)
         with users_code(f"step {step}: the optimizer", JobFailedError):
             self.optimizer.step()
         self.work.executor.recorder.add("O", -1, -1, began)
@@ -155,7 +164,7 @@ class Trainer:
 
     def _not_finite(self, step: int, what: Literal["loss", "gradient"], value: float) -> None:
         with suppress(StopTraining):
-            self.tell(NonFinite(at_seconds=self.elapsed(), step=step, what=what, value=str(value)))
+            self.tell(NonFinite(at_seconds=self.moment(), step=step, what=what, value=str(value)))
         advice = "lower the learning rate, clip gradients with max_grad_norm, or look for bad samples in the data"
         raise JobFailedError(f"step {step}: the {what} is {value}; the weights are still those after step {step - 1}. To go on: {advice}")
 
@@ -163,6 +172,8 @@ class Trainer:
         """Tell this rank's observers; whether one of them asked to stop."""
         stop = False
         for observer in self.observers:
+            name = getattr(observer, "__name__", type(observer).__name__)
+            self.work.doing(Doing(f"running the callback {name}, told of {event.kind}", "user"), len(self.losses))
             with users_code(f"step {len(self.losses)}: a callback, told of {event.kind},", JobFailedError):
                 try:
                     observer(event)
@@ -176,6 +187,7 @@ class Trainer:
         if not self.work.callbacks:
             return stop
         flag = torch.tensor([float(stop)])
+        self.work.doing(_AGREEING, len(self.losses))
         dist.all_reduce(flag)
         return bool(flag.item() > 0)
 
@@ -184,12 +196,12 @@ class Trainer:
         evaluation, every = self.work.evaluation, self.job.eval_every
         if evaluation is None or not (step == self.job.total_steps or (every is not None and step % every == 0)):
             return False
-        self.evaluations.append(evaluation.run(step, self.elapsed))
+        self.evaluations.append(evaluation.run(step, self.moment))
         return self._tell_together(self.evaluations[-1])
 
     def _started(self) -> RunStarted:
         return RunStarted(
-            at_seconds=self.elapsed(),
+            at_seconds=self.moment(),
             name=self.job.name,
             mode="lockstep",
             steps=self.job.total_steps,
@@ -206,7 +218,7 @@ class Trainer:
         """Tell how the run ended."""
         self.tell(
             RunFinished(
-                at_seconds=self.elapsed(),
+                at_seconds=self.moment(),
                 reason=reason,
                 steps=len(self.losses),
                 samples=len(self.losses) * self.job.batch_size,

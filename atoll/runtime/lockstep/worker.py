@@ -20,6 +20,7 @@ from atoll.job import Job
 from atoll.plan import Plan, validate
 from atoll.runtime.checkpoint import Checkpointer, Held, RunIdentity
 from atoll.runtime.checkpoint.exchange import Ranks
+from atoll.runtime.lockstep.beats import Doing
 from atoll.runtime.lockstep.concluding import MeasuredFile
 from atoll.runtime.lockstep.layout import Layout
 from atoll.runtime.lockstep.pacing import imposed_pace
@@ -76,15 +77,22 @@ def run_rank(
         run.doing("capturing the model")
         captured = capture_program(job)
         if layout is None:
-            run.doing("waiting for the plan")
+            run.doing(Doing("waiting for the plan", "atoll" if role.rank == 0 else "others"))
             layout = _checked_layout(_agreed_plan(planning, captured.graph, role), order, role)
         validate(layout.plan, captured.graph)
         if directory is not None and role.rank == 0:
-            directory.write_plan(layout.plan)
+            _write_plan(directory, layout.plan)
         session = _Session(job, layout, captured, device, run, directory, settings)
         reason = session.train(observers)
         trainer = session.trainer
         return Ended(reason, tuple(trainer.losses), tuple(trainer.evaluations), trainer.elapsed())
+
+
+def _write_plan(directory: RunDirectory, plan: Plan) -> None:
+    """Say what runs where; what was predicted of another plan that the run had before is not true of this one."""
+    if (directory.path / "plan.json").exists() and directory.plan() != plan:
+        directory.forget("predicted.json")
+    directory.write_plan(plan)
 
 
 def _agreed_plan(planning: "Planning", graph: Graph, role: Role) -> Plan:
@@ -141,6 +149,7 @@ class _Session:
             if checkpoints is not None:
                 self._load(checkpoints)
             if self.run.role.rank == 0 and self.directory is not None:
+                self.trainer.seconds_before = self.directory.last_moment()
                 log = stack.enter_context(EventLog(self.directory.path, resume=True))
                 observers = [log, *observers]
             self.trainer.observers = observers
@@ -153,6 +162,7 @@ class _Session:
                 if self.measured is not None:
                     self.measured.write()
             if checkpoints is not None and self.trainer.last_step:
+                self.run.doing("saving the last checkpoint")
                 checkpoints.save(
                     self.trainer.last_step, self._held(saving=True), optimizers=self._optimizers(), extra=self._extra(), final=True
                 )
@@ -163,6 +173,7 @@ class _Session:
 
     def _conclude(self) -> None:
         if self.measured is not None:
+            self.run.doing(Doing("waiting for what the others measured", "others"))
             dist.barrier()  # everybody has written
             if self.run.role.rank == 0:
                 self.measured.conclude(self.graph)
@@ -216,11 +227,12 @@ class _Session:
         if checkpoints is None:
             return
         if every is not None and step % every == 0 and step != self.job.total_steps:
+            self.run.doing("saving a checkpoint")
             checkpoints.save(step, self._held(saving=True), optimizers=self._optimizers(), extra=self._extra())
         for outcome in checkpoints.finished():
             if outcome.error is None:
                 self.run.saved(outcome.step)
-            self.trainer.tell(outcome.event(self.trainer.elapsed()))
+            self.trainer.tell(outcome.event(self.trainer.moment()))
 
 
 def _bucket_bytes(plan: Plan, graph: Graph, directory: RunDirectory | None) -> int:

@@ -1,6 +1,6 @@
 """A training script for runs through the command line: it can stop by itself, and one of its ranks can die once.
 
-Its own arguments: `stop STEP`, or `die STEP FILE` (rank 1 kills itself after that step of the optimizer unless FILE exists).
+Its own arguments: `stop STEP`, `reseeded`, or `die STEP FILE` (rank 1 kills itself after that step of the optimizer unless FILE exists).
 """
 
 import os
@@ -55,6 +55,7 @@ def data() -> list[tuple[Tensor, Tensor]]:
 
 job = atoll.Job(
     name="resumed",
+    seed=int(sys.argv[1:2] == ["reseeded"]),
     model=build,
     loss=loss,
     data=data,

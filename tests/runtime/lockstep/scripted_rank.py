@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from atoll.runtime.lockstep.failure import read_beats
+from atoll.runtime.lockstep.beats import Doing, read_beats
 from atoll.runtime.lockstep.rendezvous import Run, joined
 from atoll.runtime.lockstep.role import Role, find_role
 
@@ -37,15 +37,19 @@ def act(run: Run, action: str) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         case "raise":
             users_loss()
+        case "block":
+            run.doing(Doing("reading sample 12 of the data", "user"))
+            while True:  # until the others give up
+                time.sleep(0.05)
         case "interrupt":
             os.kill(os.getppid(), signal.SIGINT)
 
 
 def train(role: Role, culprit: int, action: str) -> None:
-    deadline = 2.0 if action == "freeze" else 60.0
-    with joined(role, f"oslo/cpu{role.local_rank}", "stage 1", deadline_seconds=deadline) as run:
+    times = {"deadline_seconds": 2.0 if action == "freeze" else 60.0, "timeout_seconds": 8.0 if action == "block" else 600.0}
+    with joined(role, f"oslo/cpu{role.local_rank}", "stage 1", **times) as run:
         for step in range(1, 7 if action == "train" else 10_000):
-            run.doing("reducing", step)
+            run.doing(Doing("reducing", "others"), step)
             total = torch.ones(3)
             dist.all_reduce(total)
             assert total.tolist() == [role.world_size] * 3

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from atoll.runtime.lockstep.failure import VICTIM_EXIT_CODE, Beat, Failure, Freshness, Watcher, condemn, prepare, read_beats
+from atoll.runtime.lockstep.beats import Beat, read_beats
+from atoll.runtime.lockstep.failure import VICTIM_EXIT_CODE, Failure, Freshness, Watcher, condemn, prepare
 from atoll.runtime.lockstep.role import Role
 
 SCRIPT = str(Path(__file__).with_name("scripted_rank.py"))

@@ -1,5 +1,7 @@
 """Feeding: a rank reads its own pieces, once a step, ahead of time, and errors reach whoever asks."""
 
+import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +32,7 @@ class Numbered:
 
     read: list[int] = field(default_factory=list)
     broken: int | None = None
+    hanging: dict[int, threading.Event] = field(default_factory=dict)  # samples that come when their event does
 
     def __len__(self) -> int:
         return STEPS * 8
@@ -37,6 +40,8 @@ class Numbered:
     def __getitem__(self, index: int) -> int:
         if index == self.broken:
             raise ArithmeticError("a bad sample")
+        if index in self.hanging:
+            self.hanging[index].wait()
         self.read.append(index)
         return index
 
@@ -121,6 +126,22 @@ def test_a_bad_sample_is_told_to_who_asks_for_it(even: Captured) -> None:
     with pytest.raises(JobFailedError, match=r"step 2: loading the batch failed: .*a bad sample"):
         seen(feed, Layout(plan), 0, 2)
     feed.close()
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_sample_that_does_not_come_is_named_to_who_wants_to_know(even: Captured, ahead: int) -> None:
+    plan = plan_of(even.graph, "4 | a=8", 8)
+    late, comes = int(Samples(Numbered(), fixed, 0, 8).index(2)), threading.Event()
+    feed = feed_of(even, plan, 0, Numbered(hanging={late: comes}), fixed, ahead)
+    waiting = threading.Thread(target=seen, args=(feed, Layout(plan), 0, 1))
+    waiting.start()
+    while str(feed.reading) != f"reading sample {late} of the data":  # fails by the test's time-out
+        time.sleep(0.01)
+    assert waiting.is_alive()
+    comes.set()
+    waiting.join()
+    feed.close()
+    assert str(feed.reading) == "reading the data"
 
 
 def test_lanes_that_meet_have_their_samples_padded_alike() -> None:

@@ -29,6 +29,7 @@ def run(*actions: str, culprit: int = 2, ranks: int = 3) -> tuple[LaunchResult, 
         devices=DEVICES[:ranks],
         max_restarts=len(actions) - 1,
         observers=[events.append],
+        stall_seconds=1.0 if "block" in actions else 3600.0,
     )
     assert not [child for child in psutil.Process().children(recursive=True) if "scripted_rank" in " ".join(child.cmdline())]
     return result, events
@@ -67,6 +68,20 @@ def test_a_frozen_rank_is_named_after_the_deadline(capfd: pytest.CaptureFixture[
     assert result.failure is not None
     assert (result.exit_code, result.failure.rank, result.failure.kind, result.failure.doing) == (1, 0, "silent", "1B3")
     assert "rank 0 (oslo/cpu0, stage 1) fell silent at step 3 while running backward of micro-batch 3" in capfd.readouterr().err
+
+
+def test_code_that_hangs_is_named_while_the_others_wait_and_when_they_give_up(capfd: pytest.CaptureFixture[str]) -> None:
+    result, _ = run("block", culprit=1, ranks=2)
+    assert result.failure is not None
+    assert (result.failure.rank, result.failure.kind, result.exit_code) == (1, "blocked", 1)
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("atoll: ")]
+    while_waiting, at_the_end = [line for line in told if "reading sample 12" in line]
+    assert while_waiting.startswith("atoll: rank 1 (oslo/cpu1, stage 1) has been reading sample 12 of the data for ")
+    assert while_waiting.endswith(" s at step 3; the others wait for it")
+    assert at_the_end.startswith(
+        "atoll: rank 1 (oslo/cpu1, stage 1) kept the others waiting at step 3 while reading sample 12 of the data (for "
+    )
+    assert "until rank 0 gave up: " in at_the_end
 
 
 def test_an_error_in_one_rank_is_told_once_with_the_users_own_line(capfd: pytest.CaptureFixture[str]) -> None:

@@ -90,6 +90,17 @@ def test_the_command_line_stops_and_resumes(plans: dict[str, Path], alone: dict[
     assert losses_of(run) == pytest.approx(alone, rel=TOLERANCE)
     steps = [event.step for event in read_events(run / "events.jsonl") if isinstance(event, StepFinished)]
     assert steps == list(range(1, 9)), "no step is run twice"
+    assert_time_goes_on(run)
+    done = atoll_run(SCRIPT, "--resume", run, "--", "reseeded")
+    assert done.returncode == 0, done.stderr
+    assert "resuming at step 8: the seed was 0 and is 1" in done.stderr
+    assert "nothing was left to do: all 8 steps had been made before" in done.stdout
+
+
+def assert_time_goes_on(run: Path) -> None:
+    """However often the run was started, no event is earlier than the one before it."""
+    moments = [event.at_seconds for event in read_events(run / "events.jsonl")]
+    assert moments == sorted(moments)
 
 
 def test_a_killed_rank_costs_a_restart_and_no_accuracy(plans: dict[str, Path], alone: dict[int, float], tmp_path: Path) -> None:
@@ -104,3 +115,4 @@ def test_a_killed_rank_costs_a_restart_and_no_accuracy(plans: dict[str, Path], a
     assert losses_of(run) == pytest.approx(alone, rel=TOLERANCE)
     last = [event for event in events if isinstance(event, RunFinished)][-1]
     assert (last.reason, last.steps) == ("done", 8)
+    assert_time_goes_on(run)

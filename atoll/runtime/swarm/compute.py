@@ -1,0 +1,348 @@
+"""Compute: the arithmetic of one worker, on tensors. Everything slow runs in one thread of its own, so that heart-beats go on.
+
+Gradients are of the batch's *total* loss, undivided: who shares a step's micro-batches does not matter, and the commit says what the sum is
+divided by. After the parameters' gradients a sum holds one number for each parameter: how many micro-batches gave it a gradient at all, since an optimizer
+leaves a parameter without one alone.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import _pytree as pytree
+
+from atoll.control.messages import Committed
+from atoll.graph.capture import Captured
+from atoll.job import Job, read_loss
+from atoll.runtime.stage.drawing import DrawKey
+from atoll.runtime.stage.module import StageBuilder, StageModule
+from atoll.runtime.stage.program import StageProgram, cut_stage
+from atoll.runtime.stage.sizes import Sizes
+from atoll.runtime.stage.state import InitialState
+from atoll.runtime.swarm.packing import chunk_range, pack, unpack
+from atoll.runtime.swarm.parcel import Parcel, leaves_from
+
+__all__ = ["Contribution", "StageCompute", "StageState", "Sum"]
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class StageState:
+    """A stage's weights and optimizer. It is changed in place by a step."""
+
+    module: StageModule
+    parameters: list[nn.Parameter]
+    optimizer: torch.optim.Optimizer | None  # None: nothing is trained here
+    scheduler: LRScheduler | None
+    packed: Tensor | None = None  # as bytes, until the next step
+
+
+@dataclass
+class Sum:
+    """A buffer: gradients one after another, then how often each parameter had one."""
+
+    flat: Tensor
+    views: list[Tensor]
+    counts: Tensor
+
+
+Contribution = list[Tensor | None]
+"""A micro-batch's gradients, in the order of the stage's parameters."""
+
+
+@dataclass
+class _Kept:
+    """A forward whose backward is to come."""
+
+    inputs: list[Tensor]
+    outputs: tuple[Any, ...]
+
+
+class StageCompute:
+    """What `atoll.control.Worker` computes with. `bounds` are the stages' first layers and the end of the last."""
+
+    def __init__(self, job: Job, captured: Captured, bounds: Sequence[int], *, chunks: int, micro_batches: Sequence[tuple[int, int]]) -> None:
+        self._job, self._captured, self._chunks = job, captured, chunks
+        self._micro_batches = micro_batches  # first sample and end of each, in the global batch
+        self._programs = [cut_stage(captured, start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+        self._leaves = leaves_from(self._programs)
+        self._sizes, self._key = Sizes(captured), DrawKey(job.seed)
+        self._device = torch.device("cpu")
+        self._spec = captured.program.call_spec.out_spec
+        self._kept: dict[tuple[int, int, int], _Kept] = {}
+        self._lengths: dict[int, tuple[list[int], int]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-compute")
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    # ---- states
+
+    async def initial(self, stage: int) -> StageState:
+        """The state before step 0."""
+        return await self._run(lambda: self._build(stage))
+
+    def _build(self, stage: int) -> StageState:
+        model = self._job.build_model("cpu")
+        order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
+        builder = StageBuilder(InitialState(self._captured, model), device=self._device, key=self._key)
+        # the builder writes the device into a program's graphs: every state gets graphs of its own
+        program = cut_stage(self._captured, self._start(stage), self._stop(stage))
+        module = builder.stage(program)
+        held = sorted(module.parameters_by_name().items(), key=lambda item: order[item[0]])
+        parameters = [parameter for _, parameter in held if parameter.requires_grad]
+        self._kept.clear()
+        self._measure(stage, parameters)
+        optimizer = self._job.build_optimizer(parameters) if parameters else None
+        scheduler = self._job.build_scheduler(optimizer) if optimizer is not None else None
+        return StageState(module, parameters, optimizer, scheduler)
+
+    def _start(self, stage: int) -> int:
+        return self._programs[stage].units[0].layers.start
+
+    def _stop(self, stage: int) -> int:
+        return self._programs[stage].units[-1].layers.stop
+
+    def _measure(self, stage: int, parameters: Sequence[nn.Parameter]) -> None:
+        sizes = [parameter.numel() for parameter in parameters]
+        self._lengths[stage] = (sizes, sum(sizes) + len(sizes))
+
+    def _pack(self, state: StageState) -> Tensor:
+        if state.packed is None:
+            state.packed = pack(
+                {
+                    "parameters": {name: parameter.detach() for name, parameter in state.module.parameters_by_name().items()},
+                    "buffers": state.module.buffers_by_name(),
+                    "optimizer": state.optimizer.state_dict() if state.optimizer is not None else None,
+                    "scheduler": state.scheduler.state_dict() if state.scheduler is not None else None,
+                }
+            )
+        return state.packed
+
+    def _unpack(self, stage: int, packed: Tensor) -> StageState:
+        saved, state = unpack(packed), self._build(stage)
+        with torch.no_grad():
+            for name, parameter in state.module.parameters_by_name().items():
+                parameter.copy_(saved["parameters"][name])
+            for name, buffer in state.module.buffers_by_name().items():
+                buffer.copy_(saved["buffers"][name])
+        if state.optimizer is not None:
+            state.optimizer.load_state_dict(saved["optimizer"])
+        if state.scheduler is not None:
+            state.scheduler.load_state_dict(saved["scheduler"])
+        return state
+
+    def read_chunk(self, state: StageState, chunk: int) -> Tensor:
+        """A copy of one chunk of the state, weights and optimizer."""
+        packed = self._pack(state)
+        start, stop = chunk_range(packed.numel(), self._chunks, chunk)
+        return packed[start:stop].clone()
+
+    def assemble(self, stage: int, chunks: Sequence[Tensor]) -> StageState:
+        """The state from all its chunks."""
+        return self._unpack(stage, torch.cat(list(chunks)))
+
+    def snapshot(self, state: StageState) -> Tensor:
+        """A copy that later steps do not change."""
+        return self._pack(state)
+
+    def restore(self, stage: int, snapshot: Tensor) -> StageState:
+        """The state a snapshot was taken of."""
+        return self._unpack(stage, snapshot)
+
+    # ---- micro-batches
+
+    async def forward(self, state: StageState, version: int, micro_batch: int, stage: int, entering: Any) -> Parcel:
+        """What leaves the stage. The graph is kept for the backward."""
+        return await self._run(lambda: self._forward(state, version, micro_batch, stage, _parcel(entering)))
+
+    def _forward(self, state: StageState, version: int, micro_batch: int, stage: int, entering: Parcel) -> Parcel:
+        kept = self._compute(state, version, micro_batch, stage, entering)
+        self._forget_before(version)
+        self._kept[version, micro_batch, stage] = kept
+        leaves = {name: leaf for name, leaf in entering.leaves.items() if name in self._leaves[stage + 1]}
+        return Parcel(entering.binding, leaves, [value.detach() for value in kept.outputs])
+
+    def _forget_before(self, version: int) -> None:
+        self._kept = {key: kept for key, kept in self._kept.items() if key[0] >= version}
+
+    def _compute(self, state: StageState, version: int, micro_batch: int, stage: int, entering: Parcel) -> _Kept:
+        program = self._programs[stage]
+        inputs = [
+            value.detach().requires_grad_(crossing.wants_gradient)
+            for value, crossing in zip(entering.values, program.receives, strict=True)
+        ]
+        numbers = {name: self._sizes.number(expression, entering.binding) for name, expression in program.numbers.items()}
+        values: dict[str, Any] = {**entering.leaves, **numbers}
+        values.update(zip((crossing.name for crossing in program.receives), inputs, strict=True))
+        self._turn_to(version, micro_batch)
+        with self._autocast():
+            return _Kept(inputs, state.module(values))
+
+    def _turn_to(self, version: int, micro_batch: int) -> None:
+        self._key.step, self._key.first_sample = version + 1, self._micro_batches[micro_batch][0]
+
+    def _autocast(self) -> Any:
+        if self._job.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self._device.type, torch.bfloat16)
+
+    async def turn(
+        self, state: StageState, version: int, micro_batch: int, stage: int, entering: Any
+    ) -> tuple[list[Tensor], Contribution, float, float]:
+        """Forward, loss and backward of the last stage."""
+        return await self._run(lambda: self._turn(state, version, micro_batch, stage, _parcel(entering)))
+
+    def _turn(
+        self, state: StageState, version: int, micro_batch: int, stage: int, entering: Parcel
+    ) -> tuple[list[Tensor], Contribution, float, float]:
+        kept = self._compute(state, version, micro_batch, stage, entering)
+        value = read_loss(pytree.tree_unflatten(list(kept.outputs), self._spec))
+        start, stop = self._micro_batches[micro_batch]
+        total = value.value if value.weight is not None else value.value * (stop - start)
+        weight = float(value.weight) if value.weight is not None else float(stop - start)
+        back, own = self._differentiate(state, stage, kept, [total], [None])
+        return back, own, float(total.detach()), weight
+
+    async def backward(
+        self, state: StageState, version: int, micro_batch: int, stage: int, entering: Any, gradient: Any
+    ) -> tuple[list[Tensor], Contribution]:
+        """Of what the forward kept; where it was forgotten, the forward is run again and gives the same numbers."""
+        return await self._run(lambda: self._backward(state, version, micro_batch, stage, _parcel(entering), gradient))
+
+    def _backward(
+        self, state: StageState, version: int, micro_batch: int, stage: int, entering: Parcel, gradient: list[Tensor]
+    ) -> tuple[list[Tensor], Contribution]:
+        kept = self._kept.pop((version, micro_batch, stage), None) or self._compute(state, version, micro_batch, stage, entering)
+        wanting = [value for value, crossing in zip(kept.outputs, self._programs[stage].sends, strict=True) if crossing.wants_gradient]
+        pairs = [(value, given) for value, given in zip(wanting, gradient, strict=True) if value.requires_grad]
+        self._turn_to(version, micro_batch)
+        return self._differentiate(state, stage, kept, [value for value, _ in pairs], [given for _, given in pairs])
+
+    def _differentiate(
+        self, state: StageState, stage: int, kept: _Kept, roots: list[Tensor], gradients: list[Tensor | None]
+    ) -> tuple[list[Tensor], Contribution]:
+        wanted = [value for value, crossing in zip(kept.inputs, self._programs[stage].receives, strict=True) if crossing.wants_gradient]
+        of = [*wanted, *state.parameters]
+        found: Sequence[Tensor | None] = [None] * len(of)
+        if roots and of:
+            found = torch.autograd.grad(roots, of, gradients, allow_unused=True)
+        back = [given if given is not None else torch.zeros_like(value) for value, given in zip(wanted, found, strict=False)]
+        return back, list(found[len(wanted) :])
+
+    # ---- sums
+
+    def buffer(self, stage: int) -> Sum:
+        """An empty sum of contributions."""
+        sizes, length = self._lengths[stage]
+        flat = torch.zeros(length)
+        ends = [0, *accumulate(sizes)]
+        views = [flat[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+        return Sum(flat, views, flat[ends[-1] :])
+
+    async def accumulate(self, buffer: Sum, contribution: Contribution) -> None:
+        """Adds in place; the sum has landed when this comes back."""
+
+        def add() -> None:
+            pairs = [(view, given) for view, given in zip(buffer.views, contribution, strict=True) if given is not None]
+            if pairs:
+                torch._foreach_add_([view for view, _ in pairs], [given.reshape(-1).float() for _, given in pairs])
+            buffer.counts += torch.tensor([float(given is not None) for given in contribution])
+
+        await self._run(add)
+
+    def _range(self, stage_length: int, chunk: int) -> tuple[int, int]:
+        return chunk_range(stage_length, self._chunks, chunk)
+
+    def part(self, buffers: Sequence[Sum], chunk: int) -> Tensor:
+        """A copy of one chunk of the sum of buffers."""
+        start, stop = self._range(buffers[0].flat.numel(), chunk)
+        total = buffers[0].flat[start:stop].clone()
+        for buffer in buffers[1:]:
+            total += buffer.flat[start:stop]
+        return total
+
+    def zero(self, stage: int, chunk: int) -> Tensor:
+        """A sum of no parts."""
+        start, stop = self._range(self._lengths[stage][1], chunk)
+        return torch.zeros(stop - start)
+
+    def add(self, total: Tensor, part: Tensor) -> Tensor:
+        """The sum."""
+        return total.add_(part)
+
+    def store(self, buffer: Sum, chunk: int, value: Tensor) -> None:
+        """Overwrites one chunk of a buffer (only with the check `out-of-place` off)."""
+        start, stop = self._range(buffer.flat.numel(), chunk)
+        buffer.flat[start:stop] = value
+
+    def digest(self, sums: Sequence[Tensor]) -> str:
+        """A fingerprint of a stage's reduced gradient, bit for bit."""
+        found = hashlib.blake2b(digest_size=16)
+        for part in sums:
+            found.update(part.contiguous().numpy())
+        return found.hexdigest()
+
+    def norm_squared(self, sums: Sequence[Tensor]) -> float:
+        """Of a stage's reduced gradient, undivided; not finite when the gradient is not."""
+        left = self._gradient_length(sums)
+        total = 0.0
+        for part in sums:
+            own = part[: max(0, left)]
+            left -= part.numel()
+            total += float(torch.linalg.vector_norm(own, dtype=torch.float64)) ** 2 if own.numel() else 0.0
+        return total
+
+    def _gradient_length(self, sums: Sequence[Tensor]) -> int:
+        length = sum(part.numel() for part in sums)
+        return next(length - len(sizes) for sizes, known in self._lengths.values() if known == length)
+
+    async def apply(self, state: StageState, sums: Sequence[Tensor], commit: Committed) -> StageState:
+        """The state after the step; unchanged where the commit says the step is skipped."""
+        return await self._run(lambda: self._apply(state, sums, commit))
+
+    def _apply(self, state: StageState, sums: Sequence[Tensor], commit: Committed) -> StageState:
+        state.packed = None
+        self._kept.clear()
+        if commit.skipped or state.optimizer is None:
+            return state
+        flat = torch.cat(list(sums))
+        counts = flat[flat.numel() - len(state.parameters) :]
+        flat *= commit.clip / commit.weight
+        first = 0
+        for parameter, count in zip(state.parameters, counts.tolist(), strict=True):
+            own = flat[first : first + parameter.numel()].view_as(parameter)
+            parameter.grad = own if count else None
+            first += parameter.numel()
+        state.optimizer.step()
+        if state.scheduler is not None:
+            state.scheduler.step()
+        for parameter in state.parameters:
+            parameter.grad = None
+        return state
+
+
+def _parcel(entering: Any) -> Parcel:
+    """Messages from elsewhere bring it as plain lists."""
+    if isinstance(entering, Parcel):
+        return entering
+    binding, leaves, values = entering
+    return Parcel(tuple(binding), leaves, list(values))
+
+
+def programs_of(captured: Captured, bounds: Sequence[int]) -> list[StageProgram]:
+    """The stages between bounds."""
+    return [cut_stage(captured, start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]

@@ -1,0 +1,34 @@
+"""Parcel: what travels with a micro-batch from stage to stage — activations, and what later stages need of the batch itself.
+
+Workers therefore need no data: feeders read it, and what is not used before the last stage (labels, masks) passes through.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from atoll.runtime.stage.program import StageProgram
+
+__all__ = ["Parcel", "leaves_from"]
+
+
+class Parcel(msgspec.Struct, frozen=True, array_like=True):
+    """What enters a stage."""
+
+    binding: tuple[int, ...]  # the batch's sizes, which some shapes are computed from
+    leaves: dict[str, Any]  # the batch's leaves that this stage or a later one reads
+    values: list[Tensor]  # what the stage before made
+
+
+def leaves_from(programs: Sequence[StageProgram]) -> list[frozenset[str]]:
+    """For every stage the leaves of the batch that it or a later one reads."""
+    needed: frozenset[str] = frozenset()
+    rows = []
+    for program in reversed(programs):
+        batch = {name for name in program.batch if name}
+        needed |= {name for unit in (program.prologue, *program.units) for name in unit.inputs if name in batch}
+        needed |= {name for name in program.results if isinstance(name, str) and name in batch}
+        rows.append(needed)
+    return rows[::-1]

@@ -15,8 +15,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from atoll.cli.authority import authority
 from atoll.cli.diff import diff
 from atoll.cli.export import export
+from atoll.cli.join import join
 from atoll.cli.lab import lab
 from atoll.cli.output import show_what_the_terminal_can
 from atoll.cli.plan import plan
@@ -49,6 +51,8 @@ def build_app() -> typer.Typer:
     app.command()(export)
     app.command()(presets)
     app.command()(diff)
+    app.command()(join)
+    app.command(hidden=True)(authority)
     app.command()(lab)
     return app
 

@@ -1,0 +1,101 @@
+"""`atoll join ADDRESS --token T`: enrol this machine in a run and stay in it."""
+
+import secrets
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from atoll.events import AnyEvent, CertificateIssued, CertificateRevoked, PeerChanged, PeerRefused, PeerRetried, RenewalFailed
+from atoll.units import format_seconds
+
+if TYPE_CHECKING:
+    from atoll.fabric import Remote
+    from atoll.fabric.security import Credentials, Member
+
+__all__ = ["describe_event", "join"]
+
+_CONNECT_SECONDS = 30.0
+
+
+def join(
+    address: Annotated[str, typer.Argument(help="Where the run's coordinator listens.", metavar="HOST:PORT")],
+    token: Annotated[str, typer.Option(help="The join token; `-` reads it from standard input.", metavar="TOKEN")],
+    name: Annotated[str | None, typer.Option(help="What to be called in the run; the machine's name if not given.", metavar="NAME")] = None,
+    keys: Annotated[Path | None, typer.Option(help="Keep key and certificate in this directory.", metavar="DIR")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Enrol, connect, say how that went and leave.")] = False,
+) -> None:
+    """Enrol in a run with a token: get a certificate for a role, connect, and stay until Ctrl-C.
+
+    The token names the run's authority, so nothing secret is sent to anybody else. Runs that hand out work to joined machines come with
+    swarm training; until then a machine that joined is a member that waits.
+    """
+    text = sys.stdin.readline() if token == "-" else token
+    from atoll.fabric.security import Member, enrol  # PyTorch takes seconds to load: `--help` does not wait for it
+
+    credentials = enrol(address, text, name or _own_name())
+    if keys is not None:
+        credentials.save(keys)
+    print(_enrolled(credentials), flush=True)
+    with Member(credentials, observer=lambda event: _print(describe_event(event))) as member:
+        coordinator = member.join(address)
+        member.fabric.run(coordinator.connected(_CONNECT_SECONDS))
+        print(f"Connected to {coordinator.name} at {address}", flush=True)
+        if not check:
+            _stay(member, coordinator)
+
+
+def _own_name() -> str:
+    """The machine's name with something random behind it, as a name belongs to one member at a time."""
+    host = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in socket.gethostname())[:40].strip("-")
+    return f"{host or 'host'}-{secrets.token_hex(3)}"
+
+
+def _enrolled(credentials: "Credentials") -> str:
+    left = credentials.expires_unix_seconds - time.time()
+    until = time.strftime("%H:%M:%S", time.gmtime(credentials.expires_unix_seconds))
+    return (
+        f"Enrolled as {credentials.name} ({credentials.role}) in run {credentials.identity.run}\n"
+        f"Certificate until {until} UTC ({format_seconds(left)}), renewed while this runs"
+    )
+
+
+def _stay(member: "Member", coordinator: "Remote") -> None:
+    """Until Ctrl-C, or until the run is over or does not want us."""
+    never = threading.Event()
+    try:
+        print("Waiting for work; the coordinator has none for joined machines until swarm training is there. Ctrl-C leaves", flush=True)
+        while coordinator.given_up is None:
+            never.wait(0.2)
+    except KeyboardInterrupt:
+        print(f"{member.credentials.name} leaves", flush=True)
+        return
+    raise coordinator.given_up
+
+
+def describe_event(event: AnyEvent) -> str | None:
+    """One line for people about what happened among the members; None for what they need not know."""
+    match event:
+        case PeerChanged():
+            return f"{event.peer}: {event.state} ({event.reason})"
+        case PeerRefused():
+            return f"refused: {event.peer}: {event.reason}"
+        case PeerRetried():
+            what = "given up" if event.delay_seconds is None else f"dialled again in {format_seconds(event.delay_seconds)}"
+            return f"{event.peer}: {what}: {event.reason}"
+        case CertificateIssued():
+            return f"{event.how}: {event.peer} ({event.role}) for {format_seconds(event.lifetime_seconds)}"
+        case CertificateRevoked():
+            return f"shut out: {event.peer}: {event.reason}"
+        case RenewalFailed():
+            return f"certificate not renewed, {format_seconds(max(event.expires_seconds, 0))} left: {event.reason}"
+    return None
+
+
+def _print(line: str | None) -> None:
+    if line is not None:
+        print(f"  {time.strftime('%H:%M:%S', time.gmtime())} {line}", file=sys.stderr, flush=True)

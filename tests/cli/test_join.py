@@ -1,0 +1,103 @@
+"""`atoll join` against an authority that is served, over real sockets."""
+
+import io
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from atoll.cli.main import run
+from atoll.fabric.security import Authority, Credentials, Member, serve
+from tests.fabric.test_fabric import eventually
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[Authority, Member, str]]:
+    authority = Authority.create(tmp_path / "run")
+    coordinator, address = serve(authority, "127.0.0.1:0")
+    with coordinator:
+        yield authority, coordinator, address
+
+
+Served = tuple[Authority, Member, str]
+
+
+def test_joining_enrols_connects_and_says_what_it_got(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    authority, coordinator, address = served
+    token = authority.issue_token("observer")
+    keys = tmp_path / "keys"
+    assert run(["join", address, "--token", token, "--name", "oslo", "--keys", str(keys), "--check"]) == 0
+    told = capsys.readouterr()
+    assert f"Enrolled as oslo (observer) in run {authority.run}" in told.out
+    assert "renewed while this runs" in told.out
+    assert f"Connected to coordinator at {address}" in told.out
+    assert token not in told.out + told.err
+    assert coordinator.fabric.peer("oslo").role == "observer"
+    assert Credentials.load(keys).name == "oslo"
+    assert stat.S_IMODE((keys / "member.key").stat().st_mode) == 0o600
+
+
+def test_a_token_from_standard_input_and_a_name_of_its_own(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority, coordinator, address = served
+    monkeypatch.setattr(sys, "stdin", io.StringIO(authority.issue_token() + "\n"))
+    assert run(["join", address, "--token", "-", "--check"]) == 0
+    assert len(coordinator.fabric.peers) == 1
+
+
+@pytest.mark.parametrize(
+    ("address", "token", "said"),
+    [
+        ("nonsense", None, "'nonsense' is no address; write it like 'host:port'"),
+        ("127.0.0.1:1", None, "127.0.0.1:1: Connection refused"),
+        (None, "atoll1.abc", "this is no join token, or not all of one"),
+        (None, "used", "the token is used up"),
+    ],
+    ids=["no address", "nobody there", "no token", "used up"],
+)
+def test_what_goes_wrong_is_one_sentence(
+    served: Served, capsys: pytest.CaptureFixture[str], address: str | None, token: str | None, said: str
+) -> None:
+    authority, _, there = served
+    good = authority.issue_token()
+    if token == "used":
+        assert run(["join", there, "--token", good, "--check"]) == 0
+    assert run(["join", address or there, "--token", token if token == "atoll1.abc" else good]) == 1
+    told = capsys.readouterr().err
+    assert said in told
+    assert "Traceback" not in told
+
+
+def test_it_stays_until_it_is_told_to_leave(served: Served) -> None:
+    authority, coordinator, address = served
+    arguments = ["join", address, "--token", authority.issue_token(), "--name", "oslo"]
+    command = [sys.executable, "-c", "from atoll.cli import main; main()", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    while "Waiting for work" not in (line := process.stdout.readline()):
+        assert line, "it ended by itself"
+    assert coordinator.fabric.peer("oslo").state == "alive"
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert "oslo leaves" in out
+    assert process.returncode == 0
+    eventually(lambda: coordinator.fabric.peer("oslo").state == "dead")
+
+
+def test_it_ends_when_it_is_shut_out(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    authority, coordinator, address = served
+    codes: list[int] = []
+    token = authority.issue_token()
+    thread = threading.Thread(target=lambda: codes.append(run(["join", address, "--token", token, "--name", "oslo"])))
+    thread.start()
+    eventually(lambda: "oslo" in coordinator.fabric.peers)
+    authority.revoke("oslo", "its gradients were wrong")
+    thread.join(60)
+    assert codes == [1]
+    assert "the certificate of oslo was revoked" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """`atoll export RUN --to model.safetensors`: a run's weights for plain PyTorch and transformers."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -22,15 +23,30 @@ def export(
         typer.Option(help="A file ending in .safetensors, or a directory, which also gets a Hugging Face model's config.json."),
     ],
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step, instead of the last.", min=0)] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace weights that are there already.")] = False,
 ) -> None:
     """Write the weights of a run's checkpoint with the model's own names."""
     _check(run, to)
+    before = _weights_at(to)
+    if before and not overwrite:
+        raise CheckpointError(f"--to {to}: {before[0]} is there already; give another name, or --overwrite to replace it")
     with working(f"exporting {run}"):
         from atoll.runtime.checkpoint import export as write  # PyTorch takes seconds to load: mistakes are told before
 
         exported = write(run, to, step=step)
+        for path in set(before) - set(exported.files):  # parts of other weights, which a reader would take for these
+            path.unlink(missing_ok=True)
     files = ", ".join(str(path) for path in exported.files)
     say(f"wrote {exported.tensors} tensors of step {exported.step}, {format_bytes(exported.size_bytes)}: {files}")
+
+
+def _weights_at(to: Path) -> list[Path]:
+    """Files there that weights of this name are in, as they were written before, in one part or several."""
+    folder, stem = (to.parent, to.stem) if to.suffix == ".safetensors" else (to, "model")
+    names = [f"{stem}.safetensors", f"{stem}.safetensors.index.json", *(["config.json"] if folder is to else [])]
+    parts = re.compile(re.escape(stem) + r"-\d{5}-of-\d{5}\.safetensors")
+    found = sorted(path for path in folder.iterdir() if parts.fullmatch(path.name)) if folder.is_dir() else []
+    return [folder / name for name in names if (folder / name).exists()] + found
 
 
 def _check(run: Path, to: Path) -> None:

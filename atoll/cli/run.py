@@ -139,11 +139,24 @@ def _write(
 
 
 def _show(plan: Plan, predicted: Cost | None, model: Target, cluster: Cluster | None) -> None:
-    notes = [notes_view(model.notes)] if model.notes else []
+    told = (*model.notes, *_other_micro_batches(plan, model))
+    notes = [notes_view(told)] if told else []
     if predicted is not None and cluster is not None:
         show(plan_view(plan, predicted, model.graph, cluster), *notes)
     else:
         print(plan, flush=True)
+        if notes:
+            show(*notes)
+
+
+def _other_micro_batches(plan: Plan, model: Target) -> list[str]:
+    """What a plan's micro-batches mean where the job asks for others."""
+    if model.micro_batch_size is None or model.micro_batch_size == plan.micro_batch_size:
+        return []
+    return [
+        f"the plan's micro-batches have {plan.micro_batch_size} samples, not {model.micro_batch_size} as the job's micro_batch_size says: "
+        "memory differs, and so do dropout and batch statistics, which depend on what is computed together; nothing else does"
+    ]
 
 
 def _launch(directory: RunDirectory, plan: Plan, max_restarts: int) -> None:

@@ -30,6 +30,7 @@ class Target:
     capture_seconds: float
     description: str = ""
     loading_seconds: float = 0.0  # processor time of a batch, where the data is at hand
+    micro_batch_size: int | None = None  # that the job asks for
     notes: tuple[str, ...] = ()  # what was assumed or estimated, in sentences
 
 
@@ -70,7 +71,15 @@ def _from_script(path: str, batch_size: int | None, arguments: Sequence[str]) ->
                 loading_seconds = job.samples.loading_seconds() * size / job.batch_size
             with users_code("making the optimizer and stepping it"):
                 optimizer, notes = _optimizer(job)
-        return Target(captured.graph, size, optimizer, seconds, loading_seconds=loading_seconds, notes=(*captured.notes, *notes))
+        return Target(
+            captured.graph,
+            size,
+            optimizer,
+            seconds,
+            loading_seconds=loading_seconds,
+            micro_batch_size=job.micro_batch_size,
+            notes=(*captured.notes, *notes),
+        )
 
 
 def _optimizer(job: "Job") -> tuple[str, tuple[str, ...]]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from atoll.cli.main import run
@@ -52,3 +53,18 @@ def test_what_cannot_be_exported_is_said(
         pass
     assert run(["export", *(argument.format(tmp=tmp_path, run=saved) for argument in arguments)]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_weights_that_are_there_are_replaced_only_when_asked(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    to, folder = tmp_path / "model.safetensors", tmp_path / "folder"
+    folder.mkdir()
+    for path in (to, folder / "model-00001-of-00002.safetensors", folder / "model.safetensors.index.json"):
+        path.write_text("somebody's")
+    for where in (to, folder):
+        assert run(["export", str(saved), "--to", str(where)]) == 2
+        told = " ".join(capsys.readouterr().err.split())
+        assert "is there already; give another name, or --overwrite to replace it" in told
+        assert all(path.read_text() == "somebody's" for path in ([to] if where is to else folder.iterdir()))
+        assert run(["export", str(saved), "--to", str(where), "--overwrite"]) == 0
+    assert {path.name for path in folder.iterdir()} == {"model.safetensors", "config.json"}, "parts of other weights are gone"
+    assert load_file(to).keys() == load_file(folder / "model.safetensors").keys() == {"weight", "bias"}

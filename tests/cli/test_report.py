@@ -47,7 +47,8 @@ def loss(model, batch):
     return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
-job = atoll.Job(model=Tied, loss=loss, data=Data(), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), batch_size=8, steps=6)
+job = atoll.Job(model=Tied, loss=loss, data=Data(), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), batch_size=8,
+                micro_batch_size=2, steps=6)
 
 if __name__ == "__main__":
     job.run()
@@ -111,6 +112,10 @@ def test_a_run_leaves_its_schedule_its_trace_and_what_each_rank_measured(trained
     assert {str(span.action) for span in predicted} == {str(action) for row in schedule.actions for action in row}
     ends = {str(span.action): span.end_seconds for span in reversed(spans)}
     assert ends["0F0"] <= ends["1F0"] <= ends["1B0"] <= ends["0B0"]
+
+
+def test_micro_batches_other_than_the_jobs_are_pointed_out(trained: tuple[Path, str]) -> None:
+    assert "the plan's micro-batches have 4 samples, not 2 as the job's micro_batch_size says" in " ".join(trained[1].split())
 
 
 def test_the_command_ends_with_a_short_report(trained: tuple[Path, str]) -> None:

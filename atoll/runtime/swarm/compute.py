@@ -1,17 +1,18 @@
 """Compute: the arithmetic of one worker, on tensors. Everything slow runs in one thread of its own, so that heart-beats go on.
 
 Gradients are of the batch's *total* loss, undivided: who shares a step's micro-batches does not matter, and the commit says what the sum is
-divided by. After the parameters' gradients a sum holds one number for each parameter: how many micro-batches gave it a gradient at all, since an optimizer
-leaves a parameter without one alone.
+divided by. After the parameters' gradients a sum holds one number for each parameter: how many micro-batches gave it a gradient at all,
+since an optimizer leaves a parameter without one alone.
 """
 
 import asyncio
 import hashlib
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +31,7 @@ from atoll.runtime.stage.state import InitialState
 from atoll.runtime.swarm.packing import chunk_range, pack, unpack
 from atoll.runtime.swarm.parcel import Parcel, leaves_from
 
-__all__ = ["Contribution", "StageCompute", "StageState", "Sum"]
+__all__ = ["Contribution", "StageCompute", "StageState", "Sum", "programs_of"]
 
 Result = TypeVar("Result")
 
@@ -70,10 +71,20 @@ class _Kept:
 class StageCompute:
     """What `atoll.control.Worker` computes with. `bounds` are the stages' first layers and the end of the last."""
 
-    def __init__(self, job: Job, captured: Captured, bounds: Sequence[int], *, chunks: int, micro_batches: Sequence[tuple[int, int]]) -> None:
-        self._job, self._captured, self._chunks = job, captured, chunks
+    def __init__(
+        self,
+        job: Job,
+        captured: Captured,
+        bounds: Sequence[int],
+        *,
+        chunks: int,
+        micro_batches: Sequence[tuple[int, int]],
+        generators: threading.Lock,
+    ) -> None:
+        self._job, self._captured, self._bounds, self._chunks = job, captured, bounds, chunks
+        self._generators = generators  # held while somebody of this process seeds the global generators and draws from them
         self._micro_batches = micro_batches  # first sample and end of each, in the global batch
-        self._programs = [cut_stage(captured, start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+        self._programs = programs_of(captured, bounds)
         self._leaves = leaves_from(self._programs)
         self._sizes, self._key = Sizes(captured), DrawKey(job.seed)
         self._device = torch.device("cpu")
@@ -96,11 +107,12 @@ class StageCompute:
         return await self._run(lambda: self._build(stage))
 
     def _build(self, stage: int) -> StageState:
-        model = self._job.build_model("cpu")
+        with self._generators:
+            model = self._job.build_model("cpu")
         order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
         builder = StageBuilder(InitialState(self._captured, model), device=self._device, key=self._key)
         # the builder writes the device into a program's graphs: every state gets graphs of its own
-        program = cut_stage(self._captured, self._start(stage), self._stop(stage))
+        program = cut_stage(self._captured, self._bounds[stage], self._bounds[stage + 1])
         module = builder.stage(program)
         held = sorted(module.parameters_by_name().items(), key=lambda item: order[item[0]])
         parameters = [parameter for _, parameter in held if parameter.requires_grad]
@@ -110,15 +122,9 @@ class StageCompute:
         scheduler = self._job.build_scheduler(optimizer) if optimizer is not None else None
         return StageState(module, parameters, optimizer, scheduler)
 
-    def _start(self, stage: int) -> int:
-        return self._programs[stage].units[0].layers.start
-
-    def _stop(self, stage: int) -> int:
-        return self._programs[stage].units[-1].layers.stop
-
     def _measure(self, stage: int, parameters: Sequence[nn.Parameter]) -> None:
         sizes = [parameter.numel() for parameter in parameters]
-        self._lengths[stage] = (sizes, sum(sizes) + len(sizes))
+        self._lengths = {stage: (sizes, sum(sizes) + len(sizes))}  # a worker is on one stage at a time
 
     def _pack(self, state: StageState) -> Tensor:
         if state.packed is None:
@@ -189,8 +195,11 @@ class StageCompute:
         values: dict[str, Any] = {**entering.leaves, **numbers}
         values.update(zip((crossing.name for crossing in program.receives), inputs, strict=True))
         self._turn_to(version, micro_batch)
-        with self._autocast():
+        with self._autocast(), self._drawing(stage):
             return _Kept(inputs, state.module(values))
+
+    def _drawing(self, stage: int) -> AbstractContextManager[Any]:
+        return self._generators if any(unit.draws for unit in self._programs[stage].units) else nullcontext()
 
     def _turn_to(self, version: int, micro_batch: int) -> None:
         self._key.step, self._key.first_sample = version + 1, self._micro_batches[micro_batch][0]
@@ -250,7 +259,7 @@ class StageCompute:
         sizes, length = self._lengths[stage]
         flat = torch.zeros(length)
         ends = [0, *accumulate(sizes)]
-        views = [flat[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+        views = [flat[start:stop] for start, stop in pairwise(ends)]
         return Sum(flat, views, flat[ends[-1] :])
 
     async def accumulate(self, buffer: Sum, contribution: Contribution) -> None:
@@ -293,7 +302,7 @@ class StageCompute:
         """A fingerprint of a stage's reduced gradient, bit for bit."""
         found = hashlib.blake2b(digest_size=16)
         for part in sums:
-            found.update(part.contiguous().numpy())
+            found.update(part.contiguous().view(torch.uint8).numpy().data)
         return found.hexdigest()
 
     def norm_squared(self, sums: Sequence[Tensor]) -> float:
@@ -307,8 +316,8 @@ class StageCompute:
         return total
 
     def _gradient_length(self, sums: Sequence[Tensor]) -> int:
-        length = sum(part.numel() for part in sums)
-        return next(length - len(sizes) for sizes, known in self._lengths.values() if known == length)
+        ((sizes, _),) = self._lengths.values()
+        return sum(part.numel() for part in sums) - len(sizes)
 
     async def apply(self, state: StageState, sums: Sequence[Tensor], commit: Committed) -> StageState:
         """The state after the step; unchanged where the commit says the step is skipped."""
@@ -345,4 +354,4 @@ def _parcel(entering: Any) -> Parcel:
 
 def programs_of(captured: Captured, bounds: Sequence[int]) -> list[StageProgram]:
     """The stages between bounds."""
-    return [cut_stage(captured, start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [cut_stage(captured, start, stop) for start, stop in pairwise(bounds)]

@@ -1,0 +1,128 @@
+"""A swarm in one event loop, for tests: real tensors and the real protocol; messages are handed over as they would be after a journey."""
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from atoll import Job
+from atoll.control.coordinator import Coordinator
+from atoll.control.feeder import Feeder
+from atoll.control.happenings import Happening
+from atoll.control.journal import Record, admit
+from atoll.control.messages import Message
+from atoll.control.settings import Settings
+from atoll.control.worker import Worker
+from atoll.control.world import Node
+from atoll.fabric.payload import decode_payload, encode_payload
+from atoll.graph.capture import capture_program
+from atoll.runtime.swarm.clock import LoopClock
+from atoll.runtime.swarm.compute import StageCompute, programs_of
+from atoll.runtime.swarm.feed import SampleFeed
+from atoll.runtime.swarm.transport import ANY_MESSAGE
+
+
+class MemoryJournal:
+    """Durable as long as the test."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self._term = 0
+
+    async def read(self) -> Sequence[Record]:
+        return list(self.records)
+
+    async def append(self, term: int, record: Record) -> None:
+        self._term = admit(self._term, term, record)
+        self.records.append(record)
+
+
+class MemoryCheckpoints:
+    """Write-once."""
+
+    def __init__(self) -> None:
+        self.stored: dict[tuple[int, int, int], Any] = {}
+
+    async def write(self, epoch: int, version: int, stage: int, snapshot: Any) -> None:
+        self.stored.setdefault((epoch, version, stage), snapshot)
+
+    async def read(self, epoch: int, version: int, stage: int) -> Any:
+        return self.stored.get((epoch, version, stage))
+
+
+class OneProcess:
+    """Everybody of a swarm. `disturb` is called with every step that is committed."""
+
+    def __init__(self, job: Job, bounds: Sequence[int], workers: int, micro_batch_size: int, **settings: Any) -> None:
+        self.job, self.bounds = job, bounds
+        self.captured = capture_program(job)
+        size = job.batch_size
+        self.micro_batches = [(start, min(start + micro_batch_size, size)) for start in range(0, size, micro_batch_size)]
+        self.settings = Settings(
+            stages=len(bounds) - 1, micro_batches=len(self.micro_batches), steps=job.total_steps, **{"heartbeat_seconds": 0.1, **settings}
+        )
+        self.journal, self.checkpoints = MemoryJournal(), MemoryCheckpoints()
+        self.workers: dict[str, Worker] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.inboxes: dict[str, Any] = {}
+        self.computes: dict[str, StageCompute] = {}
+        self.happened: list[Happening] = []
+        self.errors: list[BaseException] = []
+        self.generators = threading.Lock()
+        self._first = workers
+        self._nonce = 0
+
+    def send(self, to: str, message: Message) -> None:
+        if to in self.inboxes:
+            payload = encode_payload(message)
+            copied = decode_payload(payload.data, [tensor.clone() for tensor in payload.tensors], ANY_MESSAGE)
+            self.inboxes[to].put(copied)
+
+    def _node(self, name: str) -> Node:
+        self._nonce += 1
+        clock = LoopClock(self.errors.append)
+        self.inboxes[name] = clock.mailbox()
+        return Node(name, clock, self, self.inboxes[name], self._nonce, random.Random(self._nonce))
+
+    def add_worker(self, name: str) -> None:
+        compute = StageCompute(
+            self.job, self.captured, self.bounds, chunks=self.settings.chunks, micro_batches=self.micro_batches, generators=self.generators
+        )
+        worker = Worker(self._node(name), compute, self.checkpoints, self.settings, ("coordinator",))
+        self.workers[name], self.computes[name] = worker, compute
+        self.tasks[name] = asyncio.get_running_loop().create_task(worker.run())
+
+    async def kill(self, name: str) -> None:
+        del self.inboxes[name]
+        self.tasks.pop(name).cancel()
+        worker = self.workers.pop(name)
+        await worker.node.clock.close()  # type: ignore[attr-defined]
+
+    async def run(self, disturb: Callable[["OneProcess", Happening], None] = lambda swarm, happening: None) -> None:
+        def observe(happening: Happening) -> None:
+            self.happened.append(happening)
+            disturb(self, happening)
+
+        coordinator = Coordinator(self._node("coordinator"), self.journal, self.settings, observe=observe)
+        feeder = Feeder(
+            self._node("feeder"),
+            SampleFeed(self.job, self.captured, programs_of(self.captured, self.bounds), self.micro_batches, self.generators),
+            self.settings,
+            ("coordinator",),
+        )
+        for number in range(self._first):
+            self.add_worker(f"worker-{number}")
+        roles = [asyncio.create_task(coordinator.run()), asyncio.create_task(feeder.run())]
+        while not roles[1].done() or not all(worker.finished for worker in self.workers.values()):
+            await asyncio.sleep(0.05)
+            if self.errors:
+                raise self.errors[0]
+            for task in (*roles, *self.tasks.values()):
+                if task.done() and not task.cancelled() and task.exception() is not None:
+                    raise task.exception()  # type: ignore[misc]
+        for task in (*roles, *self.tasks.values()):
+            task.cancel()
+        for compute in self.computes.values():
+            compute.close()
+        feeder.feed.close()  # type: ignore[attr-defined]

@@ -1,0 +1,109 @@
+"""A worker's arithmetic under the real protocol: what a swarm trains equals plain PyTorch, whoever computed what."""
+
+import asyncio
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from atoll import Job
+
+from .one_process import OneProcess
+
+STEPS, BATCH = 6, 12
+
+
+class Data(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(6, generator=generator), torch.randint(0, 5, (), generator=generator)
+
+
+class Model(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(dropout)) for _ in range(3))
+        self.unused = nn.Linear(3, 3)
+        self.last = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def job(**changes: Any) -> Job:
+    settings: dict[str, Any] = {
+        "model": Model,
+        "loss": loss,
+        "data": Data(),
+        "optimizer": partial(torch.optim.AdamW, lr=0.02, eps=1e-3),
+        "batch_size": BATCH,
+        "steps": STEPS,
+    }
+    return Job(**{**settings, **changes})
+
+
+def plain(job: Job) -> tuple[list[float], dict[str, Tensor]]:
+    """By hand, in plain PyTorch; the job is asked only for what the user gave it, and for the order of the data."""
+    model = job.build_model("cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
+    losses = []
+    for step in range(STEPS):
+        value = loss(model, job.samples.batch(step))
+        optimizer.zero_grad()
+        value.backward()
+        if job.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), job.max_grad_norm)
+        optimizer.step()
+        losses.append(float(value.detach()))
+    return losses, model.state_dict()
+
+
+def swarm_losses(swarm: OneProcess) -> list[float]:
+    commits = {record.version: record for record in swarm.journal.records if type(record).__name__ == "Committed"}
+    return [commits[version].loss / commits[version].weight for version in range(STEPS)]  # type: ignore[union-attr]
+
+
+def check(swarm: OneProcess, expected: tuple[list[float], dict[str, Tensor]]) -> None:
+    torch.testing.assert_close(torch.tensor(swarm_losses(swarm)), torch.tensor(expected[0]), rtol=1e-5, atol=1e-7)
+    seen = set()
+    for worker in swarm.workers.values():
+        if worker.version == STEPS:
+            for name, parameter in worker.state.module.parameters_by_name().items():
+                torch.testing.assert_close(parameter.detach(), expected[1][name], rtol=1e-5, atol=1e-6)
+                seen.add(name)
+    assert seen == {name for name in expected[1] if not name.startswith("unused")}
+
+
+@pytest.mark.parametrize(("workers", "chunks", "clip"), [(3, 1, None), (5, 4, 0.05)])
+def test_a_swarm_equals_plain_pytorch(workers: int, chunks: int, clip: float | None) -> None:
+    it = job(max_grad_norm=clip)
+    swarm = OneProcess(it, [0, 1, 3, 5], workers, 4, chunks=chunks, max_norm=clip)
+    asyncio.run(swarm.run())
+    check(swarm, plain(it))
+
+
+def test_killed_and_joining_workers_change_nothing() -> None:
+    it = job()
+    swarm = OneProcess(it, [0, 2, 5], 4, 3, chunks=3, checkpoint_every=2, lost_seconds=2.0)
+
+    def disturb(swarm: OneProcess, happening: Any) -> None:
+        if type(happening).__name__ == "StepCommitted" and happening.version == 1:
+            victim = next(name for name, worker in swarm.workers.items() if worker.stage == 0)
+            asyncio.get_running_loop().create_task(swarm.kill(victim))
+            swarm.add_worker("late")
+
+    asyncio.run(swarm.run(disturb))
+    check(swarm, plain(it))

@@ -1,9 +1,8 @@
-"""Whether a lab keeps what its cluster file promises: bandwidth and round trip asked and measured, and what the forwarder between sites costs.
-And what the fabric gets with TLS through such a link, against iperf3.
+"""Whether a lab keeps what its cluster file promises: bandwidth and round trip asked and measured, what the forwarder between sites costs;
+and what the fabric gets with TLS through such a link, against iperf3.
 
 Two sites of two hosts, 200 Mbit/s between sites, one-way latency 20 and 50 ms. TCP carries 1448 bytes in packets of 1500, so 193 Mbit/s are
-possible. Needs root (or user namespaces); iperf3 from the distribution's packages, else a plain socket stands in for it, and the result
-says so.
+possible. Needs root (or user namespaces); iperf3 from the distribution's packages, else a plain socket stands in, and the result says so.
 
     python benchmarks/lab.py [--seconds 8] [--rounds 3] [--json]
 """

@@ -36,6 +36,7 @@ def _hold(arguments: list[str]) -> None:
         _become_root_of_a_new_user_namespace()
     _unshare(_NEW_MOUNTS | _NEW_NET)
     _mount("none", "/", None, _RECURSIVE | _PRIVATE)
+    _make_place_for_networks()
     _mount("atoll", _NETWORKS, "tmpfs")
     os.mkdir(_FILES)
     _say(str(os.getpid()))
@@ -135,6 +136,15 @@ def _become_root_of_a_new_user_namespace() -> None:
     _write("/proc/self/gid_map", f"0 {group} 1")
 
 
+def _make_place_for_networks() -> None:
+    """`ip netns` makes this directory, too; whoever may not gets a /run of the lab's own."""
+    try:
+        os.makedirs(_NETWORKS, exist_ok=True)
+    except OSError:
+        _mount("atoll", "/run", "tmpfs")
+        os.mkdir(_NETWORKS)
+
+
 def _join(pid: int, names: "list[str] | tuple[str, ...]") -> None:
     """Joins namespaces of a process; those that are this process's already are left out, as the kernel refuses them."""
     files = []
@@ -156,8 +166,6 @@ def _set_namespace(file: int) -> None:
 
 
 def _mount(source: str, target: str, kind: "str | None", flags: int = 0) -> None:
-    if kind == "tmpfs":
-        os.makedirs(target, exist_ok=True)
     _call("mount", source.encode(), target.encode(), kind.encode() if kind else None, flags, None)
 
 

@@ -1,14 +1,17 @@
 """Imposed speeds: what a device of another speed takes, and only the computing of it."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from atoll.cluster import parse_cluster
 from atoll.cost import Calibration, Evaluator
+from atoll.errors import PlanError
 from atoll.graph import dense_transformer
 from atoll.plan import Plan, Replica, Stage
 from atoll.runtime.lockstep.layout import Layout
-from atoll.runtime.lockstep.pacing import Pace
+from atoll.runtime.lockstep.pacing import Pace, imposed_pace
 
 _CLUSTER = """
 [[site]]
@@ -64,3 +67,16 @@ def test_what_is_computed_inside_is_computed() -> None:
     with pace.imposed(0, 0, backward=False):
         done.append(1)
     assert done == [1]
+
+
+def test_speeds_can_be_a_files_that_knows_the_plans_devices(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(_CLUSTER)
+    stage = Stage(start=0, stop=4, replicas=(Replica(devices=("h/1",), samples=(4,)),))
+    plan = Plan(graph="g", cluster="c", batch_size=4, micro_batch_size=4, stages=(stage,))
+    places = Layout(plan).places(0)
+    pace = imposed_pace(str(tmp_path / "c.toml"), plan, places, _GRAPH, torch.device("cpu"))
+    expected = Pace(plan, places, Evaluator(_GRAPH, parse_cluster(_CLUSTER)), torch.device("cpu"))
+    assert pace.seconds(0, 0, backward=True) == expected.seconds(0, 0, backward=True)
+    (tmp_path / "c.toml").write_text(_CLUSTER.replace('"h"', '"other"'))
+    with pytest.raises(PlanError, match="the plan uses h/1"):
+        imposed_pace(str(tmp_path / "c.toml"), plan, places, _GRAPH, torch.device("cpu"))

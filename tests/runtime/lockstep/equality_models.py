@@ -167,6 +167,19 @@ class Idle(nn.Module):
         return self.body(**batch)
 
 
+class Peculiar(nn.Module):
+    """Parameters that are read and get no gradient, which weight decay must not touch, and a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, 24), nn.GELU(), nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 10))
+        self.shift = nn.Parameter(torch.full((64,), 0.3))
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.body(image.flatten(1) + self.shift.detach()) * self.temperature
+
+
 class Repeats(nn.Module):
     """One layer used three times, and a head tied to the table: shared in one stage or across several."""
 
@@ -241,6 +254,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "classifier": lambda: job(wide_classifier, picture_loss, rows(pictures)),
     "adapted": lambda: job(adapted_llama),
     "idle": lambda: job(Idle),
+    "peculiar": lambda: job(Peculiar, picture_loss, rows(pictures), optimizer=partial(adam, weight_decay=0.5)),
     "evaluated": lambda: evaluated(gpt2),
     "evaluated-mixtral": lambda: evaluated(tiny("mixtral").model),
     "bf16": lambda: job(gpt2, precision="bf16"),

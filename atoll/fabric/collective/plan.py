@@ -11,10 +11,10 @@ from atoll.errors import FabricError
 from atoll.fabric.collective.network import Network
 from atoll.fabric.collective.parts import Parts, WireRatios, parts
 
-__all__ = ["Cell", "Member", "Missing", "RoundPlan", "make_plan"]
+__all__ = ["Cell", "Member", "Missing", "RoundPlan", "broadcast_plan", "make_plan"]
 
 BLOCK = 256  # elements that codecs encode together: parts begin and end between blocks
-CHUNK_ELEMENTS = 1 << 18  # 1 MB of fp32: sent, decoded and summed as one
+CHUNK_ELEMENTS = 1 << 19  # 2 MB of fp32: sent, decoded and summed as one
 Missing: TypeAlias = Literal["fail", "leave out"]
 
 
@@ -55,6 +55,7 @@ class RoundPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     dtype: str = "float32"  # of the result
     mean: bool = False
     missing: Missing = "fail"
+    exact: bool = False  # nothing is encoded: what arrives is bit for bit what was sent
     chunk_elements: int = CHUNK_ELEMENTS
     bound_seconds: float = 0.0
     stall_seconds: float = 10.0  # without progress of what was begun
@@ -86,8 +87,18 @@ class RoundPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return tuple(member.name for member in self.members if member.receives)
 
     def chunks(self, cell: Cell) -> list[tuple[int, int]]:
-        """The pieces in which a cell travels: (start, stop)."""
-        return [(start, min(start + self.chunk_elements, cell.stop)) for start in range(cell.start, cell.stop, self.chunk_elements)]
+        """The pieces in which a cell travels: (start, stop). Small ones first, so that all begin soon, and last, so that all end soon."""
+        sizes, left = [], cell.elements
+        ramp = [max(BLOCK, self.chunk_elements // part // BLOCK * BLOCK) for part in (8, 4, 2)]
+        if left >= 2 * sum(ramp) + self.chunk_elements:
+            left -= 2 * sum(ramp)
+            middle = [self.chunk_elements] * (left // self.chunk_elements) + [left % self.chunk_elements]
+            sizes = [*ramp, *(size for size in middle if size), *reversed(ramp)]
+        else:
+            step = max(BLOCK, -(-left // 6 // BLOCK) * BLOCK)
+            sizes = [min(step, left - start) for start in range(0, left, step)]
+        edges = list(itertools.accumulate(sizes, initial=cell.start))
+        return list(itertools.pairwise(edges))
 
     def head(self, cell: Cell, site: str) -> str:
         """Who sums a site's contributions to a cell."""
@@ -164,6 +175,27 @@ def make_plan(
         stall_seconds=2.0 + 4.0 * found.bound_seconds,
         begin_seconds=begin_seconds,
     )
+
+
+def broadcast_plan(
+    round_id: str,
+    elements: int,
+    root: str,
+    network: Network,
+    *,
+    dtype: str = "float32",
+    element_bytes: int = 4,
+    begin_seconds: float = 30.0,
+) -> RoundPlan:
+    """One member's values for all others, bit for bit: a reduction with one contributor, whose parts others pass on to each other.
+
+    The root sends everything about once, however many receive it.
+    """
+    members = [Member(name=peer.name, weight=1.0 if peer.name == root else None, receives=peer.name != root) for peer in network.peers]
+    plan = make_plan(
+        round_id, elements, members, network, element_bytes=element_bytes, dtype=dtype, missing="fail", begin_seconds=begin_seconds
+    )
+    return msgspec.structs.replace(plan, exact=True)
 
 
 def make_cells(found: Parts, elements: int) -> tuple[Cell, ...]:

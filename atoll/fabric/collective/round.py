@@ -15,13 +15,13 @@ import torch
 from atoll.codec import Codec
 from atoll.errors import CodecError, FabricError, RefusedError
 from atoll.fabric.collective.arrivals import Arrivals, Child
-from atoll.fabric.collective.link_codecs import LinkCodecs
+from atoll.fabric.collective.link_codecs import FixedCodecs, LinkCodecs
 from atoll.fabric.collective.messages import Chunk, Failed, Item, Progress, Pull
 from atoll.fabric.collective.outcome import PartOutcome, Reduction
 from atoll.fabric.collective.plan import Cell, RoundPlan
 from atoll.fabric.collective.pulling import Pulling, Watch
 from atoll.fabric.collective.reduced import ReducedCell
-from atoll.fabric.collective.summing import ACCUMULATED, Term, chunk_digest, make_chunk, open_chunk, weighted_sum
+from atoll.fabric.collective.summing import ACCUMULATED, Scratch, Term, chunk_digest, make_chunk, open_chunk, weighted_sum
 from atoll.fabric.tensors import DTYPES
 
 __all__ = ["Peers", "Round"]
@@ -79,13 +79,16 @@ class Round:
         self._me = plan.member(name)
         self._buffer = _checked_buffer(plan, self._me.weight, buffer)
         self._out = _checked_out(plan, out) if self._me.receives or any(plan.wants(cell, name) for cell in plan.cells) else torch.empty(0)
-        self._peers, self._codecs, self._work = peers, codecs, work
+        self._peers, self._work = peers, work
+        self._codecs = FixedCodecs("none") if plan.exact else codecs
         self._watch = Watch(peers.clock)
+        self._scratch = Scratch()
         self._arrivals: dict[int, Arrivals] = {}
         self._pulls: set[asyncio.Task[None]] = set()
         self._summed: dict[int, int] = {}  # by cell: chunks of a site's sum that were asked for
         self._unserved = {number for number, cell in enumerate(plan.cells) if self._brings(cell, name) and plan.target(cell, name)}
         self._served = asyncio.Event()
+        self._began = asyncio.Event()
 
     # ---- the whole of it
 
@@ -97,6 +100,7 @@ class Round:
             for number, cell in enumerate(self.plan.cells):
                 if self.plan.head(cell, self._me.site) == self.name and self.plan.children(cell, self.name):
                     self._gather(number)
+            self._began.set()
             cells = [asyncio.create_task(self._obtain(number)) for number in range(len(self.cells)) if self._concerns(number)]
             tasks += cells
             await asyncio.gather(*cells)
@@ -152,14 +156,15 @@ class Round:
         number, cell = self._cell(pull)
         if peer not in (self.plan.target(cell, self.name), cell.owner) or not self._brings(cell, self.name):
             raise RefusedError(f"round {self.plan.id}: {peer} has no claim to the contribution of {self.name} to cell {number}")
-        codec_near = self.plan.member(peer).site == self._me.site
+        await self._began.wait()
+        near = self.plan.member(peer).site == self._me.site
         last = len(self.cells[number].spans)
-        following = asyncio.create_task(self._bring(number, pull.first, peer, codec_near))
+        following = asyncio.create_task(self._bring(number, pull.first, peer, near))
         try:
             for index in range(pull.first, last):
                 item = await following
                 if index + 1 < last and isinstance(item, Chunk):
-                    following = asyncio.create_task(self._bring(number, index + 1, peer, codec_near))
+                    following = asyncio.create_task(self._bring(number, index + 1, peer, near))
                 begin = self._peers.clock()
                 yield item
                 self._peers.sent(begin, self._peers.clock(), _nbytes(item))
@@ -193,19 +198,9 @@ class Round:
         return self._encode_sum(index, (self.plan.index[self.name],), codec, [own], 1.0)
 
     def _encode_sum(self, index: int, places: tuple[int, ...], codec: Codec, terms: list[Term], divisor: float) -> Chunk:
-        return self._encode(index, places, codec, weighted_sum(terms, divisor))
-
-    def _encode(self, index: int, places: tuple[int, ...], codec: Codec, value: torch.Tensor) -> Chunk:
-        """A copy where it would share the buffer's memory: what is on its way must not change when the round is over."""
+        value = weighted_sum(terms, divisor, self._scratch)
         begin = time.perf_counter()
-        buffer = self._buffer
         chunk = make_chunk(index, places, codec, value)
-        if (
-            chunk.header.codec == "none"
-            and buffer is not None
-            and value.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
-        ):
-            chunk = Chunk(index, places, chunk.header, tuple(part.clone() for part in chunk.parts))
         self._codecs.timed(codec, value.nbytes, time.perf_counter() - begin)
         return chunk
 

@@ -1,6 +1,7 @@
 """The arithmetic of a reduction: weighted sums in fp32, in a fixed order. Pure; runs in whatever thread calls it."""
 
 import hashlib
+import threading
 from collections.abc import Sequence
 
 import msgspec
@@ -10,7 +11,7 @@ from atoll.codec import Codec, Encoded, decode
 from atoll.errors import CodecError
 from atoll.fabric.collective.messages import Chunk
 
-__all__ = ["ACCUMULATED", "Term", "chunk_digest", "make_chunk", "open_chunk", "weighted_sum"]
+__all__ = ["ACCUMULATED", "Scratch", "Term", "chunk_digest", "make_chunk", "open_chunk", "weighted_sum"]
 
 ACCUMULATED = (torch.float32, torch.bfloat16, torch.float16)
 """What is summed, in fp32. Anything else travels only where there is nothing to sum."""
@@ -23,31 +24,60 @@ class Term(msgspec.Struct, frozen=True):
     weight: float = 1.0
 
 
-def weighted_sum(terms: Sequence[Term], divisor: float = 1.0) -> torch.Tensor:
-    """The sum in the order given, divided. One term of weight 1 is itself, whatever its type, not a copy."""
+class Scratch(threading.local):
+    """Memory that sums of one thread are made in, again and again: new pages for every chunk would cost as much as the sums."""
+
+    def __init__(self) -> None:
+        self._total = torch.empty(0)
+        self._decoded = torch.empty(0)
+
+    def total(self, elements: int) -> torch.Tensor:
+        """Room for a sum that is encoded before the next one is made."""
+        if self._total.numel() < elements:
+            self._total = torch.empty(elements)
+        return self._total[:elements]
+
+    def decoded(self, encoded: Encoded) -> torch.Tensor:
+        """The values of an encoding, until the next one is decoded. What travelled as it is, is there already."""
+        header = encoded.header
+        if header.codec == "none":
+            return encoded.parts[0].view(header.shape)
+        if header.dtype != "float32":
+            return decode(encoded)
+        if self._decoded.numel() < header.elements:
+            self._decoded = torch.empty(header.elements)
+        return decode(encoded, self._decoded[: header.elements].view(header.shape))
+
+
+def weighted_sum(terms: Sequence[Term], divisor: float = 1.0, scratch: Scratch | None = None) -> torch.Tensor:
+    """The sum in the order given, divided, in fp32. One term of weight 1 is itself, whatever its type, not a copy.
+
+    With `scratch` the result is valid until the same thread's next sum.
+    """
     assert terms
+    memory = scratch or Scratch()
     if len(terms) == 1 and terms[0].weight == 1.0 and divisor == 1.0:
         only = terms[0].value
-        return decode(only) if isinstance(only, Encoded) else only
+        return memory.decoded(only) if isinstance(only, Encoded) else only
     total: torch.Tensor | None = None
     for term in terms:
-        value = decode(term.value) if isinstance(term.value, Encoded) else term.value
+        value = memory.decoded(term.value) if isinstance(term.value, Encoded) else term.value
         if value.dtype not in ACCUMULATED:
             raise CodecError(f"values of {value.dtype} cannot be summed; send float32, bfloat16 or float16")
-        if total is not None:
-            total.add_(value, alpha=term.weight)
-        elif value.dtype == torch.float32 and isinstance(term.value, Encoded):  # ours alone: no copy
-            total = value if term.weight == 1.0 else value.mul_(term.weight)
+        if total is None:
+            total = memory.total(value.numel()).copy_(value)
+            total = total if term.weight == 1.0 else total.mul_(term.weight)
         else:
-            total = torch.mul(value.to(torch.float32), term.weight)
+            total.add_(value, alpha=term.weight)
     assert total is not None
     return total if divisor == 1.0 else total.div_(divisor)
 
 
 def make_chunk(index: int, contributors: tuple[int, ...], codec: Codec, value: torch.Tensor) -> Chunk:
-    """A sum as it travels."""
+    """A sum as it travels: a copy, also where nothing is encoded, as what is on its way must not change."""
     encoded = codec.encode(value)
-    return Chunk(index, contributors, encoded.header, encoded.parts)
+    shared = encoded.header.codec == "none"
+    return Chunk(index, contributors, encoded.header, tuple(part.clone() if shared else part for part in encoded.parts))
 
 
 def open_chunk(chunk: Chunk, out: torch.Tensor) -> str:

@@ -79,10 +79,13 @@ class Crossing:
         pipe = self._pipes.get((source[1] - 1, target[1] - 1))
         if pipe is None or (self._blocked and self._is_blocked(source, target)):
             return None
-        losses = (pipe.state.loss, self._lossy.get(source, 0.0), self._lossy.get(target, 0.0))
-        if any(share and self._chance() < share for share in losses):
+        if (pipe.state.loss or self._lossy) and self._is_lost(pipe.state.loss, source, target):
             return None
         return pipe.leaves_at(now, size_bytes)
+
+    def _is_lost(self, of_pipe: float, source: bytes, target: bytes) -> bool:
+        shares = (of_pipe, self._lossy.get(source, 0.0), self._lossy.get(target, 0.0))
+        return any(share and self._chance() < share for share in shares)
 
     def _is_blocked(self, source: bytes, target: bytes) -> bool:
         return any(source.startswith(a) and target.startswith(b) for a, b in self._blocked)

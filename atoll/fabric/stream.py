@@ -11,6 +11,8 @@ from atoll.fabric.window import Window, cost_of
 
 __all__ = ["IncomingMessage", "Stream", "StreamHandler", "message_size"]
 
+_MOST_BYTES = 2**62
+
 
 class StreamHandler(Protocol):
     """Who is told what arrives on a stream. Called by whoever drives the connection: must be quick and must not raise."""
@@ -30,7 +32,10 @@ class StreamHandler(Protocol):
 
 def message_size(header: Message) -> int:
     """Bytes of an announced message, payload and tensors; FrameError for tensors that cannot be."""
-    return header.payload_bytes + sum(map(tensor_size, header.tensors))
+    size_bytes = header.payload_bytes + sum(map(tensor_size, header.tensors))
+    if size_bytes > _MOST_BYTES:  # lengths have a limit in headers, which a product of them may pass
+        raise FrameError(f"a message of {size_bytes} bytes, which no memory holds")
+    return size_bytes
 
 
 class IncomingMessage:

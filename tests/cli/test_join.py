@@ -37,6 +37,7 @@ def test_joining_enrols_connects_and_says_what_it_got(served: Served, tmp_path: 
     assert "renewed while this runs" in told.out
     assert f"Connected to coordinator at {address}" in told.out
     assert token not in told.out + told.err
+    eventually(lambda: "oslo" in coordinator.fabric.peers)
     assert coordinator.fabric.peer("oslo").role == "observer"
     assert Credentials.load(keys).name == "oslo"
     assert stat.S_IMODE((keys / "member.key").stat().st_mode) == 0o600
@@ -48,7 +49,7 @@ def test_a_token_from_standard_input_and_a_name_of_its_own(
     authority, coordinator, address = served
     monkeypatch.setattr(sys, "stdin", io.StringIO(authority.issue_token() + "\n"))
     assert run(["join", address, "--token", "-", "--check"]) == 0
-    assert len(coordinator.fabric.peers) == 1
+    eventually(lambda: len(coordinator.fabric.peers) == 1)
 
 
 @pytest.mark.parametrize(
@@ -78,15 +79,14 @@ def test_it_stays_until_it_is_told_to_leave(served: Served) -> None:
     authority, coordinator, address = served
     arguments = ["join", address, "--token", authority.issue_token(), "--name", "oslo"]
     command = [sys.executable, "-c", "from atoll.cli import main; main()", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    while "Waiting for work" not in (line := process.stdout.readline()):
-        assert line, "it ended by itself"
-    assert coordinator.fabric.peer("oslo").state == "alive"
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
-    assert "oslo leaves" in out
-    assert process.returncode == 0
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        while "Waiting for work" not in (line := process.stdout.readline()):
+            assert line, "it ended by itself"
+        eventually(lambda: "oslo" in coordinator.fabric.peers)
+        process.send_signal(signal.SIGINT)
+        assert "oslo leaves" in process.communicate(timeout=60)[0]
+        assert process.returncode == 0
     eventually(lambda: coordinator.fabric.peer("oslo").state == "dead")
 
 

@@ -2,10 +2,15 @@
 
 import random
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from atoll.errors import FrameError
+from atoll.fabric.frame import Kind
+from atoll.fabric.headers import Hello, Message, Open, TensorHeader, encode_frame
 from tests.fabric.frame_fuzz import run_input
+from tests.fabric.parsing import listening_connection
 
 
 @given(st.binary(max_size=600))
@@ -19,3 +24,12 @@ def test_more_of_them_drawn_at_random() -> None:
     draw = random.Random(7)
     refused = sum(run_input(draw.randbytes(draw.randrange(1, 600))) for _ in range(1500))
     assert 0 < refused < 1500, "some are taken and some are refused, or it tests nothing"
+
+
+def test_a_message_larger_than_any_number_of_the_protocol_is_refused() -> None:
+    """Found by the fuzzer: the credit to give back for it could not be written."""
+    connection, _ = listening_connection()
+    connection.feed(encode_frame(Kind.HELLO, 0, Hello("mallory", "worker", 1, 1, 1, 1, 1.0)))
+    endless = Message(0, (TensorHeader("float32", (2**40, 2**40)),))
+    with pytest.raises(FrameError, match="which no memory holds"):
+        connection.feed(encode_frame(Kind.OPEN, 1, Open("Store.echo", 1.0, endless)))

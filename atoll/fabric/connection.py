@@ -89,6 +89,7 @@ class Connection:
         self.ended: FabricError | None = None
         self.finishing = False  # a goodbye was said: nothing is read any more, and the wire ends once all is sent
         self.received_bytes = 0
+        self.message_bytes = settings.message_bytes  # the longest message this peer may send; less for some than what all are told
         self._events = events
         self._clock = clock
         self._parser = FrameParser(self, _BEFORE_HELLO)  # whoever it is must not be able to ask for much
@@ -381,8 +382,8 @@ class Connection:
             raise FrameError(f"stream {prefix.stream}: a message of {size_bytes} bytes with a body of {prefix.body_bytes}")
         try:
             stream = self._opened(prefix.stream, opened) if opened else self._known(prefix)
-            if stream is not None and size_bytes > self.settings.message_bytes:
-                limit = format_bytes(self.settings.message_bytes)
+            if stream is not None and size_bytes > self.message_bytes:
+                limit = format_bytes(self.message_bytes)
                 raise RefusedError(f"a message of {format_bytes(size_bytes)}; {self.settings.name} accepts at most {limit}")
         except RefusedError as error:
             self._refuse_stream(prefix.stream, error)

@@ -15,7 +15,7 @@ import concurrent.futures
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
@@ -47,7 +47,7 @@ class Fabric(LinkOwner):
     """This process among its peers. Close it (or use `with`): then no thread, task or file of it is left.
 
     `identify(hello, certificate)` may refuse a peer, `authorise(role, method)` a call; both raise RefusedError and run outside the loop.
-    `observer` is told every change of a peer's state as an Event, in the loop.
+    `role_message_bytes` bounds what peers of a role may send at once. `observer` is told as Events, in the loop, what becomes of peers.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class Fabric(LinkOwner):
         observer: Observer | None = None,
         identify: Callable[[Hello, bytes | None], None] | None = None,
         authorise: Callable[[str, str], None] | None = None,
+        role_message_bytes: Mapping[str, int] | None = None,
         seed: int | None = None,
     ) -> None:
         self.name = name
@@ -70,6 +71,7 @@ class Fabric(LinkOwner):
         self._carrier: Carrier = carrier or TcpCarrier()
         self._deadlines, self._backoff = deadlines or DeadlineRule(), backoff or Backoff()
         self._observer, self._identify, self._authorise = observer, identify, authorise
+        self._role_bytes = role_message_bytes or {}
         self._random = random.Random(seed)
         self._methods: dict[str, tuple[Method, Callable[..., Any]]] = {}
         for service in services:
@@ -239,6 +241,7 @@ class Fabric(LinkOwner):
         if self._identify is not None:
             self._identify(hello, None if link.wire is None else link.wire.certificate)
         check_fingerprint(self.settings.fingerprint, hello.fingerprint, hello.name)
+        link.connection.message_bytes = min(self.settings.message_bytes, self._role_bytes.get(hello.role, self.settings.message_bytes))
 
     def check_call(self, link: Link, method: str) -> None:
         """Is there such a method, and may this peer call it?"""

@@ -46,6 +46,7 @@ __all__ = ["AuthorityService", "Member", "MemberService", "Renewal", "serve"]
 _WATCH_SECONDS = 0.5  # between looks at the ledger for what other processes did
 _LONGEST_NAP_SECONDS = 30.0  # a machine may sleep: wall clocks go on, timers do not
 _PASS_ON_ATTEMPTS = 5
+_ROLE_BYTES = {"observer": 1 << 20}  # who only looks has nothing large to say
 _RENEWALS = Backoff(first_seconds=1.0, largest_seconds=60.0, attempts=1 << 30)  # it ends when the certificate does
 
 
@@ -128,6 +129,7 @@ class Member:
             observer=self._observe,
             identify=self._identify,
             authorise=authorisation(roles_table([*own, *services])),
+            role_message_bytes=_ROLE_BYTES,
             seed=seed,
         )
         self._end.fabric = self.fabric

@@ -68,7 +68,7 @@ class _Runner:
         while any(process.returncode is None for process in self._processes) or self._lab.reviving:
             for process in self._processes:
                 code = process.returncode
-                if failed is None and code and not process.host_killed:
+                if failed is None and code and not self._excused(process):
                     failed = code
             if len(self._asked) > 1:
                 for process in self._processes:
@@ -76,9 +76,13 @@ class _Runner:
             time.sleep(_LOOK_SECONDS)
         for reader in self._readers:
             reader.join(1)
-        codes = [process.returncode for process in self._processes if not process.host_killed]
+        codes = [process.returncode for process in self._processes if not self._excused(process)]
         code = failed or next((code for code in codes if code), 0)
         return 128 - code if code < 0 else code
+
+    def _excused(self, process: LabProcess) -> bool:
+        """One of many that died with its host; if it was the only one, nothing is left that could have ended well."""
+        return process.host_killed and self._spread != "host"
 
     def _pass_on(self, stream: IO[bytes], prefix: bytes, into: BinaryIO) -> None:
         with stream:

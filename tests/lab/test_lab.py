@@ -208,20 +208,20 @@ def test_what_cannot_be_is_refused(lab: Lab) -> None:
         lab.run("oslo-0", ["no-such-program"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=str)
-def test_nothing_is_left_when_the_labs_own_process_dies(number: int) -> None:
+def test_nothing_is_left_when_the_labs_own_process_dies() -> None:
     before = outside()
-    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    with owner:
-        assert owner.stdout is not None
-        name = owner.stdout.readline().decode().strip()
-        pids = [int(line.split()[0]) for line in left_of(name)]
-        spaces = namespaces(pids) - namespaces([os.getpid()])
-        assert len(spaces) >= 2
-        owner.send_signal(number)
-        owner.wait(60)
-    eventually(lambda: left_of(name) == [])
-    eventually(lambda: not spaces & _all_namespaces())
+    command = [sys.executable, "-c", OWNER]
+    owners = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) for _ in range(3)]
+    for owner, number in zip(owners, (signal.SIGKILL, signal.SIGTERM, signal.SIGINT), strict=True):
+        with owner:
+            assert owner.stdout is not None
+            name = owner.stdout.readline().decode().strip()
+            spaces = namespaces([int(line.split()[0]) for line in left_of(name)]) - namespaces([os.getpid()])
+            assert len(spaces) >= 2
+            owner.send_signal(number)
+            owner.wait(60)
+        eventually(lambda name=name: left_of(name) == [])
+        eventually(lambda spaces=spaces: not spaces & _all_namespaces())
     assert outside() == before
 
 

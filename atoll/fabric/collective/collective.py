@@ -146,9 +146,10 @@ class Collective(Peers):
         """Of the loop."""
         return asyncio.get_running_loop().time()
 
-    def sent(self, begin: float, end: float, nbytes: int) -> None:
+    def sent(self, peer: str, begin: float, end: float, nbytes: int) -> None:
         """Bytes went out."""
         self.up.add(begin, end, nbytes)
+        self.codecs.sent(peer, begin, end, nbytes)
 
     def received(self, begin: float, end: float, nbytes: int) -> None:
         """Bytes came in."""

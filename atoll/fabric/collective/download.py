@@ -135,7 +135,8 @@ class _Fetch:
     ) -> None:
         self._name, self._donors, self._store = name, donors, store
         self._observer, self._clock, self._began = observer, clock, clock()
-        self._reasons: dict[str, str] = {}
+        self._reasons: dict[str, str] = {}  # the last one of each
+        self._gone: set[str] = set()  # donors that are left alone
         self._bytes = dict.fromkeys(donors, 0)
         self._changed = asyncio.Event()
 
@@ -189,7 +190,7 @@ class _Fetch:
     async def _work(self, donor: str, manifest: StateManifest, pool: WorkPool) -> None:
         """Fetches pieces from a donor until there is nothing to do, or it fails too often."""
         failures = 0
-        while pool.missing and failures < _MOST_FAILURES and donor not in self._reasons:
+        while pool.missing and failures < _MOST_FAILURES and donor not in self._gone:
             piece = pool.take(donor)
             if piece is None:
                 if not pool.busy:
@@ -210,7 +211,7 @@ class _Fetch:
             else:
                 failures = await self._took(donor, manifest, pool, piece, parts, wrong, failures)
             self._wake()
-        if failures >= _MOST_FAILURES and donor not in self._reasons:
+        if failures >= _MOST_FAILURES and donor not in self._gone:
             self._refuse(donor, None, f"it failed {failures} times in a row")
             self._wake()
 
@@ -233,8 +234,9 @@ class _Fetch:
         self._changed = asyncio.Event()
 
     def _refuse(self, donor: str, piece: int | None, reason: str) -> None:
+        self._reasons[donor] = reason
         if piece is None:
-            self._reasons[donor] = reason
+            self._gone.add(donor)
         if self._observer is not None:
             self._observer(DonorRefused(at_seconds=self._clock() - self._began, peer=donor, state=self._name, piece=piece, reason=reason))
 

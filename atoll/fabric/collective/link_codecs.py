@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from atoll.codec import Codec, LinkController, LinkState, Message, Role, make_codec
 from atoll.errors import CodecError
 from atoll.events import CodecChosen, Observer
+from atoll.fabric.collective.rates import BusyRate
 from atoll.fabric.deadline import LinkEstimate
 
 __all__ = ["AdaptiveCodecs", "FixedCodecs", "LinkCodecs", "SUMMED_CODECS"]
@@ -30,6 +31,9 @@ class LinkCodecs:
 
     def timed(self, codec: Codec, nbytes: int, seconds: float) -> None:
         """Encoding so many bytes took so long."""
+
+    def sent(self, peer: str, begin: float, end: float, nbytes: int) -> None:
+        """So many bytes went to a peer between two times."""
 
 
 class FixedCodecs(LinkCodecs):
@@ -74,6 +78,7 @@ class AdaptiveCodecs(LinkCodecs):
         self._controllers: dict[str, LinkController] = {}
         self._observed: dict[str, float] = {}
         self._codecs: dict[str, Codec] = {}
+        self._rates: dict[str, BusyRate] = {}
         self._codec_bytes_per_s = _UNKNOWN_CODEC_BYTES_PER_S
 
     def towards(self, peer: str, *, near: bool) -> Codec:
@@ -90,6 +95,10 @@ class AdaptiveCodecs(LinkCodecs):
         if passes and seconds > 0:
             self._codec_bytes_per_s += 0.1 * (passes * nbytes / seconds - self._codec_bytes_per_s)
 
+    def sent(self, peer: str, begin: float, end: float, nbytes: int) -> None:
+        """Chunks tell the throughput of their link sooner than heart-beats do."""
+        self._rates.setdefault(peer, BusyRate()).add(begin, end, nbytes)
+
     def _decide(self, link: str, peers: Sequence[str]) -> Codec:
         now = self._clock()
         state = self._slowest(peers)
@@ -100,15 +109,20 @@ class AdaptiveCodecs(LinkCodecs):
 
     def _slowest(self, peers: Sequence[str]) -> LinkState | None:
         """Of the links to these peers that were measured."""
-        found = [estimate for peer in peers if (estimate := self._estimate(peer)) is not None and estimate.outgoing_bytes_per_s > 0]
+        found = [(rate, peer) for peer in peers if (rate := self._rate(peer)) > 0]
         if not found:
             return None
-        slowest = min(found, key=lambda estimate: estimate.outgoing_bytes_per_s)
-        return LinkState(
-            bytes_per_s=slowest.outgoing_bytes_per_s,
-            round_trip_s=slowest.round_trip.mean or 0.0,
-            codec_bytes_per_s=self._codec_bytes_per_s,
-        )
+        rate, peer = min(found)
+        estimate = self._estimate(peer)
+        round_trip = estimate.round_trip.mean if estimate is not None else None
+        return LinkState(bytes_per_s=rate, round_trip_s=round_trip or 0.0, codec_bytes_per_s=self._codec_bytes_per_s)
+
+    def _rate(self, peer: str) -> float:
+        measured = self._rates.get(peer)
+        if measured is not None and measured.bytes_per_s:
+            return measured.bytes_per_s
+        estimate = self._estimate(peer)
+        return estimate.outgoing_bytes_per_s if estimate is not None else 0.0
 
     def _observe(self, link: str, now: float, state: LinkState) -> None:
         controller = self._controllers.get(link)

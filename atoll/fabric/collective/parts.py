@@ -53,8 +53,9 @@ def parts(
     if len(network.peers) == 1 or not nbytes:
         first = network.peers[0].name
         return Parts(owners={first: 1.0}, relays={first: program.relays_of(first, {})}, bound_seconds=0.0)
-    seconds, _ = program.solve(None)
-    _, values = program.solve(seconds)
+    seconds, values = program.least_seconds()
+    if seconds > 0:
+        values = program.most_even(seconds)
     owners = {peer.name: max(0.0, values[index]) for peer, index in zip(network.peers, program.owner_index, strict=True)}
     shares = {key: max(0.0, values[index]) for key, index in program.relay_index.items()}
     relays = {owner: program.relays_of(owner, shares) for owner in owners}
@@ -79,6 +80,7 @@ class _Program:
         self.owner_index = list(range(len(names)))
         pairs = [(owner, host) for owner in names for host in names if self.site[owner] != self.site[host]]
         self.relay_index = {pair: len(names) + number for number, pair in enumerate(pairs)}
+        self.count = len(names) + len(pairs)
         self.loads = self._loads()
 
     def relays_of(self, owner: str, shares: dict[tuple[str, str], float]) -> dict[str, dict[str, float]]:
@@ -86,33 +88,44 @@ class _Program:
         others = {site: hosts for site, hosts in self.network.sites.items() if site != self.site[owner]}
         return {site: {host: shares.get((owner, host), 0.0) for host in hosts} for site, hosts in others.items()}
 
-    def solve(self, within_seconds: float | None) -> tuple[float, list[float]]:
-        """The least time; or, within that time, the most even parts: many divisions are as fast where one peer is the bottleneck."""
-        count = len(self.owner_index) + len(self.relay_index)
-        rows, bounds = [], []
-        for terms, rate in self.loads:
-            row = np.zeros(count + 1)
-            for variable, amount in terms.items():
-                row[variable] += amount / rate
-            row[count] = -1.0 if within_seconds is None else 0.0
+    def least_seconds(self) -> tuple[float, list[float]]:
+        """The least time for a byte, and a division that takes it. Solved again in units of the result until that is no tiny number."""
+        unit = max(amount / rate for terms, rate in self.loads for amount in terms.values()) if self.loads else 1.0
+        for _ in range(8):
+            rows = [self._load_row(terms, rate * unit, -1.0) for terms, rate in self.loads]
+            time, values = self._solve(rows, [0.0] * len(rows))
+            if time < 1e-9:
+                return 0.0, values  # nothing has to travel
+            if time > 0.1:  # HiGHS's tolerances are absolute
+                break
+            unit *= time
+        return time * unit, values
+
+    def most_even(self, seconds: float) -> list[float]:
+        """Of the divisions within a time, the most even: where one peer is the bottleneck many are equally fast."""
+        rows = [self._load_row(terms, rate * seconds, 0.0) for terms, rate in self.loads]
+        bounds = [1 + 1e-6] * len(rows)
+        for variables, weight in self._works():
+            row = np.zeros(self.count + 1)
+            row[variables], row[self.count] = 1.0, -weight
             rows.append(row)
-            bounds.append(0.0 if within_seconds is None else within_seconds * (1 + 1e-7))
-        if within_seconds is not None:
-            for variables, weight in self._works():
-                row = np.zeros(count + 1)
-                row[variables], row[count] = 1.0, -weight
-                rows.append(row)
-                bounds.append(0.0)
-        equalities, wholes = self._equalities(count)
-        scale = max(float(np.abs(row).max()) for row in rows) if within_seconds is None else 1.0
-        if within_seconds is None:  # seconds per byte are tiny numbers; HiGHS's tolerances are absolute
-            rows = [np.append(row[:-1] / scale, row[-1]) for row in rows]
-        else:
-            rows, bounds = _scaled(rows, bounds)
+            bounds.append(0.0)
+        return self._solve(rows, bounds)[1]
+
+    def _load_row(self, terms: _Terms, rate: float, last: float) -> np.ndarray:
+        row = np.zeros(self.count + 1)
+        for variable, amount in terms.items():
+            row[variable] = amount / rate
+        row[self.count] = last
+        return row
+
+    def _solve(self, rows: list[np.ndarray], bounds: list[float]) -> tuple[float, list[float]]:
+        """Minimises the last variable."""
+        equalities, wholes = self._equalities(self.count)
         found = linprog(
-            np.append(np.zeros(count), 1.0),
-            A_ub=np.array(rows),
-            b_ub=bounds,
+            np.append(np.zeros(self.count), 1.0),
+            A_ub=np.array(rows) if rows else None,
+            b_ub=bounds if rows else None,
             A_eq=equalities,
             b_eq=wholes,
             bounds=(0, None),
@@ -120,7 +133,7 @@ class _Program:
         )
         if not found.success or found.x is None or found.fun is None:
             raise FabricError(f"the parts of a reduction could not be divided: {found.message}")
-        return float(found.fun) * scale, [float(value) for value in found.x[:count]]
+        return float(found.fun), [float(value) for value in found.x[: self.count]]
 
     def _works(self) -> list[tuple[list[int], float]]:
         """What is to be even: every part, and all that a host sums, which is about twice as much."""
@@ -190,11 +203,3 @@ class _Program:
         rate = rates[resource[0]]
         assert rate is not None
         return rate
-
-
-def _scaled(rows: list[np.ndarray], bounds: list[float]) -> tuple[list[np.ndarray], list[float]]:
-    """Every inequality divided by its largest coefficient."""
-    largest = [float(np.abs(row).max()) or 1.0 for row in rows]
-    return [row / scale for row, scale in zip(rows, largest, strict=True)], [
-        bound / scale for bound, scale in zip(bounds, largest, strict=True)
-    ]

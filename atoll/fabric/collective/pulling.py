@@ -15,6 +15,7 @@ LONGEST_SECONDS = 86_400.0
 """A deadline that never decides: what decides is the time without progress."""
 
 _SILENT = ("stopped", "unreachable")
+_GONE_SECONDS = 5.0  # a lost connection has so long to come back
 
 
 class Pulling:
@@ -26,6 +27,7 @@ class Pulling:
         self._remote = remote
         self._limit_seconds = limit_seconds
         self._waits_until: float | None = now + first_seconds
+        self._gone_since: float | None = None
         self.task: asyncio.Task[Any] | None = None
 
     def waiting(self, now: float) -> None:
@@ -40,8 +42,12 @@ class Pulling:
         """Ends the pull when its peer is silent or late."""
         if self.reason or self._waits_until is None or self.task is None:
             return
+        connected = self._remote is None or self._remote.estimate is not None
+        self._gone_since = None if connected else self._gone_since or now
         if self._remote is not None and self._remote.state in _SILENT:
             self.reason = f"{self.peer} is {self._remote.state}"
+        elif self._remote is not None and self._gone_since is not None and now > self._gone_since + _GONE_SECONDS:
+            self.reason = f"{self.peer} is not connected: {self._remote.lost_because}"
         elif now > self._waits_until:
             self.reason = f"{self.peer} sent nothing for {format_seconds(self._limit_seconds)}"
         if self.reason:

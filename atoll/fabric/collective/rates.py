@@ -2,10 +2,11 @@
 
 from collections import deque
 
-__all__ = ["RateWindow"]
+__all__ = ["BusyRate", "RateWindow"]
 
 _BIN_SECONDS = 0.05
 _WINDOW_BINS = 8
+_SAMPLE_SECONDS, _SAMPLE_BYTES = 0.1, 4_000_000
 
 
 class RateWindow:
@@ -15,17 +16,18 @@ class RateWindow:
     """
 
     def __init__(self) -> None:
-        self._peak = 0.0
+        self.bytes_seen = 0  # in all
         self._bins: dict[int, float] = {}
         self._rounds: deque[float] = deque(maxlen=8)
 
     @property
     def bytes_per_s(self) -> float:
         """The rate; 0: nothing measured yet."""
-        return max([*self._rounds, self._peak], default=0.0)
+        return max(self._rounds, default=0.0)
 
-    def add(self, begin: float, end: float, nbytes: float) -> None:
+    def add(self, begin: float, end: float, nbytes: int) -> None:
         """Bytes that travelled between two times."""
+        self.bytes_seen += nbytes
         first, last = int(begin / _BIN_SECONDS), max(int(begin / _BIN_SECONDS), int(end / _BIN_SECONDS))
         if last - first > 400:
             return  # it stood still most of the time, which says nothing of the interface
@@ -44,3 +46,22 @@ class RateWindow:
         self._rounds = deque((0.9 * before for before in self._rounds), maxlen=8)
         if peak:
             self._rounds.append(peak)
+
+
+class BusyRate:
+    """The throughput of one link: bytes over the time in which some were on their way, of late. Transfers may overlap."""
+
+    def __init__(self) -> None:
+        self.bytes_per_s = 0.0  # 0: nothing measured yet
+        self._until = 0.0
+        self._busy_seconds, self._bytes = 0.0, 0
+
+    def add(self, begin: float, end: float, nbytes: int) -> None:
+        """A transfer ended."""
+        self._busy_seconds += max(0.0, end - max(begin, self._until))
+        self._until = max(self._until, end)
+        self._bytes += nbytes
+        if self._bytes >= _SAMPLE_BYTES or (self._busy_seconds >= _SAMPLE_SECONDS and self._bytes):
+            sample = self._bytes / max(self._busy_seconds, 1e-6)
+            self.bytes_per_s = sample if not self.bytes_per_s else 0.5 * (self.bytes_per_s + sample)
+            self._busy_seconds, self._bytes = 0.0, 0

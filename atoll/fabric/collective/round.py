@@ -53,8 +53,8 @@ class Peers:
         """Seconds."""
         raise NotImplementedError
 
-    def sent(self, begin: float, end: float, nbytes: int) -> None:
-        """Bytes went out between two times."""
+    def sent(self, peer: str, begin: float, end: float, nbytes: int) -> None:
+        """Bytes went to a peer between two times."""
 
     def received(self, begin: float, end: float, nbytes: int) -> None:
         """Bytes came in between two times."""
@@ -167,7 +167,7 @@ class Round:
                     following = asyncio.create_task(self._bring(number, index + 1, peer, near))
                 begin = self._peers.clock()
                 yield item
-                self._peers.sent(begin, self._peers.clock(), _nbytes(item))
+                self._peers.sent(peer, begin, self._peers.clock(), _nbytes(item))
                 if isinstance(item, Failed):
                     break
         finally:
@@ -296,7 +296,7 @@ class Round:
             item = await state.wait(index)
             begin = self._peers.clock()
             yield item
-            self._peers.sent(begin, self._peers.clock(), _nbytes(item))
+            self._peers.sent(peer, begin, self._peers.clock(), _nbytes(item))
             if isinstance(item, Failed):
                 return
 

@@ -1,7 +1,5 @@
 """Reductions under random schedules of deaths, standstills and cuts: nobody hangs, and no sum is ever other than what it says it is."""
 
-import os
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +10,7 @@ from atoll.fabric.collective import Member, Network, PeerRates, Reduction, Round
 from atoll.fabric.collective.plan import Missing
 from tests.fabric.collective.simulated import Fault, run_round, run_virtually
 
-EXAMPLES = int(os.environ.get("ATOLL_SOAK_EXAMPLES", "120"))
+EXAMPLES = settings().max_examples  # of the profile
 NAMES = ["a", "b", "c", "d", "e"]
 
 
@@ -74,7 +72,7 @@ def faults_of(draw: st.DrawFn, plan: RoundPlan) -> list[Fault]:
 
 
 @given(plans(), st.integers(0, 2**32))
-@settings(max_examples=EXAMPLES // 2, deadline=None)
+@settings(max_examples=EXAMPLES // 3)
 def test_without_faults_everybody_gets_the_whole_sum(plan: RoundPlan, seed: int) -> None:
     buffers = contributions(plan, seed)
     before = {name: buffer.clone() for name, buffer in buffers.items()}
@@ -89,7 +87,6 @@ def test_without_faults_everybody_gets_the_whole_sum(plan: RoundPlan, seed: int)
 
 
 @given(st.data(), st.integers(0, 2**32))
-@settings(max_examples=EXAMPLES, deadline=None)
 def test_whatever_happens_sums_are_what_they_say(data: st.DataObject, seed: int) -> None:
     plan = data.draw(plans())
     faults = faults_of(data.draw, plan)
@@ -107,7 +104,7 @@ def test_whatever_happens_sums_are_what_they_say(data: st.DataObject, seed: int)
 
 
 @given(st.data(), st.integers(0, 2**32))
-@settings(max_examples=EXAMPLES // 2, deadline=None)
+@settings(max_examples=EXAMPLES // 3)
 def test_all_or_nothing(data: st.DataObject, seed: int) -> None:
     plan = data.draw(plans(missing="fail"))
     faults = faults_of(data.draw, plan)

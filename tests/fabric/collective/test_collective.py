@@ -1,0 +1,135 @@
+"""Reductions and broadcasts over real fabrics: values, digests, agreement, refusals."""
+
+import msgspec
+import pytest
+import torch
+
+from atoll.errors import CollectiveError, FabricError, RefusedError
+from atoll.events import ReductionFinished
+from atoll.fabric import ShapedLink
+from atoll.fabric.collective import FixedCodecs, Member, Network, PeerRates, Reduction, RoundPlan, broadcast_plan, equal_network, make_plan
+from atoll.fabric.collective.messages import Pull
+from atoll.fabric.collective.reductions import Reductions
+from tests.fabric.collective.peers import NAMES, Party, party
+
+SITES = {"a": "x", "b": "x", "c": "y", "d": "y"}
+
+
+def plan_of(round_id: str, elements: int, *, sites: bool = False, mean: bool = False, chunk_elements: int = 4096) -> RoundPlan:
+    peers = tuple(PeerRates(name=name, site=SITES[name] if sites else "", up_bytes_per_s=1e7, down_bytes_per_s=1e7) for name in NAMES)
+    members = [Member(name=name, weight=weight) for name, weight in zip(NAMES, (1.0, 2.0, 0.5, 4.0), strict=True)]
+    return make_plan(round_id, elements, members, Network(peers=peers), mean=mean, missing="leave out", chunk_elements=chunk_elements)
+
+
+def reduce_all(peers: Party, plan: RoundPlan, buffers: dict[str, torch.Tensor]) -> dict[str, Reduction]:
+    futures = {name: peers.collectives[name].reduce_soon(plan, buffers.get(name)) for name in peers.collectives}
+    return {name: future.result(120) for name, future in futures.items()}
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+@pytest.mark.parametrize("sites", [False, True])
+def test_everybody_ends_with_the_same_weighted_mean(tcp: bool, sites: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    buffers = {name: torch.randn(100, 331, generator=generator).to(torch.bfloat16 if name == "b" else torch.float32) for name in NAMES}
+    with party(tcp=tcp, codecs=FixedCodecs("int8", "none")) as peers:
+        plan = plan_of("r", 33_100, sites=sites, mean=True)
+        results = reduce_all(peers, plan, buffers)
+        weights = {member.name: member.weight or 0.0 for member in plan.members}
+        exact = torch.stack([buffers[name].double().view(-1) * weight for name, weight in weights.items()]).sum(0) / 7.5
+        for name, result in results.items():
+            assert result.complete
+            assert torch.equal(result.value, results["a"].value), "bit for bit"
+            assert result.digest == results["a"].digest
+            assert float((result.value - exact).norm() / exact.norm()) < 0.02
+            assert [event.complete for event in peers.events[name] if isinstance(event, ReductionFinished)] == [True]
+        agreed = [peers.fabrics[name].run(peers.collectives[name].confirm(plan, results[name])) for name in NAMES]
+        assert agreed == [frozenset(NAMES)] * 4
+
+
+def test_rounds_run_side_by_side_and_an_id_is_used_once() -> None:
+    with party() as peers:
+        plans = [plan_of(f"r{number}", 20_000) for number in range(4)]
+        buffers = [{name: torch.full((20_000,), float(number)) for name in NAMES} for number in range(4)]
+        futures = [
+            [peers.collectives[name].reduce_soon(plan, buffer[name]) for name in NAMES] for plan, buffer in zip(plans, buffers, strict=True)
+        ]
+        for number, round_ in enumerate(futures):
+            assert all(torch.equal(future.result(60).require_complete(), torch.full((20_000,), 7.5 * number)) for future in round_)
+        with pytest.raises(FabricError, match="was begun already"):
+            peers.collectives["a"].reduce_soon(plans[0], buffers[0]["a"]).result(60)
+
+
+def test_a_member_that_never_begins_is_left_out_and_named() -> None:
+    with party() as peers:
+        plan = msgspec.structs.replace(plan_of("r", 20_000), begin_seconds=0.5, stall_seconds=0.5)
+        buffers = {name: torch.ones(20_000) for name in NAMES}
+        futures = {name: peers.collectives[name].reduce_soon(plan, buffers[name]) for name in NAMES if name != "d"}
+        for name, future in futures.items():
+            result = future.result(120)
+            assert result.blamed == ("d",)
+            assert all(part.contributors == ("a", "b", "c") for part in result.parts if part.owner != "d")
+            with pytest.raises(CollectiveError, match=r"without d|missing, d"):
+                result.require_complete()
+            with pytest.raises(CollectiveError, match=f"{name} holds no whole result"):
+                peers.fabrics[name].run(peers.collectives[name].confirm(plan, result))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.float64])
+def test_a_broadcast_is_bit_for_bit(dtype: torch.dtype) -> None:
+    values = torch.randint(0, 2, (50_001,)).to(dtype)
+    name = str(dtype).removeprefix("torch.")
+    with party(codecs=FixedCodecs("int4")) as peers:
+        plan = broadcast_plan("r", 50_001, "b", equal_network(NAMES), dtype=name, element_bytes=dtype.itemsize)
+        results = reduce_all(peers, plan, {"b": values})
+        for other in ("a", "c", "d"):
+            assert torch.equal(results[other].require_complete(), values)
+        assert not results["b"].parts
+
+
+def test_a_result_stays_what_it_was_when_the_contribution_changes_afterwards() -> None:
+    with party(link=ShapedLink(2e6, 0.005)) as peers:
+        plan = broadcast_plan("r", 100_000, "a", equal_network(NAMES))
+        source = torch.arange(100_000.0)
+        futures = {name: peers.collectives[name].reduce_soon(plan, source if name == "a" else None) for name in NAMES}
+        futures["a"].result(60)
+        source.zero_()
+        for name in ("b", "c", "d"):
+            assert torch.equal(futures[name].result(60).require_complete(), torch.arange(100_000.0))
+
+
+def test_what_a_member_may_not_ask_is_refused() -> None:
+    with party() as peers:
+        plan = plan_of("r", 20_000)
+        reduce_all(peers, plan, {name: torch.ones(20_000) for name in NAMES})
+        remote = peers.fabrics["a"].peer("b")
+
+        async def first(pull: Pull) -> object:
+            async for item in remote.stream(Reductions.contribution, pull, timeout_seconds=30):
+                return item
+            return None
+
+        number = next(i for i, cell in enumerate(plan.cells) if cell.owner == "c")
+        with pytest.raises(RefusedError, match="a has no claim"):
+            peers.fabrics["a"].run(first(Pull("r", number)))
+        with pytest.raises(RefusedError, match="has no cell 99"):
+            peers.fabrics["a"].run(first(Pull("r", 99)))
+
+
+def test_contributions_that_do_not_fit_are_refused_at_home() -> None:
+    with party(("a", "b")) as peers:
+        plan = make_plan("r", 100, [Member(name="a"), Member(name="b")], equal_network(["a", "b"]))
+        for buffer, text in (
+            (torch.ones(99), "100 values was due, got 99"),
+            (None, "got none"),
+            (torch.ones(100).long(), "cannot be summed"),
+        ):
+            with pytest.raises(FabricError, match=text):
+                peers.collectives["a"].reduce_soon(plan, buffer).result(60)
+        with pytest.raises(FabricError, match="the result needs"):
+            peers.collectives["a"].reduce_soon(plan, torch.ones(100), torch.empty(99)).result(60)
+
+
+def test_nothing_at_all_can_be_reduced() -> None:
+    with party(("a", "b")) as peers:
+        plan = make_plan("r", 0, [Member(name="a"), Member(name="b")], equal_network(["a", "b"]))
+        assert all(result.complete for result in reduce_all(peers, plan, {name: torch.empty(0) for name in "ab"}).values())

@@ -1,0 +1,87 @@
+"""Plans: cells cover everything once, every contribution has one way to the owner, and nonsense is refused."""
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atoll.errors import FabricError
+from atoll.fabric.collective import Cell, Member, Network, PeerRates, RoundPlan, broadcast_plan, equal_network, make_plan
+
+FEW = settings(max_examples=settings().max_examples // 3)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> RoundPlan:
+    count = draw(st.integers(1, 7))
+    sites = draw(st.lists(st.sampled_from(["x", "y", "z"]), min_size=count, max_size=count))
+    rates = draw(st.lists(st.sampled_from([1e5, 1e6, 1e7]), min_size=count, max_size=count))
+    peers = tuple(
+        PeerRates(name=f"p{i}", site=site, up_bytes_per_s=rate, down_bytes_per_s=rate)
+        for i, (site, rate) in enumerate(zip(sites, rates, strict=True))
+    )
+    weights = draw(st.lists(st.sampled_from([1.0, 2.5, None]), min_size=count, max_size=count))
+    members = [Member(name=f"p{i}", weight=1.0 if i == 0 else weight) for i, weight in enumerate(weights)]
+    return make_plan("r", draw(st.integers(0, 3_000_000)), members, Network(peers=peers), chunk_elements=draw(st.sampled_from([256, 4096])))
+
+
+@FEW
+@given(plans())
+def test_every_value_is_in_one_chunk_and_every_contribution_reaches_its_owner_once(plan: RoundPlan) -> None:
+    edge = 0
+    for cell in plan.cells:
+        assert cell.start == edge
+        for start, stop in plan.chunks(cell):
+            assert edge == start < stop <= start + plan.chunk_elements
+            edge = stop
+        brought = [name for _, names in plan.children(cell, cell.owner) for name in names]
+        brought += [cell.owner] if cell.owner in plan.contributors else []
+        assert sorted(brought) == sorted(plan.contributors)
+        for relay, names in plan.children(cell, cell.owner):
+            inside = [name for name, _ in plan.children(cell, relay)] if len(names) > 1 or relay not in names else []
+            assert set(inside) | ({relay} & set(names)) == set(names)
+    assert edge == plan.elements
+
+
+@FEW
+@given(plans())
+def test_every_member_gets_every_cell_from_somebody_who_has_it(plan: RoundPlan) -> None:
+    for cell in plan.cells:
+        for member in plan.members:
+            here, steps = member.name, 0
+            while (source := plan.source(cell, here)) is not None:
+                assert plan.wants(cell, source) or source == cell.owner
+                assert here in plan.targets(cell, source)
+                here, steps = source, steps + 1
+                assert steps <= 2
+            assert here == cell.owner
+
+
+@FEW
+@given(plans())
+def test_plans_travel(plan: RoundPlan) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=RoundPlan) == plan
+
+
+def test_nonsense_is_refused() -> None:
+    plan = make_plan("r", 1000, [Member(name="a"), Member(name="b")], equal_network(["a", "b"]))
+    for change in (
+        {"elements": 999},
+        {"members": (Member(name="a", weight=None), Member(name="b", weight=None))},
+        {"members": (Member(name="a", weight=-1.0), Member(name="b"))},
+        {"members": (Member(name="a", site="x"), Member(name="b"))},
+        {"cells": (Cell(start=0, stop=1000, owner="c"),)},
+        {"chunk_elements": 100},
+        {"stall_seconds": 0.0},
+    ):
+        with pytest.raises((FabricError, msgspec.ValidationError), match="round r"):
+            msgspec.structs.replace(plan, **change)
+    with pytest.raises(FabricError, match="rates are known of a, b"):
+        make_plan("r", 1000, [Member(name="a")], equal_network(["a", "b"]))
+
+
+def test_a_broadcast_has_one_contributor_and_is_exact() -> None:
+    plan = broadcast_plan("r", 10_000, "b", equal_network(["a", "b", "c"]), dtype="int64", element_bytes=8)
+    assert plan.contributors == ("b",)
+    assert plan.receivers == ("a", "c")
+    assert plan.exact

@@ -18,11 +18,22 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import msgspec
 
 _COUNTERS = struct.Struct("<QQ")  # inputs, refused: shared with the process that fuzzes
 _INSTRUMENT = ["atoll.fabric"]
 _SLOWEST_SECONDS = 20
 _MOST_MEMORY_MB = 2048
+
+
+_SIZES = [0, 1, 100, 600, 70_000, 1 << 20, 2**31, 2**62]
+_SHAPES: list[tuple[int, ...]] = [(), (0,), (3,), (2, 5), (30_000,), (2**40, 2**40), (0, 2**62), (1,) * 40]
+_DTYPES = ["float32", "int8", "bool", "complex128", "bfloat16", "object"]
+_METHODS = ["Store.echo", "", "x" * 5000]
+_STREAMS = [1, 3, 5, 2, 0, 77, 2**64 - 1]
 
 
 class Choices:
@@ -50,36 +61,46 @@ class Choices:
 def build_frame(choices: Choices) -> bytes:
     """A frame that is right, or wrong in one of many ways."""
     from atoll.fabric.frame import Kind
-    from atoll.fabric.headers import Credit, Failure, Goodbye, Hello, Message, Open, Ping, Pong, TensorHeader, encode_frame
+    from atoll.fabric.headers import encode_frame
 
-    sizes = [0, 1, 100, 600, 70_000, 1 << 20, 2**31, 2**62]
-    size = sizes[choices.below(len(sizes))]
-    shapes: list[tuple[int, ...]] = [(), (0,), (3,), (2, 5), (30_000,), (2**40, 2**40), (0, 2**62), (1,) * 40]
-    dtypes = ["float32", "int8", "bool", "complex128", "bfloat16", "object"]
-    tensors = tuple(TensorHeader(dtypes[choices.below(len(dtypes))], shapes[choices.below(len(shapes))]) for _ in range(choices.below(4)))
-    message = Message(size, tensors, bool(choices.below(2)))
-    methods = ["Store.echo", "", "x" * 5000]
-    headers = {
-        Kind.HELLO: Hello("mallory", "worker", size, size, size, size, 1.0),
-        Kind.OPEN: Open(methods[choices.below(3)], 1.0, message),
-        Kind.MESSAGE: message,
-        Kind.CREDIT: Credit(size, bool(choices.below(2))),
-        Kind.PING: Ping(size, float(size)),
-        Kind.PONG: Pong(size),
-        Kind.FAIL: Failure("a", "b"),
-        Kind.CANCEL: Failure("a", "b"),
-        Kind.GOODBYE: Goodbye("x", bool(choices.below(2))),
-    }
     kinds = list(Kind)
     kind = kinds[choices.below(len(kinds))]
-    stream = [1, 3, 5, 2, 0, 77, 2**64 - 1][choices.below(7)]
-    body = choices.take(choices.below(300)) if kind in (Kind.OPEN, Kind.MESSAGE, Kind.CHUNK) else b""
-    if choices.below(4) == 0 and size <= 70_000:
-        body = bytes(min(_whole(size, message), 60_000))
-    frame = bytearray(encode_frame(kind, stream, headers.get(kind if choices.below(16) else kinds[choices.below(len(kinds))]), body))
+    stream = _STREAMS[choices.below(len(_STREAMS))]
+    header, whole = build_header(kind if choices.below(16) else kinds[choices.below(len(kinds))], choices)
+    body = choices.take(choices.below(100)) if kind in (Kind.OPEN, Kind.MESSAGE, Kind.CHUNK) else b""
+    if whole <= 60_000 and choices.below(2):
+        body = bytes(whole)
+    frame = bytearray(encode_frame(kind, stream, header, body))
     if not choices.below(8):
         frame[choices.below(len(frame))] ^= 1 << choices.below(8)
     return bytes(frame)
+
+
+def build_header(kind: int, choices: Choices) -> "tuple[msgspec.Struct | None, int]":
+    """A header of a kind, and the bytes it announces."""
+    from atoll.fabric.frame import Kind
+    from atoll.fabric.headers import Credit, Failure, Goodbye, Hello, Message, Open, Ping, Pong, TensorHeader
+
+    size = _SIZES[choices.below(len(_SIZES))]
+    match kind:
+        case Kind.OPEN | Kind.MESSAGE:
+            shapes = [(_DTYPES[choices.below(len(_DTYPES))], _SHAPES[choices.below(len(_SHAPES))]) for _ in range(choices.below(4))]
+            message = Message(size, tuple(TensorHeader(dtype, shape) for dtype, shape in shapes), bool(choices.below(2)))
+            header = message if kind == Kind.MESSAGE else Open(_METHODS[choices.below(len(_METHODS))], 1.0, message)
+            return header, _whole(size, message)
+        case Kind.HELLO:
+            return Hello("mallory", "worker", size, size, size, size, 1.0), 0
+        case Kind.CREDIT:
+            return Credit(size, bool(choices.below(2))), 0
+        case Kind.PING:
+            return Ping(size, float(size)), 0
+        case Kind.PONG:
+            return Pong(size), 0
+        case Kind.FAIL | Kind.CANCEL:
+            return Failure("a", "b"), 0
+        case Kind.GOODBYE:
+            return Goodbye("x", bool(choices.below(2))), 0
+    return None, 0
 
 
 def _whole(size: int, message: object) -> int:
@@ -109,12 +130,12 @@ def run_input(data: bytes) -> bool:
     pieces = [1 + choices.below(1000) for _ in range(4)]
     hello = Hello("mallory", "worker", 1 << 20, 1 << 20, 1 << 20, 1 << 20, 1.0)
     wire = b"" if mode == 0 else encode_frame(Kind.HELLO, 0, hello)
-    wire += choices.take(1 << 16) if mode < 2 else b""
-    while choices.left and len(wire) < 1 << 20:
-        wire += build_frame(choices)
+    wire += choices.take(4096) if mode < 2 else b""
     refused = False
     try:
-        feed_in_pieces(connection, wire, pieces * 50)
+        feed_in_pieces(connection, wire, pieces)
+        while choices.left:
+            feed_in_pieces(connection, b"".join(build_frame(choices) for _ in range(1 + choices.below(3))), pieces)
     except FrameError as error:
         refused = True
         connection.refuse(error)
@@ -144,7 +165,7 @@ def fuzz_guided(inputs: int, seed: int, counters: mmap.mmap, folder: Path) -> No
     draw = random.Random(seed)
     for number in range(200):
         (corpus / str(number)).write_bytes(draw.randbytes(draw.randrange(1, 400)))
-    limits = [f"-timeout={_SLOWEST_SECONDS}", f"-rss_limit_mb={_MOST_MEMORY_MB}", "-max_len=4096", "-verbosity=0"]
+    limits = [f"-timeout={_SLOWEST_SECONDS}", f"-rss_limit_mb={_MOST_MEMORY_MB}", "-max_len=700", "-verbosity=0"]
     run = [f"-runs={inputs}", f"-seed={seed + 1}", f"-artifact_prefix={folder}/", "-print_final_stats=0"]
     atheris.Setup([sys.argv[0], *limits, *run, str(corpus)], lambda data: _counted(data, counters))
     atheris.Fuzz()

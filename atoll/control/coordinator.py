@@ -78,6 +78,7 @@ class Coordinator:
         self._deadline = 0.0
         self._committed_at = 0.0
         self._rounds = 0
+        self._gathered_at = 0.0
         self._awaited: set[str] = set()
         self._manifests: dict[str, Manifest] = {}
         self._choices: tuple[Choice, ...] = ()
@@ -136,7 +137,9 @@ class Coordinator:
             self._finish()
             return
         self._enter_seal("a coordinator took over")
-        self._deadline = now + self.settings.gather_seconds
+        fresh = self._commit is None and self.version == 0
+        self._deadline = now + (self.settings.gather_seconds if not fresh else 0.0)
+        self._gathered_at = self._deadline
         self._awaited = {""}  # whoever may still be out there
 
     # --- hearing ------------------------------------------------------------------------------------------------------------
@@ -156,6 +159,8 @@ class Coordinator:
 
     async def _on_worker_beat(self, beat: WorkerBeat) -> None:
         before = self.members.get(beat.worker)
+        if before is None and beat.incarnation == 0 and self.node.clock.now() < self._gathered_at:
+            return  # where it helps is known once those who have a stage were heard
         contributed = before is not None and self._contributes(before)
         member, new = self.members.hear(beat, self.node.clock.now())
         if member is None:
@@ -193,6 +198,7 @@ class Coordinator:
             self._look_at_leases(now, True)
         elif phase is Seal:
             if now >= self._deadline:
+                self._fill_empty_stages(now)
                 self._decide()
         elif phase is Reduce:
             await self._look_at_reduction()
@@ -221,12 +227,18 @@ class Coordinator:
         if not member.worker:
             incarnation, lease = self._leases.get(member.name, (0, ()))
             mine = lease if incarnation == member.incarnation else ()
-            return Assignment(member.nonce, member.incarnation, -1, lease=mine, routes=self._routes)
+            return Assignment(member.nonce, member.incarnation, -1, lease=mine, window=self._window(), routes=self._routes)
         donors: tuple[str, ...] = ()
         if member.stage >= 0 and member.version != self.version:
             donors = self._donors(member)
         store = self._checkpoint >= 0 and self._writers.get(member.stage) == member.name
         return Assignment(member.nonce, member.incarnation, member.stage, donors, store)
+
+    def _window(self) -> int:
+        """Three micro-batches for every worker: one in hand, one waiting, one on its way. More would only queue, and hide who is slow."""
+        workers = sum(len(row) for row in self._routes)
+        feeders = sum(1 for _, lease in self._leases.values() if lease) or 1
+        return max(1, min(self.settings.in_flight, -(-3 * workers // feeders)))
 
     def _donors(self, member: Member) -> tuple[str, ...]:
         """Some who have the state, not the same ones for everybody."""
@@ -239,8 +251,10 @@ class Coordinator:
     # --- who can be used ----------------------------------------------------------------------------------------------------
 
     def _usable(self, now: float) -> list[Member]:
-        """Those who can be given work."""
-        return [member for member in self._answering(now) if not member.leaving]
+        """Those who can be given work: one that wants to leave only where its stage has nobody else."""
+        answering = self._answering(now)
+        served = {member.stage for member in answering if not member.leaving}
+        return [member for member in answering if not member.leaving or member.stage not in served]
 
     def _answering(self, now: float) -> list[Member]:
         """Workers with the state of this version, heard and hearing, not barred from this step."""
@@ -263,6 +277,20 @@ class Coordinator:
             self._unbar(stages)
             return False
         return bool(self._live_feeders(now))
+
+    def _fill_empty_stages(self, now: float) -> None:
+        """A stage without anybody gets a worker of the stage with most: nothing moves without it, so nothing is lost."""
+        rows: list[list[Member]] = [[] for _ in range(self.settings.stages)]
+        for member in self.members:
+            if member.worker and member.stage >= 0 and self.members.heard(member, now):
+                rows[member.stage].append(member)
+        for stage, row in enumerate(rows):
+            richest = max(rows, key=len)
+            if not row and len(richest) > max(1, self.settings.minimum_replicas):
+                member = richest.pop()
+                self._observe(Moved(member.name, member.stage, stage, "the stage had nobody"))
+                self.members.move(member, stage)
+                self._manifests.pop(member.name, None)
 
     def _unbar(self, served: set[int]) -> None:
         """Rather somebody doubtful than nobody."""
@@ -500,7 +528,7 @@ class Coordinator:
         if self.version >= self.settings.steps:
             self._finish()
             return
-        self._let_go()
+        self._let_go(now)
         self._grant_wishes(now)
         self._rebalance(now)
         self._begin_checkpoint(now)
@@ -510,9 +538,13 @@ class Coordinator:
         self.seq += 1
         self._enter(Finished())
 
-    def _let_go(self) -> None:
+    def _let_go(self, now: float) -> None:
+        """Those who want to leave go, where enough stay behind."""
         for member in list(self.members):
-            if member.leaving and member.stage >= 0:
+            if not member.leaving or member.stage < 0:
+                continue
+            staying = sum(other.stage == member.stage and not other.leaving for other in self._usable(now))
+            if staying >= self.settings.minimum_replicas:
                 self.members.move(member, -1)
                 self._announce(member, self._view())
                 self.members.remove(member.name)

@@ -22,12 +22,13 @@ WORK = 1.0 + BACKWARD_WORK
 class _Sample:
     """One leased micro-batch: which stages seem to own it, and the attempt under way."""
 
-    __slots__ = ("micro_batch", "owned", "attempt", "path", "passed", "began", "deadline", "payload", "number")
+    __slots__ = ("micro_batch", "owned", "attempt", "path", "passed", "began", "deadline", "payload", "number", "starts")
 
     def __init__(self, micro_batch: int, owned: set[int]) -> None:
         self.micro_batch = micro_batch
         self.owned = owned
         self.number = 0
+        self.starts: list[float] = []  # of all attempts in this lease
         self.attempt: Attempt | None = None
         self.path: tuple[str, ...] = ()
         self.passed = -1  # the last stage known to have done the forward
@@ -66,7 +67,7 @@ class Feeder:
         self._version = 0
         self._waiting: deque[_Sample] = deque()
         self._active: dict[int, _Sample] = {}
-        self._loading = 0
+        self._window = 1
         self._done = 0
         self._leased = 0
         self._progress = 0
@@ -106,9 +107,12 @@ class Feeder:
         self._order = order
         self._echo = max(self._echo, (view.term, view.beat))
         self.incarnation = yours.incarnation
+        self._window = yours.window
         if yours.routes and yours.routes != self._routes:
             self._routes = yours.routes
-            self.router.update(yours.routes)
+            gone = self.router.update(yours.routes)
+            if gone:
+                self._give_up_on(gone)
         phase = view.phase
         if type(phase) is Run:
             if self.round != order:
@@ -136,7 +140,7 @@ class Feeder:
         self.round = None
 
     def _start_more(self) -> None:
-        while self._waiting and len(self._active) < self.settings.in_flight:
+        while self._waiting and len(self._active) < self._window:
             sample = self._waiting.popleft()
             self._active[sample.micro_batch] = sample
             sample.deadline = float("inf")
@@ -156,6 +160,7 @@ class Feeder:
         sample.deadline = now + self.patience.seconds() * 2 ** min(sample.number, 6)
         sample.passed = -1
         sample.number += 1
+        sample.starts.append(now)
         path = self.router.path(now, WORK)
         if path is None:
             return
@@ -168,6 +173,7 @@ class Feeder:
         if sample is None or sample.attempt is None:
             return
         if self.checks.token and (ack.attempt != sample.attempt or ack.epoch != self._epoch or ack.version != self._version):
+            self._learn_from_late(sample, ack)
             return
         work = 1.0 if ack.forward else WORK if ack.stage == self.settings.stages - 1 else BACKWARD_WORK
         self.router.stages[ack.stage].observe(ack.worker, work, ack.seconds)
@@ -181,14 +187,31 @@ class Feeder:
         if len(sample.owned) == self.settings.stages:
             self._finish(sample)
 
+    def _learn_from_late(self, sample: _Sample, ack: Ack) -> None:
+        """An attempt given up was only slow: the next ones are given as long."""
+        attempt = ack.attempt
+        if ack.forward or ack.stage or attempt.round != self.round or attempt.incarnation != self.incarnation:
+            return
+        if attempt.number < len(sample.starts):
+            self.patience.measured(self.node.clock.now() - sample.starts[attempt.number])
+
     def _finish(self, sample: _Sample) -> None:
         del self._active[sample.micro_batch]
-        if sample.number == 1:  # a retried one says nothing certain about how long an attempt takes
-            self.patience.measured(self.node.clock.now() - sample.began)
+        self.patience.measured(self.node.clock.now() - sample.began)  # tokens tell attempts apart, so a retried one counts too
         self._done += 1
         self._start_more()
         if self._done == self._leased:
             self._beat()
+
+    def _give_up_on(self, gone: set[str]) -> None:
+        """Attempts that still need somebody who is gone are tried again at once: no deadline has to pass first."""
+        for sample in list(self._active.values()):
+            if any(stage not in sample.owned and worker in gone for stage, worker in enumerate(sample.path)):
+                self._retry(sample)
+
+    def _retry(self, sample: _Sample) -> None:
+        self.retries += 1
+        self._try(sample)
 
     def _look_at_deadlines(self) -> None:
         now = self.node.clock.now()
@@ -196,9 +219,8 @@ class Feeder:
         if late:
             self.patience.failed()
         for sample in late:
-            self.retries += 1
             self._ban_suspect(sample, now)
-            self._try(sample)
+            self._retry(sample)
 
     def _ban_suspect(self, sample: _Sample, now: float) -> None:
         """Whoever had the micro-batch last: the stage after the last forward known, or the lowest that owns nothing on the way back."""

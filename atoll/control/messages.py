@@ -1,7 +1,8 @@
 """Messages: everything that travels between coordinator, feeders and workers.
 
 Every message names what it is about as completely as rule 1 of docs/swarm.md asks, so that a receiver can tell a late, doubled or
-foreign one from one that matters. Payloads (activations, gradients, chunks of state) are opaque here; a transport sends their bytes behind the header.
+foreign one from one that matters. Payloads (activations, gradients, chunks of state) are opaque here; a transport sends
+their bytes behind the header.
 """
 
 from typing import Any, NamedTuple, TypeAlias
@@ -152,6 +153,7 @@ class Assignment(msgspec.Struct, frozen=True, gc=False):
     donors: tuple[str, ...] = ()
     store: bool = False  # writes its stage's checkpoints
     lease: tuple[int, ...] = ()
+    window: int = 1  # micro-batches a feeder has under way at once
     routes: tuple[tuple[Peer, ...], ...] = ()
 
 

@@ -34,17 +34,19 @@ class StageRouter:
     def __init__(self, randomness: random.Random) -> None:
         self._random = randomness
         self._known: dict[str, _Known] = {}
-        self._heap: list[tuple[float, float, str]] = []
+        self._heap: list[tuple[float, int, str]] = []
         self._typical = 1.0
+        self._turns = 0
 
-    def update(self, peers: Iterable[Peer]) -> None:
-        """These are the usable peers now. One with a new incarnation is new: what was held against the old one is forgotten."""
+    def update(self, peers: Iterable[Peer]) -> set[str]:
+        """These are the usable peers now; gives those who are not any more. One with a new incarnation is new, and the old one gone."""
         current = {peer.worker: peer for peer in peers}
-        for name in [name for name in self._known if name not in current]:
+        gone = {name for name, known in self._known.items() if name not in current or current[name].incarnation != known.peer.incarnation}
+        for name in gone:
             del self._known[name]
         for name, peer in current.items():
             known = self._known.get(name)
-            if known is None or known.peer.incarnation != peer.incarnation:
+            if known is None:
                 self._known[name] = _Known(peer)
             elif peer.speed:
                 known.speed = peer.speed
@@ -53,35 +55,41 @@ class StageRouter:
         self._heap = [entry for entry in self._heap if entry[2] in self._known and self._known[entry[2]].queued]
         heapq.heapify(self._heap)
         self._enter()
+        return gone
 
     def _enter(self) -> None:
         start = self._heap[0][0] if self._heap else 0.0
-        for name, known in self._known.items():
-            if not known.queued:
-                known.queued = True
-                heapq.heappush(self._heap, (start, self._random.random(), name))
+        newcomers = [name for name, known in self._known.items() if not known.queued]
+        self._random.shuffle(newcomers)  # so that several feeders do not all begin with the same peer
+        for name in newcomers:
+            self._known[name].queued = True
+            heapq.heappush(self._heap, (start, self._turn(), name))
 
     def pick(self, now: float, work: float) -> str | None:
         """The peer to use for a task of `work` forwards; None when there is none. Banned ones only where nobody else is left."""
-        aside: list[tuple[float, float, str]] = []
-        chosen: tuple[float, float, str] | None = None
-        while self._heap:
+        aside: list[tuple[float, int, str]] = []
+        chosen: tuple[float, int, str] | None = None
+        while self._heap and chosen is None:
             entry = heapq.heappop(self._heap)
             if self._known[entry[2]].banned_until <= now:
                 chosen = entry
-                break
-            aside.append(entry)
-        if chosen is None and aside:
-            chosen = min(aside, key=lambda entry: (self._known[entry[2]].banned_until, entry))
+            else:
+                aside.append(entry)
         if chosen is None:
-            return None
-        start = chosen[0]
+            if not aside:
+                return None
+            chosen = min(aside, key=lambda entry: self._known[entry[2]].banned_until)
         for entry in aside:
-            if entry is not chosen:  # whoever had to stand aside comes back at the minimum, not with a backlog of turns
-                heapq.heappush(self._heap, (max(entry[0], start), entry[1], entry[2]))
+            if entry is not chosen:  # a banned one comes back at the minimum, not with a backlog of turns
+                heapq.heappush(self._heap, (max(entry[0], chosen[0]), entry[1], entry[2]))
         known = self._known[chosen[2]]
-        heapq.heappush(self._heap, (start + work / (known.speed or self._typical), self._random.random(), chosen[2]))
+        heapq.heappush(self._heap, (chosen[0] + work / (known.speed or self._typical), self._turn(), chosen[2]))
         return chosen[2]
+
+    def _turn(self) -> int:
+        """Equal peers take turns in order: by chance, queues would grow at some while others stand idle."""
+        self._turns += 1
+        return self._turns
 
     def observe(self, worker: str, work: float, seconds: float) -> None:
         """A task of so many forwards took this worker so long."""
@@ -115,10 +123,9 @@ class Router:
     def __init__(self, stages: int, randomness: random.Random) -> None:
         self.stages = tuple(StageRouter(randomness) for _ in range(stages))
 
-    def update(self, routes: Sequence[Iterable[Peer]]) -> None:
-        """The usable peers of every stage."""
-        for stage, peers in zip(self.stages, routes, strict=True):
-            stage.update(peers)
+    def update(self, routes: Sequence[Iterable[Peer]]) -> set[str]:
+        """The usable peers of every stage; gives those who are not any more."""
+        return set().union(*(stage.update(peers) for stage, peers in zip(self.stages, routes, strict=True)))
 
     def path(self, now: float, work: float) -> tuple[str, ...] | None:
         """A worker for every stage; None while a stage has nobody."""

@@ -227,7 +227,7 @@ class Worker:
                 self._open(phase)
         elif type(phase) is Seal:
             self.frozen = phase.round
-            if self._landing is None or not self.checks.atomic_manifest:
+            if self._landing is None:
                 self._answer_seal()
         elif type(phase) is Reduce:
             self._start_reduction(phase)
@@ -270,7 +270,9 @@ class Worker:
         return True
 
     async def _apply(self, commit: Committed, sums: list[Any], generation: int) -> None:
-        state = await self.compute.apply(self.state, sums, commit)
+        state = None
+        if generation == self._generation:
+            state = await self.compute.apply(self.state, sums, commit)
         self._changing = False
         if generation == self._generation:
             self._set_state(state, commit.version + 1)
@@ -578,10 +580,11 @@ class Worker:
             return False
         first = message.attempt.number == 0 and message.attempt.round == self.run_round
         buffer = self.buffers.get(0 if first else 1, self.stage)
-        if not self.checks.atomic_manifest:
-            buffer.micro_batches.add(micro_batch)
         self._landing = buffer
-        await self.compute.accumulate(buffer.value, contribution)
+        if self.checks.atomic_manifest:
+            await self.compute.accumulate(buffer.value, contribution)
+        else:
+            self.node.clock.spawn(self.compute.accumulate(buffer.value, contribution))
         self._landing = None
         buffer.micro_batches.add(micro_batch)
         buffer.loss += loss

@@ -1,8 +1,9 @@
 """Arithmetic: a tiny model in exact integers, so that a micro-batch too many or too few shows, and the order of addition too.
 
 A stage is two weights (its two chunks) with momentum. Its output is x·w₀ + w₁ + noise, all modulo a prime; noise and targets are
-functions of (version, micro-batch, stage). Integers are exact in any order of addition, floats are not: so that replicas that summed in another order
-are told apart, as floats would be, each number carries `rounding`, a hash of the order in which it was made.
+functions of (version, micro-batch, stage).
+Integers are exact in any order of addition, floats are not: so that replicas that summed in another
+order are told apart, as floats would be, each number carries `rounding`, a hash of the order in which it was made.
 """
 
 from collections.abc import Sequence

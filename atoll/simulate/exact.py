@@ -1,5 +1,6 @@
 """Exact: the compute of a simulated worker in the integers of `arithmetic`, taking virtual time."""
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,13 +15,14 @@ __all__ = ["ExactCompute", "ExactFeed"]
 class ExactCompute:
     """What `atoll.control.world.Compute` asks for. `slowness` multiplies what kernels take; `on_digest` hears of every reduced gradient."""
 
-    def __init__(self, process: Process, on_digest: Callable[[str, Sequence[Sum]], None] | None = None) -> None:
+    def __init__(self, process: Process, randomness: random.Random, on_digest: Callable[[str, Sequence[Sum]], None] | None = None) -> None:
         self._process = process
+        self._random = randomness
         self._on_digest = on_digest
         self.slowness = 1.0
-        self.forward_seconds = 1.0
-        self.backward_seconds = 2.0
-        self.landing_seconds = 0.6
+        self.forward_seconds = 0.4
+        self.backward_seconds = 0.8
+        self.landing_seconds = 0.2
 
     async def initial(self, stage: int) -> tuple[Cell, ...]:
         """Before step 0."""
@@ -51,8 +53,9 @@ class ExactCompute:
         return [Sum(0, 0)] * CHUNKS
 
     async def accumulate(self, buffer: list[Sum], contribution: tuple[int, int]) -> None:
-        """The sum lands a little later, as an asynchronous kernel's does."""
-        await self._process.sleep(self.landing_seconds * self.slowness)
+        """The sum lands a little later, as an asynchronous kernel's does; now and then much later."""
+        late = 1.0 if self._random.random() < 0.9 else 15.0
+        await self._process.sleep(self.landing_seconds * late * self.slowness)
         for chunk in range(CHUNKS):
             buffer[chunk] = arithmetic.add(buffer[chunk], Sum(contribution[chunk], 0))
 

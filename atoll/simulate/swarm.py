@@ -116,7 +116,7 @@ class ExactSwarm:
             self._start_worker(node, process)
 
     def _start_worker(self, node: Node, process: Process) -> None:
-        compute = self.computes[node.name] = ExactCompute(process, self.checker.on_digest)
+        compute = self.computes[node.name] = ExactCompute(process, node.random, self.checker.on_digest)
         compute.slowness = self._slowness.get(node.name, 1.0)
         store = CheckpointStore(self.checkpoint_disk, process)
         worker = self.workers[node.name] = Worker(

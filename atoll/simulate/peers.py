@@ -1,0 +1,114 @@
+"""Peers: a swarm of modelled workers that come and go as a trace says, or all stay; who committed how much, and when."""
+
+import random
+from collections.abc import Callable
+
+import msgspec
+
+from atoll.control import Coordinator, Feeder, Node, Settings, Worker
+from atoll.control.happenings import Happening, Moved, RolledBack, StepCommitted
+from atoll.control.messages import Part, StateChunk, SumChunk
+from atoll.simulate.disks import CheckpointDisk, CheckpointStore, JournalDisk, JournalHandle
+from atoll.simulate.loop import Loop, Process
+from atoll.simulate.modelled import ModelledCompute, ModelledFeed
+from atoll.simulate.network import Network
+
+__all__ = ["PeerModel", "PeerSwarm"]
+
+COORDINATOR = "coordinator"
+
+
+class PeerModel(msgspec.Struct, frozen=True, kw_only=True):
+    """What peers and links are like. Times are of one micro-batch on one stage; bytes of one stage."""
+
+    forward_seconds: float
+    backward_seconds: float
+    latency_seconds: float = 0.02
+    state_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    bytes_per_s: float = 1.25e8
+    feeders: int = 1
+    seed: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Of a micro-batch on one stage."""
+        return self.forward_seconds + self.backward_seconds
+
+
+class PeerSwarm:
+    """A coordinator, feeders, and workers by name."""
+
+    def __init__(self, settings: Settings, model: PeerModel, observe: Callable[[float, Happening], None] | None = None) -> None:
+        self.settings = settings
+        self.model = model
+        self.loop = Loop()
+        self.random = random.Random(model.seed)
+        chunks = settings.chunks
+        sizes = {StateChunk: model.state_bytes / chunks, Part: model.gradient_bytes / chunks, SumChunk: model.gradient_bytes / chunks}
+        self.network = Network(
+            self.loop,
+            self.random,
+            latency_seconds=model.latency_seconds,
+            jitter_seconds=0.0,
+            sizes={kind: size for kind, size in sizes.items() if size},
+            bytes_per_s=model.bytes_per_s,
+        )
+        self.journal_disk = JournalDisk(self.loop, self.random, fence=True)
+        self.journal_disk.seconds = 0.01
+        self.checkpoint_disk = CheckpointDisk(self.random)
+        self.committed: list[tuple[float, StepCommitted]] = []
+        self.moves: list[tuple[float, Moved]] = []
+        self.rollbacks = 0
+        self.workers: dict[str, Worker] = {}
+        self._observe = observe
+        self._processes: dict[str, Process] = {}
+        self._nonce = 0
+        node = self._node(COORDINATOR)
+        process = self._processes[COORDINATOR]
+        self.coordinator = Coordinator(node, JournalHandle(self.journal_disk, process), settings, observe=self._on_happening)
+        process.spawn(self.coordinator.run())
+        self.feeders = [self._start_feeder(f"feeder{index}") for index in range(model.feeders)]
+
+    def _node(self, name: str) -> Node:
+        self._nonce += 1
+        process = self._processes[name] = Process(name, self.loop)
+        port = self.network.open(process)
+        return Node(name, process, port, port.inbox, self._nonce, random.Random(self.random.getrandbits(32)))
+
+    def _start_feeder(self, name: str) -> Feeder:
+        feeder = Feeder(self._node(name), ModelledFeed(), self.settings, (COORDINATOR,))
+        self._processes[name].spawn(feeder.run())
+        return feeder
+
+    def start(self, name: str, slowness: float = 1.0) -> None:
+        """A worker joins."""
+        node = self._node(name)
+        process = self._processes[name]
+        compute = ModelledCompute(
+            process, forward_seconds=self.model.forward_seconds, backward_seconds=self.model.backward_seconds, slowness=slowness
+        )
+        worker = self.workers[name] = Worker(
+            node, compute, CheckpointStore(self.checkpoint_disk, process), self.settings, (COORDINATOR,)
+        )
+        process.spawn(worker.run())
+
+    def kill(self, name: str) -> None:
+        """A worker is gone, without a word."""
+        self._processes[name].kill()
+        self.workers.pop(name, None)
+
+    def _on_happening(self, happening: Happening) -> None:
+        if isinstance(happening, StepCommitted):
+            self.committed.append((self.loop.now, happening))
+        elif isinstance(happening, Moved):
+            self.moves.append((self.loop.now, happening))
+        elif isinstance(happening, RolledBack):
+            self.rollbacks += 1
+        if self._observe is not None:
+            self._observe(self.loop.now, happening)
+
+    def useful_micro_batches(self) -> int:
+        """In committed steps, those undone by a rollback not counted: the highest version reached counts each step once."""
+        versions = {step.version for _, step in self.committed}
+        return len(versions) * self.settings.micro_batches

@@ -1,0 +1,93 @@
+"""Interleaved weighted routing."""
+
+import random
+from collections import Counter
+
+from atoll.control.messages import Peer
+from atoll.control.patience import Patience
+from atoll.control.router import Router, StageRouter
+
+
+def stage(*speeds: float) -> StageRouter:
+    router = StageRouter(random.Random(0))
+    router.update([Peer(f"w{i}", 1, speed) for i, speed in enumerate(speeds)])
+    return router
+
+
+def counts(router: StageRouter, tasks: int, now: float = 0.0) -> Counter[str | None]:
+    found: Counter[str | None] = Counter()
+    for _ in range(tasks):
+        worker = router.pick(now, 3.5)
+        found[worker] += 1
+    return found
+
+
+def test_work_is_shared_in_proportion_to_speed() -> None:
+    found = counts(stage(1.0, 2.0, 5.0), 800)
+    assert {name: round(count / 100) for name, count in found.items()} == {"w0": 1, "w1": 2, "w2": 5}
+
+
+def test_measured_speeds_change_the_shares() -> None:
+    router = stage(1.0, 1.0)
+    for _ in range(100):
+        router.observe("w1", 1.0, 1 / 3)
+    found = counts(router, 400)
+    assert 2.7 < found["w1"] / found["w0"] < 3.3
+
+
+def test_a_ban_expires_grows_and_is_forgiven_at_the_minimum() -> None:
+    router = stage(1.0, 1.0)
+    router.ban("w0", 0.0, 10.0)
+    assert counts(router, 50, now=9.0) == {"w1": 50}
+    after = counts(router, 50, now=11.0)
+    assert abs(after["w0"] - after["w1"]) <= 2  # not all that it missed
+    router.ban("w0", 11.0, 10.0)
+    assert counts(router, 20, now=30.0) == {"w1": 20}
+    router.observe("w0", 1.0, 1.0)
+    router.ban("w0", 40.0, 10.0)
+    assert counts(router, 20, now=51.0)["w0"] == 10
+
+
+def test_somebody_banned_is_better_than_nobody() -> None:
+    router = stage(1.0)
+    router.ban("w0", 0.0, 10.0)
+    assert router.pick(1.0, 1.0) == "w0"
+    assert StageRouter(random.Random(0)).pick(0.0, 1.0) is None
+
+
+def test_a_newcomer_enters_at_the_minimum_and_whoever_is_gone_is_told() -> None:
+    router = stage(1.0, 1.0)
+    counts(router, 100)
+    assert router.update([Peer("w0", 1, 1.0), Peer("w2", 1, 1.0)]) == {"w1"}
+    found = counts(router, 100)
+    assert abs(found["w0"] - found["w2"]) <= 2
+    assert router.update([Peer("w0", 2, 1.0), Peer("w2", 1, 1.0)]) == {"w0"}
+
+
+def test_equal_peers_take_turns() -> None:
+    router = stage(1.0, 1.0, 1.0)
+    turns = [router.pick(0.0, 1.0) for _ in range(9)]
+    assert sorted(map(str, turns[:3])) == ["w0", "w1", "w2"]
+    assert turns == turns[:3] * 3
+
+
+def test_a_path_needs_every_stage() -> None:
+    router = Router(2, random.Random(0))
+    router.update([[Peer("a", 1, 0.0)], []])
+    assert router.path(0.0, 3.5) is None
+    router.update([[Peer("a", 1, 0.0)], [Peer("b", 1, 0.0)]])
+    assert router.path(0.0, 3.5) == ("a", "b")
+
+
+def test_patience_rises_at_once_falls_slowly_and_doubles() -> None:
+    patience = Patience(6.0, 1.0)
+    assert patience.seconds() == 7.0
+    patience.measured(10.0)
+    assert patience.seconds() == 16.0
+    patience.measured(1.0)
+    assert 15.0 < patience.seconds() < 16.0
+    patience.failed()
+    assert patience.seconds() > 30.0
+    for _ in range(2000):
+        patience.measured(1.0)
+    assert patience.seconds() < 2.6

@@ -28,11 +28,17 @@ def join(
     name: Annotated[str | None, typer.Option(help="What to be called in the run; the machine's name if not given.", metavar="NAME")] = None,
     keys: Annotated[Path | None, typer.Option(help="Keep key and certificate in this directory.", metavar="DIR")] = None,
     check: Annotated[bool, typer.Option("--check", help="Enrol, connect, say how that went and leave.")] = False,
+    script: Annotated[
+        Path | None, typer.Option(help="Use this copy of the training script instead of the one the run sends.", metavar="FILE")
+    ] = None,
+    behind_nat: Annotated[
+        bool, typer.Option("--behind-nat", help="Nobody can dial this machine; reach it through the coordinator.")
+    ] = False,
 ) -> None:
-    """Enrol in a run with a token: get a certificate for a role, connect, and stay until Ctrl-C.
+    """Enrol in a run with a token, and work for it until it is over or Ctrl-C.
 
-    The token names the run's authority, so nothing secret is sent to anybody else. Runs that hand out work to joined machines come with
-    swarm training; until then a machine that joined is a member that waits.
+    The token names the run's authority, so nothing secret is sent to anybody else. The run sends its training script, which is run here:
+    join only runs whose owner you trust.
     """
     text = sys.stdin.readline() if token == "-" else token
     from atoll.fabric.security import Member, enrol  # PyTorch takes seconds to load: `--help` does not wait for it
@@ -45,8 +51,30 @@ def join(
         coordinator = member.join(address)
         member.fabric.run(coordinator.connected(_CONNECT_SECONDS))
         print(f"Connected to {coordinator.name} at {address}", flush=True)
-        if not check:
+        if check:
+            return
+        if credentials.role not in ("worker", "feeder"):
             _stay(member, coordinator)
+            return
+    _work(credentials, address, script, dialled=not behind_nat)
+
+
+def _work(credentials: "Credentials", address: str, script: Path | None, *, dialled: bool) -> None:
+    """Until the run is over."""
+    from atoll.runtime.swarm.spec import load_spec_job
+    from atoll.runtime.swarm.taking_part import ask_spec, take_part
+    from atoll.script import load_job
+
+    spec = ask_spec(credentials, address)
+    job = load_spec_job(spec) if script is None else load_job(script, spec.arguments)
+    settings = spec.settings
+    print(f"Working for {job.name}: {settings.stages} stages, {settings.steps} steps. Ctrl-C leaves", flush=True)
+    try:
+        take_part(credentials, address, spec, job, observer=lambda event: _print(describe_event(event)), dialled=dialled)
+    except KeyboardInterrupt:
+        print(f"{credentials.name} leaves", flush=True)
+        return
+    print("The run is over", flush=True)
 
 
 def _own_name() -> str:
@@ -68,7 +96,7 @@ def _stay(member: "Member", coordinator: "Remote") -> None:
     """Until Ctrl-C, or until the run is over or does not want us."""
     never = threading.Event()
     try:
-        print("Waiting for work; the coordinator has none for joined machines until swarm training is there. Ctrl-C leaves", flush=True)
+        print("Watching. Ctrl-C leaves", flush=True)
         while coordinator.given_up is None:
             never.wait(0.2)
     except KeyboardInterrupt:

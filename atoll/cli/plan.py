@@ -21,8 +21,9 @@ from atoll.units import format_bytes
 if TYPE_CHECKING:
     from atoll.planner import Planned
 
-__all__ = ["make_plan_for", "plan"]
+__all__ = ["RunMode", "make_plan_for", "plan"]
 
+RunMode = Literal["lockstep", "swarm"]  # what can be run
 PlannedMode = Literal["lockstep", "swarm", "islands"]  # a plan may have more modes than the planner makes plans of
 
 
@@ -82,9 +83,9 @@ def _check_writable(path: Path) -> None:
         raise PlanError(f"-o {path}: there is no directory {path.resolve().parent}")
 
 
-def make_plan_for(model: Target, cluster: Cluster, calibration: Calibration | None) -> "Planned":
+def make_plan_for(model: Target, cluster: Cluster, calibration: Calibration | None, mode: RunMode) -> "Planned":
     """The best plan that can be run, with progress on stderr."""
-    return _make(model, cluster, calibration or _here(model, cluster), 1, "lockstep", True)
+    return _make(model, cluster, calibration or _here(model, cluster), 1, mode, True)
 
 
 def _make(

@@ -11,10 +11,11 @@ import msgspec
 import typer
 
 from atoll.cli.output import notes_view
-from atoll.cli.plan import make_plan_for
+from atoll.cli.plan import RunMode, make_plan_for
 from atoll.cli.render import plan_view, show
 from atoll.cli.report import short_view
 from atoll.cli.status import say
+from atoll.cli.swarm import launch_swarm
 from atoll.cli.target import Target, load_target
 from atoll.cluster import Cluster, dump_cluster, load_cluster
 from atoll.cost import Calibration, Cost, cost, load_calibration
@@ -43,6 +44,10 @@ def run(
     checkpoint_every: Annotated[int | None, typer.Option(help="Save after every so many steps; always at the end.", min=1)] = None,
     keep_last: Annotated[int, typer.Option(help="How many checkpoints to keep.", min=1)] = 2,
     calibration: Annotated[Path | None, typer.Option(help="Measured constants of the cost model.", metavar="FILE")] = None,
+    mode: Annotated[RunMode, typer.Option(help="How devices work together.")] = "lockstep",
+    listen: Annotated[
+        str | None, typer.Option(help="Swarm: where the coordinator listens; others join there.", metavar="HOST:PORT")
+    ] = None,
 ) -> None:
     """Plan the job and train it: a process for every device of the plan, on this machine. What follows `--` is the script's own."""
     arguments = tuple(context.obj or ())
@@ -53,10 +58,14 @@ def run(
     devices = _cluster(cluster, plan, directory if resume else None)
     constants = load_calibration(calibration) if calibration else None
     model = load_target(script, None, arguments)
-    chosen, predicted = _plan(model, devices, plan, constants, directory if resume and not cluster else None)
+    chosen, predicted = _plan(model, devices, plan, constants, directory if resume and not cluster else None, mode)
+    settings = msgspec.structs.replace(settings, mode=mode)
     _write(directory, settings, chosen, devices, predicted, resumed=resume is not None)
     _show(chosen, predicted, model, devices)
-    _launch(directory, chosen, max_restarts)
+    if mode == "swarm":
+        launch_swarm(directory, settings, chosen, model.graph.parameters, max_restarts, listen)
+    else:
+        _launch(directory, chosen, max_restarts)
 
 
 def _run_alone(script: str, arguments: tuple[str, ...], out: Path | None, *contradicting: Path | None) -> None:
@@ -103,12 +112,12 @@ def _cluster(path: Path | None, plan: Path | None, resumed: RunDirectory | None)
 
 
 def _plan(
-    model: Target, cluster: Cluster | None, given: Path | None, constants: Calibration | None, resumed: RunDirectory | None
+    model: Target, cluster: Cluster | None, given: Path | None, constants: Calibration | None, resumed: RunDirectory | None, mode: RunMode
 ) -> tuple[Plan, Cost | None]:
     """The plan to run: the one given, the one a resumed run had, or the best for the devices."""
     if given is None and resumed is None:
         assert cluster is not None
-        best = make_plan_for(model, cluster, constants).candidates[0]
+        best = make_plan_for(model, cluster, constants, mode).candidates[0]
         return best.plan, best.cost
     chosen = load_plan(given) if given is not None else resumed.plan()  # type: ignore[union-attr]
     matching = cluster if cluster is not None and cluster.name == chosen.cluster else None

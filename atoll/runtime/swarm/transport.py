@@ -1,20 +1,187 @@
-"""Transport: the swarm's messages over the fabric. Names are found in a directory that the coordinator keeps."""
+"""Transport: the swarm's messages over the fabric. Who is where is found in a directory that the coordinator keeps.
 
-from typing import Any
+A message that cannot be sent is lost, as the protocol expects. Nobody can speak for another: a message that names its sender must come from
+the member whose certificate has that name, and roles send only what is theirs to send.
+"""
 
-from atoll.control import messages
+import asyncio
+from collections.abc import Callable
+from typing import TypeAlias, cast
 
-__all__ = ["ANY_MESSAGE"]
+import msgspec
 
+from atoll.control.messages import (
+    Ack,
+    Announce,
+    Backward,
+    FeederBeat,
+    FetchState,
+    Forward,
+    Manifest,
+    Message,
+    Part,
+    Pull,
+    PullSum,
+    Reduced,
+    StateChunk,
+    SumChunk,
+    WorkerBeat,
+)
+from atoll.errors import FabricError, RefusedError
+from atoll.fabric import Remote
+from atoll.fabric.method import Peer
+from atoll.fabric.roles import allowed
+from atoll.fabric.security import Member
 
-def _union() -> Any:
-    kinds = [getattr(messages, name) for name in messages.__all__]
-    found: Any = None
-    for kind in kinds:
-        if isinstance(kind, type) and issubclass(kind, messages.Message) and kind is not messages.Message:
-            found = kind if found is None else found | kind
-    return found
+__all__ = ["COORDINATOR", "AnyMessage", "Directory", "FabricTransport", "Place", "SwarmService"]
 
+COORDINATOR = "coordinator"
+_MOST_WAITING = 4096  # messages on their way to one peer; more are lost
+_SMALL_SECONDS = 30.0  # a message without tensors that takes longer is lost
 
-ANY_MESSAGE: Any = _union()
+AnyMessage: TypeAlias = (
+    Ack
+    | Announce
+    | Backward
+    | FeederBeat
+    | FetchState
+    | Forward
+    | Manifest
+    | Part
+    | Pull
+    | PullSum
+    | Reduced
+    | StateChunk
+    | SumChunk
+    | WorkerBeat
+)
 """Every kind of message that may arrive."""
+
+_BY_ROLE: dict[str, tuple[type, ...]] = {
+    "coordinator": (Announce,),
+    "feeder": (FeederBeat, Forward),
+    "worker": (Ack, Backward, FetchState, Forward, Manifest, Part, Pull, PullSum, Reduced, StateChunk, SumChunk, WorkerBeat),
+}
+_SENDERS: dict[type, str] = {
+    Ack: "worker",
+    Announce: "sender",
+    FeederBeat: "feeder",
+    FetchState: "worker",
+    Manifest: "worker",
+    Part: "worker",
+    Pull: "owner",
+    PullSum: "worker",
+    Reduced: "worker",
+    WorkerBeat: "worker",
+}
+
+
+def check_sender(message: Message, name: str, role: str) -> None:
+    """RefusedError unless this member may send this message."""
+    if not isinstance(message, _BY_ROLE.get(role, ())):
+        raise RefusedError(f"{name} is a {role}, which sends no {type(message).__name__}")
+    field = _SENDERS.get(type(message))
+    if field is not None and getattr(message, field) != name:
+        raise RefusedError(f"{name} sent a {type(message).__name__} in the name of {getattr(message, field)}")
+
+
+class SwarmService:
+    """Where messages arrive. `arrived` is called in the fabric's loop."""
+
+    def __init__(self, arrived: Callable[[Message], None]) -> None:
+        self._arrived = arrived
+
+    @allowed("coordinator", "feeder", "worker")
+    async def deliver(self, message: AnyMessage, peer: Peer) -> None:
+        """One message; that it was taken means nothing more."""
+        check_sender(message, peer.name, peer.role)
+        self._arrived(message)
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a member is reached; an empty address means only through the coordinator."""
+
+    address: str
+
+
+class Directory:
+    """Who listens where: kept by the coordinator, filled by the members themselves."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, Place] = {}
+
+    @allowed("feeder", "worker")
+    async def register(self, place: Place, peer: Peer) -> None:
+        """The caller listens there."""
+        self._places[peer.name] = place
+
+    @allowed("coordinator", "feeder", "worker")
+    async def find(self, name: str, peer: Peer) -> Place:
+        """Where a member listens; RefusedError when nobody of that name has said."""
+        place = self._places.get(name)
+        if place is None:
+            raise RefusedError(f"nobody called {name!r} has said where it listens")
+        return place
+
+    def get(self, name: str) -> Place | None:
+        """The same, for the coordinator itself."""
+        return self._places.get(name)
+
+
+class FabricTransport:
+    """Sends to whoever has a name. Belongs to the event loop of the protocol, which is not the fabric's."""
+
+    def __init__(self, member: Member, coordinator: Remote | None, directory: Directory | None = None) -> None:
+        self._member, self._coordinator, self._directory = member, coordinator, directory
+        self._remotes: dict[str, asyncio.Task[Remote]] = {}
+        self._waiting: dict[str, int] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.lost = 0
+
+    def send(self, to: str, message: Message) -> None:
+        """Never waits and never fails: what cannot be sent is lost."""
+        if self._waiting.get(to, 0) >= _MOST_WAITING:
+            self.lost += 1
+            return
+        self._waiting[to] = self._waiting.get(to, 0) + 1
+        task = asyncio.get_running_loop().create_task(self._deliver(to, message))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _deliver(self, to: str, message: Message) -> None:
+        try:
+            remote = await self._remote(to)
+            limit = None if isinstance(message, Forward | Backward | Part | SumChunk | StateChunk) else _SMALL_SECONDS
+            await asyncio.wrap_future(remote.call_soon(SwarmService.deliver, cast(AnyMessage, message), timeout_seconds=limit))
+        except FabricError:
+            self.lost += 1
+        finally:
+            self._waiting[to] -= 1
+
+    async def _remote(self, to: str) -> Remote:
+        if to == COORDINATOR and self._coordinator is not None:
+            return self._coordinator
+        known = self._member.fabric.peers.get(to)
+        if known is not None and known.state != "dead":
+            return known  # whoever dialled
+        task = self._remotes.get(to)
+        if task is None or (task.done() and (task.exception() is not None or task.result().given_up is not None)):
+            task = self._remotes[to] = asyncio.get_running_loop().create_task(self._reach(to))
+        return await asyncio.shield(task)
+
+    async def _reach(self, to: str) -> Remote:
+        place = await self._find(to)
+        if place.address:
+            return await asyncio.to_thread(self._member.fabric.connect, place.address, name=to)
+        if self._coordinator is None:
+            raise RefusedError(f"{to} cannot be dialled")
+        return await asyncio.to_thread(self._member.reach, to, self._coordinator)
+
+    async def _find(self, to: str) -> Place:
+        if self._directory is not None:
+            place = self._directory.get(to)
+            if place is None:
+                raise RefusedError(f"{to} is not here yet")
+            return place
+        assert self._coordinator is not None
+        return await asyncio.wrap_future(self._coordinator.call_soon(Directory.find, to, timeout_seconds=_SMALL_SECONDS))

@@ -20,7 +20,7 @@ from atoll.graph.capture import capture_program
 from atoll.runtime.swarm.clock import LoopClock
 from atoll.runtime.swarm.compute import StageCompute, programs_of
 from atoll.runtime.swarm.feed import SampleFeed
-from atoll.runtime.swarm.transport import ANY_MESSAGE
+from atoll.runtime.swarm.transport import AnyMessage
 
 
 class MemoryJournal:
@@ -76,7 +76,7 @@ class OneProcess:
     def send(self, to: str, message: Message) -> None:
         if to in self.inboxes:
             payload = encode_payload(message)
-            copied = decode_payload(payload.data, [tensor.clone() for tensor in payload.tensors], ANY_MESSAGE)
+            copied = decode_payload(payload.data, [tensor.clone() for tensor in payload.tensors], AnyMessage)
             self.inboxes[to].put(copied)
 
     def _node(self, name: str) -> Node:

@@ -1,0 +1,55 @@
+"""`python -m atoll.cli.swarm_process ROLE RUN ADDRESS NAME`: a process of a swarm, as `atoll run` starts it. Not for people."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from atoll.cli.output import show_what_the_terminal_can
+from atoll.errors import AtollError
+from atoll.runtime.run_directory import RunDirectory
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Coordinate, feed or work until the run is over."""
+    role, run, address, name = arguments
+    try:
+        if role == "coordinator":
+            _coordinate(RunDirectory(run), address)
+        else:
+            _take_part(RunDirectory(run), address, name)
+    except AtollError as error:
+        print(f"error: {name}: {error}" if role != "coordinator" else f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+def _coordinate(directory: RunDirectory, address: str) -> None:
+    from atoll.graph.capture import capture_program
+    from atoll.runtime.swarm.coordinating import coordinate, read_spec
+    from atoll.script import load_job
+    from atoll.watch.progress import Progress
+
+    settings = directory.settings()
+    job = load_job(settings.script, settings.arguments)
+    with Progress() as progress:
+        coordinate(directory, read_spec(directory.path), job, capture_program(job), address, observers=(progress, *job.callbacks))
+
+
+def _take_part(directory: RunDirectory, address: str, name: str) -> None:
+    from atoll.fabric.security import enrol
+    from atoll.runtime.swarm.coordinating import read_spec
+    from atoll.runtime.swarm.launching import TOKEN
+    from atoll.runtime.swarm.taking_part import take_part
+    from atoll.script import load_job
+
+    token = os.environ.pop(TOKEN)
+    settings = directory.settings()
+    job = load_job(settings.script, settings.arguments)
+    take_part(enrol(address, token, name), address, read_spec(directory.path), job)
+
+
+if __name__ == "__main__":
+    show_what_the_terminal_can()
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,121 @@
+"""Launching: the processes of a swarm on the machine where it is started, looked after until the run is over.
+
+The coordinator and the feeder are started again whenever they die: nothing is lost with them. Workers are started again as often as
+asked for; the run goes on without them, and others may join at any time.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from atoll.errors import JobFailedError
+from atoll.fabric.carrier import split_address
+from atoll.fabric.security import Authority
+
+__all__ = ["TOKEN", "SwarmProcesses", "free_address"]
+
+TOKEN = "ATOLL_TOKEN"  # how a process this machine starts gets its token: not in its arguments, which others see
+_LOOK_SECONDS = 0.1
+_LEAVE_SECONDS = 30.0
+_MOST_RESTARTS = 1000  # of the coordinator and the feeder: more is no accident
+_TOKEN_SECONDS = 600.0
+
+
+def free_address(host: str) -> str:
+    """A port nobody listens at. The coordinator that is started again after a kill must find it free, so it is chosen once."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return f"{host}:{probe.getsockname()[1]}"
+
+
+@dataclass
+class _Child:
+    name: str
+    role: str
+    process: "subprocess.Popen[bytes]"
+    restarts: int = 0
+
+
+class SwarmProcesses:
+    """The processes of this machine. `say` tells people."""
+
+    def __init__(self, run: Path, address: str, *, workers: int, max_restarts: int, say: Callable[[str], None]) -> None:
+        self._run, self._address, self._say = run, address, say
+        self._workers, self._restarts_left = workers, max_restarts
+        self._authority = Authority.open(run)
+        self._children: dict[str, _Child] = {}
+
+    def run(self) -> int:
+        """Starts everything and returns the exit code of the run."""
+        try:
+            self._start("coordinator", "coordinator")
+            self._wait_for_coordinator()
+            self._start("feeder", "feeder")
+            for number in range(self._workers):
+                self._start(f"worker-{number}", "worker")
+            return self._look_after()
+        finally:
+            self._end()
+
+    def _start(self, name: str, role: str, restarts: int = 0) -> None:
+        environment = dict(os.environ)
+        called = name if not restarts else f"{name}-{restarts}"  # a name belongs to one member at a time
+        if role != "coordinator":
+            environment[TOKEN] = self._authority.issue_token(role, lifetime_seconds=_TOKEN_SECONDS)
+        command = [sys.executable, "-m", "atoll.cli.swarm_process", role, str(self._run.resolve()), self._address, called]
+        self._children[name] = _Child(name, role, subprocess.Popen(command, env=environment), restarts)
+
+    def _wait_for_coordinator(self) -> None:
+        """Until it listens; it captures the model first."""
+        while True:
+            with suppress(OSError), socket.create_connection(split_address(self._address), timeout=1.0):
+                return
+            code = self._children["coordinator"].process.poll()
+            if code is not None:
+                raise JobFailedError("") if code > 0 else JobFailedError(f"the coordinator died (signal {-code}) before it listened")
+            time.sleep(_LOOK_SECONDS)
+
+    def _look_after(self) -> int:
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            for child in list(self._children.values()):
+                code = child.process.poll()
+                if code is None:
+                    continue
+                if child.role == "coordinator" and code >= 0:
+                    return code  # done, or it said why not
+                self._ended(child, code)
+
+    def _ended(self, child: _Child, code: int) -> None:
+        del self._children[child.name]
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        if child.role != "worker":
+            if code == 0:
+                return
+            if child.restarts >= _MOST_RESTARTS:
+                raise JobFailedError(f"the {child.role} died {_MOST_RESTARTS} times; the last time by {how}")
+            self._say(f"the {child.role} died ({how}) and is started again")
+            self._start(child.name, child.role, child.restarts + 1)
+        elif code:
+            again = self._restarts_left > 0
+            self._say(f"{child.name} died ({how}); " + ("it is started again" if again else "the run goes on without it"))
+            if again:
+                self._restarts_left -= 1
+                self._start(child.name, child.role, child.restarts + 1)
+
+    def _end(self) -> None:
+        """Members leave by themselves when the run is over; whoever does not is ended."""
+        until = time.monotonic() + (_LEAVE_SECONDS if "coordinator" in self._children else 0.0)
+        for child in self._children.values():
+            with suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, until - time.monotonic()))
+        for child in self._children.values():
+            if child.process.poll() is None:
+                child.process.kill()
+                child.process.wait()

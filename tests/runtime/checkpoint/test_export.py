@@ -28,6 +28,15 @@ class _Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
 
+@pytest.fixture(autouse=True)
+def constructors_noted() -> None:
+    """PyTorch notes once, when a device is first used as a context, which functions make tensors. Transformers' `from_pretrained` puts
+    another function in the place of `torch.linspace` while it does so; noted then, it would be the wrong one for all tests that follow.
+    """
+    with torch.device("meta"):
+        torch.empty(0)
+
+
 def _save(directory: Path, model: nn.Module, identity: RunIdentity = IDENTITY) -> None:
     Checkpointer(directory / "checkpoints", identity=identity).save(5, hold(model), final=True)
 

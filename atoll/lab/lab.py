@@ -31,7 +31,7 @@ from atoll.lab.environment import PER_HOST, LabView, host_environment
 from atoll.lab.faults import Fault, check_fault
 from atoll.lab.loopback import LoopbackWorld
 from atoll.lab.orphans import OWNER, mark, remove_orphans
-from atoll.lab.remote import RemoteServer, Request
+from atoll.lab.remote import RemoteServer, Request, Started
 from atoll.lab.world import NamespaceWorld, Stream, World, why_no_namespaces
 
 __all__ = ["Lab", "LabProcess", "Place"]
@@ -298,12 +298,12 @@ class Lab:
             self._processes.append(started)
             return started
 
-    def _start_for(self, request: Request, streams: tuple[int, int, int]) -> "subprocess.Popen[bytes]":
+    def _start_for(self, request: Request, streams: tuple[int, int, int]) -> Started:
         """For a process of the lab that wants one on another host."""
         self._known(request.host)
         own = self.environment(request.host, {})
         environ = {**own, **request.environ, **{name: own[name] for name in PER_HOST if name in own}}
-        return self._start(request.host, request.command, environ, request.directory, streams, True)._process
+        return self._start(request.host, request.command, environ, request.directory, streams, True)
 
     def _act(self, fault: Fault) -> None:
         hosts = [host for place in fault.places for host in self._hosts_of(place)] or list(self.hosts)

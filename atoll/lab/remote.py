@@ -8,20 +8,18 @@ that all hosts see.
 import contextlib
 import os
 import selectors
-import signal
 import socket
 import struct
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import msgspec
 
 from atoll.errors import AtollError, LabError
 
-__all__ = ["REQUEST_LENGTH", "RemoteServer", "Reply", "Request", "remote_command"]
+__all__ = ["REQUEST_LENGTH", "RemoteServer", "Reply", "Request", "Started", "remote_command"]
 
 REQUEST_LENGTH = struct.Struct("<I")
 _LARGEST_REQUEST = 8 << 20
@@ -44,7 +42,24 @@ class Reply(msgspec.Struct, frozen=True):
     complaint: str = ""
 
 
-Starter: TypeAlias = Callable[[Request, tuple[int, int, int]], "subprocess.Popen[bytes]"]
+class Started(Protocol):
+    """A process that was asked for."""
+
+    @property
+    def returncode(self) -> int | None:
+        """How it ended; None: it runs."""
+
+    def wait(self) -> int:
+        """Until it ends."""
+
+    def signal(self, number: int) -> None:
+        """Sends it a signal."""
+
+    def kill(self) -> None:
+        """Ends it."""
+
+
+Starter: TypeAlias = Callable[[Request, tuple[int, int, int]], Started]
 
 
 def remote_command(host: str, command: Sequence[str]) -> list[str]:
@@ -93,7 +108,7 @@ class RemoteServer:
             with contextlib.suppress(OSError):
                 connection.sendall(msgspec.json.encode(reply))
 
-    def _begin(self, connection: socket.socket) -> "subprocess.Popen[bytes]":
+    def _begin(self, connection: socket.socket) -> Started:
         head, files, _, _ = socket.recv_fds(connection, REQUEST_LENGTH.size, 3)
         try:
             size = REQUEST_LENGTH.unpack(head)[0] if len(head) == REQUEST_LENGTH.size else _LARGEST_REQUEST + 1
@@ -113,15 +128,16 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-def _look_after(process: "subprocess.Popen[bytes]", connection: socket.socket) -> int:
+def _look_after(process: Started, connection: socket.socket) -> int:
     """Until it ends: signals are passed on; if whoever asked for it is gone, it is killed."""
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
-        while process.poll() is None:
+        while process.returncode is None:
             for _ in selector.select(_LOOK_SECONDS):
                 asked = connection.recv(1)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, asked[0]) if asked else os.killpg(process.pid, signal.SIGKILL)
-                if not asked:
-                    process.wait()
-    return process.returncode
+                if asked:
+                    process.signal(asked[0])
+                else:
+                    process.kill()
+                    break
+    return process.wait()

@@ -105,7 +105,11 @@ class _Inside:
             start_new_session=True,  # Ctrl-C is not for it
             env={**os.environ, "PATH": _path(), OWNER: mark(os.getpid())},
         )
-        self.first = self.line()
+        try:
+            self.first = self.line()
+        except BaseException:
+            self.close()
+            raise
 
     def line(self) -> str:
         """The next line it says; LabError with its complaint if it ends instead."""
@@ -117,6 +121,11 @@ class _Inside:
             complaint = self.process.stderr.read().decode(errors="replace").strip().splitlines()
             raise LabError(complaint[-1] if complaint else "it ended at once")
         return line.decode().strip()
+
+    def expect_ready(self) -> None:
+        """Waits until it says so."""
+        said = self.line()
+        assert said == "ready", said
 
     def ask(self, line: bytes) -> str:
         """Says a line and hears one."""
@@ -181,8 +190,10 @@ class NamespaceWorld:
         self.priority = self._forwarder.first.removeprefix("ready ")
         self._do(self.network.connect_sites())
         self._tell_forwarder(Conditions())
+        for host in cluster.hosts:  # all at once, then wait for each
+            self._hosts[host.name] = self._begin(host.name)
         for host in cluster.hosts:
-            self.boot(host.name)
+            self._hosts[host.name].expect_ready()
 
     @property
     def shaped(self) -> str:
@@ -208,6 +219,10 @@ class NamespaceWorld:
 
     def boot(self, host: str) -> None:
         """Gives a host its first process; what a killed one had is gone."""
+        self._hosts[host] = self._begin(host)
+        self._hosts[host].expect_ready()
+
+    def _begin(self, host: str) -> "_Inside":
         setup = _HostSetup(
             lab=self._name,
             holder=int(self._holder.first),
@@ -216,9 +231,7 @@ class NamespaceWorld:
             files={"/etc/hosts": self.network.hosts_file(host), "/etc/resolv.conf": "", "/etc/hostname": f"{host}\n"},
             settings=self.network.host_settings(),
         )
-        self._hosts[host] = _Inside("host", msgspec.json.encode(setup).decode())
-        said = self._hosts[host].line()
-        assert said == "ready", said
+        return _Inside("host", msgspec.json.encode(setup).decode())
 
     def spawn(
         self,

@@ -14,6 +14,7 @@ from atoll.fabric import Fabric, Peer, TcpCarrier
 from atoll.fabric.imposed import LINKS, ImposedLink, ImposedLinks, LinkChoice, imposed_links
 from atoll.lab import Lab
 from atoll.lab.orphans import LAB_FILES, mark, remove_orphans
+from atoll.lab.world import why_no_namespaces
 from tests.lab.clusters import two_sites
 from tests.lab.traces import eventually, left_of
 
@@ -108,6 +109,14 @@ def test_what_belongs_to_a_living_lab_or_another_pid_namespace_is_left_alone(tmp
         (tmp_path / f"{LAB_FILES}{owner}-{name}").mkdir()
     assert [path for path in remove_orphans() if str(tmp_path) in path] == [f"{tmp_path}/{LAB_FILES}{marks['reused']}-reused"]
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_who_cannot_have_namespaces_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.lab.world._INSIDE", "/dev/null/no-such-program")
+    why = why_no_namespaces()
+    assert why is not None
+    with Lab(two_sites()) as lab:
+        assert (lab.namespaces, lab.why_not) == (False, why)
 
 
 def test_links_survive_json() -> None:

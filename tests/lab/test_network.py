@@ -3,7 +3,7 @@
 import ipaddress
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.cluster import make_cluster, make_site
@@ -41,6 +41,7 @@ def test_too_many_sites_are_refused() -> None:
         Network(make_cluster("many", sites, {}, default_link=("1 Gbit/s", "1 ms")))
 
 
+@settings(max_examples=30)
 @given(st.lists(faults(), max_size=5), st.lists(faults(), max_size=5))
 def test_a_change_and_the_change_back_touch_the_same_things(first: list[Fault], second: list[Fault]) -> None:
     one, two = Conditions(), Conditions()

@@ -83,7 +83,10 @@ class _Coordinating:
         resumed = self.directory.events.exists()
         with EventLog(self.directory.path, resume=resumed) as log:
             self._log = log
-            if not resumed:
+            if resumed:
+                for observer in self.observers:
+                    observer(self._started())
+            else:
                 self._tell(self._started())
             member, _ = await asyncio.to_thread(lambda: serve(authority, address, services=services, fingerprint=self.spec.fingerprint))
             try:

@@ -1,0 +1,59 @@
+"""Random fault schedules: none breaks the protocol, every check that is switched off is noticed, and failures replay and shrink."""
+
+import json
+
+import pytest
+
+from atoll.control import CHECKS, Checks
+from atoll.errors import AtollError
+from atoll.simulate.bite import EXPECTED_SEEDS, seeds_until_caught
+from atoll.simulate.faults import draw_scenario
+from atoll.simulate.fuzz import fuzz, main, run_scenario
+from atoll.simulate.shrink import shorten
+
+SEEDS = 2000
+PARTS = 8
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_schedule_breaks_the_protocol(part: int) -> None:
+    outcomes = fuzz(range(part, SEEDS, PARTS))
+    assert [(outcome.seed, outcome.violations) for outcome in outcomes if outcome.violations] == []
+    assert sum(outcome.commits for outcome in outcomes) > 2 * len(outcomes)
+
+
+QUICK = ("completeness", "once", "duplicate-filter", "message-order", "disjointness", "atomic-manifest", "out-of-place", "token", "clear")
+
+
+@pytest.mark.parametrize("check", QUICK)
+def test_the_checker_notices_what_is_switched_off(check: str) -> None:
+    assert seeds_until_caught(check, 0, 3 * EXPECTED_SEEDS[check]).seeds is not None
+
+
+def test_every_check_has_a_name_and_an_expectation() -> None:
+    assert set(EXPECTED_SEEDS) == set(CHECKS)
+    assert {name.replace("-", "_") for name in CHECKS} == set(Checks.__struct_fields__)
+    with pytest.raises(AtollError, match="no check is called 'frost'"):
+        Checks.without("frost")
+
+
+def test_a_seed_replays_exactly() -> None:
+    assert run_scenario(draw_scenario(11)) == run_scenario(draw_scenario(11))
+
+
+def test_a_failing_scenario_shrinks_to_one_that_still_fails() -> None:
+    checks = Checks.without("once")
+    failing = next(seed for seed in range(60) if run_scenario(draw_scenario(seed), checks).violations)
+    scenario = draw_scenario(failing)
+    shortest = shorten(scenario, lambda it: bool(run_scenario(it, checks).violations))
+    assert run_scenario(shortest, checks).violations
+    assert len(shortest.faults) <= len(scenario.faults)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seeds", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["seeds"], found["violations"]) == (3, 0)
+    assert main(["--seeds", "40", "--without", "once", "--stop-at-first", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["shortest"]["violations"]
+    assert main(["--without", "frost"]) == 2

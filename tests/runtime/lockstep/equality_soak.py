@@ -1,4 +1,4 @@
-"""Many plans drawn by seed, on jobs of many kinds: each must be exact or refused.
+"""Many plans drawn by seed, on jobs of many kinds, and the cases that the suite leaves out: each must be exact or refused.
 
 python -m tests.runtime.lockstep.equality_soak [PLANS [FIRST SEED]]
 """
@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from .equality_cases import MORE_CASES
 from .test_equality import is_exact, is_refused, run_tasks
 
 JOBS = ("doubled", "llama", "t5", "mixtral", "deepseek-v3", "transformer", "repeats", "convolutions", "classifier", "padded", "adapted")
@@ -15,7 +16,7 @@ JOBS = ("doubled", "llama", "t5", "mixtral", "deepseek-v3", "transformer", "repe
 
 def main(plans: int = 200, first: int = 0) -> int:
     """Try so many plans; print each that fails, and how many there were of each kind."""
-    tasks = [(JOBS[seed % len(JOBS)], seed) for seed in range(first, first + plans)]
+    tasks = [*MORE_CASES, *((JOBS[seed % len(JOBS)], seed) for seed in range(first, first + plans))]
     with tempfile.TemporaryDirectory() as folder:
         found = run_tasks(Path(folder), list(tasks))
         texts = {}

@@ -30,7 +30,7 @@ from atoll.runtime.lockstep.rendezvous import joined
 from atoll.runtime.lockstep.role import Role
 from atoll.runtime.lockstep.worker import _Session
 from atoll.runtime.run_directory import RunDirectory, RunSettings
-from tests.runtime.lockstep.equality_cases import EQUAL, EXPERTS, EXPERTS_SHARDED, PIPE, TENSOR, TENSOR_UNEQUAL, UNEQUAL, plan_of
+from tests.runtime.lockstep.equality_cases import EQUAL, EXPERTS_SHARDED, PIPE, TENSOR, TENSOR_UNEQUAL, UNEQUAL, plan_of
 from tests.runtime.lockstep.equality_models import JOBS, Adapted, adam, gpt2, job, own_loss
 from tests.runtime.lockstep.equality_ranks import Subject, differences, subject_of
 
@@ -62,13 +62,11 @@ FIRSTS_STATISTICS: tuple[tuple[str, str, str], ...] = (
 
 CASES: tuple[tuple[str, str, str], ...] = (
     ("scheduled", SINGLE, "2 | a=3 b=3 c=2"),
-    ("scheduled", UNEQUAL, SINGLE),
     ("scheduled", "4 | sharded: (a b)=5,3", "2 | a=8 | b=8 | c=8"),
     ("scheduled", TENSOR_UNEQUAL, "2 | a=5 b=3"),
     ("scheduled", "4 | tensor=2 sharded: (a b c d)=4,4", "1 | a=8 | b=5 c=3"),
     ("scheduled", "1 interleaved | a=8 | b=8 | a=8 | b=8", "4 | tensor=2: (a b)=5@3:1 (c d)=3"),
-    ("mixtral", EXPERTS, "2 | a=4 b=2 c=2"),
-    ("mixtral", EQUAL, EXPERTS_SHARDED),
+    ("mixtral", EXPERTS_SHARDED, "2 | a=4 b=2 c=2"),
     ("mixtral", "4 | expert: (a b)=4,4 | c=8", TENSOR),
     ("dropout", "2 | a=4 b=4", "2 | a=8 | recompute: b=8"),
     ("batch-norm", "2 | recompute: a=8 | b=8", "2 | a=8"),

@@ -114,6 +114,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def without_patience(said: str) -> str:
+    """Without what a rank says when starting the others takes half a minute, as it may on a busy machine."""
+    lines = said.splitlines(keepends=True)
+    return "".join(line for line in lines if " not joined after " not in line and "does not answer yet" not in line)
+
+
 def ends(culprit: int, action: str, ranks: int = 2) -> list[tuple[int, str]]:
     """Exit code and stderr of ranks started as Slurm starts them: nobody hosts the store for them and nobody looks after them."""
     port = free_port()
@@ -136,7 +142,7 @@ def ends(culprit: int, action: str, ranks: int = 2) -> list[tuple[int, str]]:
         said = {rank: processes[rank].communicate()[1] for rank in order}
         processes[culprit].kill() if action == "freeze" else None
         said[culprit] = processes[culprit].communicate()[1]
-        return [(processes[rank].returncode, said[rank]) for rank in range(ranks)]
+        return [(processes[rank].returncode, without_patience(said[rank])) for rank in range(ranks)]
     finally:
         for process in processes:
             process.kill()

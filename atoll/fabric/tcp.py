@@ -150,6 +150,8 @@ class TcpPump:
             self._end(error)
         except ssl.SSLError as error:
             self._end(tls_failure(error, self.address))
+        except (ConnectionResetError, BrokenPipeError) as error:  # how the end of a process looks that had not read everything
+            self._end(PeerLostError(f"{error.strerror}: its process ended or was killed, or it closed the connection unread"))
         except OSError as error:
             self._end(PeerLostError(error.strerror or str(error) or type(error).__name__))
         finally:

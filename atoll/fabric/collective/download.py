@@ -14,6 +14,7 @@ from atoll.fabric.collective.pieces import PieceStore
 from atoll.fabric.collective.state import State, StateManifest, piece_digest
 from atoll.fabric.method import Peer
 from atoll.fabric.remote import Remote
+from atoll.fabric.roles import allowed
 
 __all__ = ["PieceRequest", "StateDonor", "WorkPool", "fetch_state"]
 
@@ -43,10 +44,12 @@ class StateDonor:
         """No longer; pieces under way still arrive, or are refused by their digest."""
         self._states.pop(name, None)
 
+    @allowed("worker", "coordinator")
     async def manifest(self, state: str, peer: Peer) -> StateManifest:
         """What a state consists of."""
         return self._known(state).manifest
 
+    @allowed("worker", "coordinator")
     async def piece(self, request: PieceRequest, peer: Peer) -> list[torch.Tensor]:
         """A piece's bytes."""
         state = self._known(request.state)

@@ -92,6 +92,8 @@ class Watch:
             if not pull.task.done():
                 pull.task.cancel()
                 await asyncio.wait([pull.task])
+            if not pull.task.cancelled():
+                pull.task.exception()  # nobody need ask
 
     async def _drain(
         self, pull: Pulling, items: Callable[[], AsyncIterator[Item]], take: Callable[[Item], Coroutine[Any, Any, bool]]

@@ -7,6 +7,7 @@ from atoll.errors import FabricError, RefusedError
 from atoll.fabric.collective.messages import Item, Progress, Pull, Settled
 from atoll.fabric.collective.round import Round
 from atoll.fabric.method import Peer
+from atoll.fabric.roles import allowed
 
 __all__ = ["Reductions", "RoundTable"]
 
@@ -63,18 +64,21 @@ class Reductions:
     def __init__(self, rounds: "RoundTable") -> None:
         self._rounds = rounds
 
+    @allowed("worker", "coordinator")
     async def contribution(self, request: Pull, peer: Peer) -> AsyncIterator[Item]:
         """A member's contribution to a cell, or its site's."""
         round_ = await self._rounds.get(request.round)
         async for item in round_.contributions(request, peer.name):
             yield item
 
+    @allowed("worker", "coordinator")
     async def result(self, request: Pull, peer: Peer) -> AsyncIterator[Item]:
         """A reduced cell."""
         round_ = await self._rounds.get(request.round)
         async for item in round_.reduced(request, peer.name):
             yield item
 
+    @allowed("worker", "coordinator")
     async def held(self, request: Pull, peer: Peer) -> Progress:
         """How much of a reduced cell is here."""
         round_ = self._rounds.known.get(request.round)
@@ -82,6 +86,7 @@ class Reductions:
             return Progress(0, True)
         return round_.cells[request.cell].progress
 
+    @allowed("worker", "coordinator")
     async def settled(self, request: Settled, peer: Peer) -> Settled:
         """How the round ended here, once it did."""
         round_ = await self._rounds.get(request.round)

@@ -18,6 +18,7 @@ from atoll.fabric.collective.arrivals import Arrivals, Child
 from atoll.fabric.collective.link_codecs import FixedCodecs, LinkCodecs
 from atoll.fabric.collective.messages import Chunk, Failed, Item, Progress, Pull
 from atoll.fabric.collective.outcome import PartOutcome, Reduction
+from atoll.fabric.collective.pacing import Pacing
 from atoll.fabric.collective.plan import Cell, RoundPlan
 from atoll.fabric.collective.pulling import Pulling, Watch
 from atoll.fabric.collective.reduced import ReducedCell
@@ -83,6 +84,7 @@ class Round:
         self._codecs = FixedCodecs("none") if plan.exact else codecs
         self._watch = Watch(peers.clock)
         self._scratch = Scratch()
+        self._outgoing, self._handing_out = Pacing(), Pacing()  # contributions; results
         self._arrivals: dict[int, Arrivals] = {}
         self._pulls: set[asyncio.Task[None]] = set()
         self._summed: dict[int, int] = {}  # by cell: chunks of a site's sum that were asked for
@@ -159,19 +161,24 @@ class Round:
         await self._began.wait()
         near = self.plan.member(peer).site == self._me.site
         last = len(self.cells[number].spans)
+        lane = self._outgoing.begin(self._fraction(number, pull.first - 1))
         following = asyncio.create_task(self._bring(number, pull.first, peer, near))
         try:
             for index in range(pull.first, last):
                 item = await following
                 if index + 1 < last and isinstance(item, Chunk):
                     following = asyncio.create_task(self._bring(number, index + 1, peer, near))
+                await self._outgoing.turn(lane)
                 begin = self._peers.clock()
                 yield item
                 self._peers.sent(peer, begin, self._peers.clock(), _nbytes(item))
+                self._outgoing.advanced(lane, self._fraction(number, index))
                 if isinstance(item, Failed):
                     break
         finally:
             following.cancel()
+            following.add_done_callback(_seen)
+            self._outgoing.end(lane)
             self._unserved.discard(number)
             self._served.set()
 
@@ -292,13 +299,24 @@ class Round:
         number, _ = self._cell(pull)
         self.plan.member(peer)
         state = self.cells[number]
-        for index in range(pull.first, len(state.spans) if pull.until is None else min(pull.until, len(state.spans))):
-            item = await state.wait(index)
-            begin = self._peers.clock()
-            yield item
-            self._peers.sent(peer, begin, self._peers.clock(), _nbytes(item))
-            if isinstance(item, Failed):
-                return
+        lane = self._handing_out.begin(self._fraction(number, pull.first - 1))
+        try:
+            for index in range(pull.first, len(state.spans) if pull.until is None else min(pull.until, len(state.spans))):
+                item = await state.wait(index)
+                await self._handing_out.turn(lane)
+                begin = self._peers.clock()
+                yield item
+                self._peers.sent(peer, begin, self._peers.clock(), _nbytes(item))
+                self._handing_out.advanced(lane, self._fraction(number, index))
+                if isinstance(item, Failed):
+                    return
+        finally:
+            self._handing_out.end(lane)
+
+    def _fraction(self, number: int, index: int) -> float:
+        """What of a cell is behind its chunk `index`."""
+        cell, spans = self.plan.cells[number], self.cells[number].spans
+        return (spans[min(index, len(spans) - 1)][1] - cell.start) / cell.elements if index >= 0 else 0.0
 
     async def _receive(self, number: int) -> None:
         plan, cell = self.plan, self.plan.cells[number]
@@ -388,6 +406,12 @@ class Round:
 
     async def _run(self, function: Callable[..., Result], *arguments: object) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._work, function, *arguments)
+
+
+def _seen(task: "asyncio.Task[Item]") -> None:
+    """Nobody waits for it any more: how it ended does not matter."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _nbytes(item: Item) -> int:

@@ -49,6 +49,7 @@ def run_virtually(coroutine: Coroutine[Any, Any, Any]) -> Any:
         return loop.run_until_complete(coroutine)
     finally:
         loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.run_until_complete(asyncio.sleep(0))  # what was cancelled last ends
         loop.close()
 
 
@@ -140,8 +141,10 @@ class SimulatedPeers(Peers):
         try:
             while not following.done():
                 died = asyncio.ensure_future(self._world.died.wait())
-                await asyncio.wait([following, died], return_when=asyncio.FIRST_COMPLETED)
-                died.cancel()
+                try:
+                    await asyncio.wait([following, died], return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    died.cancel()
                 if peer in self._world.dead:
                     raise PeerLostError(f"{peer} is dead")
         finally:

@@ -38,10 +38,15 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
 KINDS = (
     ("kill", 5), ("kill-stage", 1), ("kill-feeder", 2), ("stop", 4), ("cut", 2), ("cut-one-way", 2), ("isolate", 1),
-    ("restart-coordinator", 3), ("take-over", 2), ("stop-coordinator", 1), ("slow-disk", 2), ("slow-worker", 1), ("move", 2), ("leave", 1),
-    ("deafen", 2), ("split", 4),
+    ("restart-coordinator", 3), ("take-over", 2), ("stop-coordinator", 1), ("slow-disk", 2), ("slow-worker", 3), ("move", 2), ("leave", 1),
+    ("deafen", 2), ("split", 4), ("succeed", 3),
 )  # fmt: skip
-PHASES = {"split": ("reduce",), "take-over": ("reduce", "reduce", ""), "restart-coordinator": ("reduce", "reduce", "seal", "")}
+PHASES = {
+    "split": ("reduce",),
+    "succeed": ("reduce",),
+    "take-over": ("reduce", "reduce", ""),
+    "restart-coordinator": ("reduce", "reduce", "seal", ""),
+}
 """When faults that matter most in some phase strike; others come at any time, half of them in a phase too."""
 
 WINDOW = 55.0
@@ -80,9 +85,9 @@ def _draw_fault(draw: random.Random, shape: Shape) -> Fault:
     feeders = [f"f{i}" for i in range(shape.feeders)]
     targets: tuple[str, ...] = ()
     value = 0.0
-    if kind in ("kill", "stop", "slow-worker", "leave", "deafen"):
+    if kind in ("kill", "stop", "slow-worker", "leave", "deafen", "succeed"):
         targets = (draw.choice(workers),)
-        value = draw.choice((2.0, 4.0))
+        value = draw.choice((3.0, 10.0))
     elif kind == "split":
         targets = tuple(draw.sample(workers, 2))
     elif kind == "kill-stage":
@@ -139,6 +144,9 @@ def _strike(swarm: ExactSwarm, fault: Fault) -> None:
     elif fault.kind == "split":  # one member falls silent with what it has just got, while another dies
         _cut(swarm, Fault(fault.at, "deafen", fault.targets[:1]), end)
         _kill(swarm, fault.targets[1:], end)
+    elif fault.kind == "succeed":  # another coordinator begins while one member, with what it has just got, does not hear of it
+        _cut(swarm, Fault(fault.at, "deafen", fault.targets), end + 5.0)
+        _kill(swarm, [name for name in (_coordinator_name(swarm),) if name], swarm.loop.now + 0.5)
     elif fault.kind == "restart-coordinator":
         name = _coordinator_name(swarm)
         if name:

@@ -88,9 +88,7 @@ class PeerSwarm:
         compute = ModelledCompute(
             process, forward_seconds=self.model.forward_seconds, backward_seconds=self.model.backward_seconds, slowness=slowness
         )
-        worker = self.workers[name] = Worker(
-            node, compute, CheckpointStore(self.checkpoint_disk, process), self.settings, (COORDINATOR,)
-        )
+        worker = self.workers[name] = Worker(node, compute, CheckpointStore(self.checkpoint_disk, process), self.settings, (COORDINATOR,))
         process.spawn(worker.run())
 
     def kill(self, name: str) -> None:

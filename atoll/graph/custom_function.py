@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch._export.wrappers import allow_in_pre_dispatch_graph
+from torch.utils.checkpoint import CheckpointFunction
 
 from atoll.errors import CaptureError
 
@@ -25,6 +26,11 @@ def keep_custom_functions() -> Iterator[None]:
     kept = keep(original.__func__)
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction and torch.compiler.is_exporting():
+            raise CaptureError(
+                "the model calls torch.utils.checkpoint with use_reentrant=True, through which gradients cannot be followed; pass "
+                "use_reentrant=False, or leave it out: plans say themselves what is recomputed"
+            )
         if cls.__module__.startswith("torch.") or not torch.compiler.is_exporting():
             return original.__func__(cls, *args, **kwargs)
         if "<locals>" in cls.__qualname__ or (cls.__module__ == "__main__" and "." in cls.__qualname__):

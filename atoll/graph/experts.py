@@ -15,8 +15,8 @@ from torch import fx
 
 from atoll.graph.axes import Axes, find_axes, operator_name
 from atoll.graph.flops import TensorSpec
-from atoll.graph.liveness import is_random
 from atoll.graph.operators import OperatorTable
+from atoll.graph.regions import is_random
 
 __all__ = ["Boundary", "ExpertRegion", "Experts", "Tag", "find_experts"]
 

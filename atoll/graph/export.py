@@ -17,6 +17,7 @@ from atoll.graph.custom_function import keep_custom_functions
 from atoll.graph.fake import build_model, fake_model, first_line, new_fake_mode, plain_batch, real_model
 from atoll.graph.graph import Precision
 from atoll.graph.oracle import Answers, Assumption, Recorder, Replayer, find_random_assumption
+from atoll.graph.regions import write_early
 
 __all__ = ["Exported", "TrainingJob", "ambient_precision", "export_job"]
 
@@ -66,7 +67,23 @@ class _LossOf(nn.Module):
 
     def forward(self, batch: Any) -> Any:
         with self._mode():
-            return self._loss(self.model, batch)
+            before = dict(self.model.named_buffers())
+            result = self._loss(self.model, batch)
+            for name, buffer in before.items():
+                self._write_back(name, buffer)
+            return result
+
+    def _write_back(self, name: str, buffer: torch.Tensor) -> None:
+        """`self.buffer = …` would be lost: the program knows buffers, not attributes. So it is made a change of the buffer itself."""
+        path, _, attribute = name.rpartition(".")
+        owner = self.model.get_submodule(path)
+        new = owner._buffers.get(attribute)
+        if new is buffer:
+            return
+        if new is None or new.shape != buffer.shape or new.dtype != buffer.dtype:
+            raise CaptureError(f"the model replaces its buffer {name!r} by one of another shape or type; write `self.{attribute}.copy_(…)`")
+        buffer.detach().copy_(new.detach())
+        owner._buffers[attribute] = buffer
 
 
 @contextlib.contextmanager
@@ -305,6 +322,7 @@ def export_job(job: TrainingJob, *, training: bool = True) -> Exported:
     with _running_the_users_code(job, "running the model and its loss"):
         program, fake = attempts.run()
     _drop_metadata_checks(program)
+    write_early(program.graph_module)
     varying = _varying(program, batch, growing)
     fixed = {name: rest for name, dims in growing.items() if (rest := tuple(d for d in dims if d not in varying.get(name, ())))}
     return Exported(

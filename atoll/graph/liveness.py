@@ -17,8 +17,9 @@ from torch import fx
 
 from atoll.graph.flops import TensorSpec
 from atoll.graph.operators import OperatorTable
+from atoll.graph.regions import is_random, operators_in, written
 
-__all__ = ["Liveness", "StagePart", "find_liveness", "is_random"]
+__all__ = ["Liveness", "StagePart", "find_liveness"]
 
 aten = torch.ops.aten
 
@@ -32,25 +33,6 @@ class StagePart:
     sends: tuple[str, ...]  # values later stages need, whoever made them
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
-    """The values an in-place operator changes."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    found = []
-    for index, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-            found += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)]
-    return found
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether the operator may draw random numbers."""
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags or "dropout" in str(node.target) or "rand" in str(node.target)
-
-
 def _has_effect(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return "assert" in str(node.target) or (schema is not None and not schema.returns)
@@ -58,15 +40,7 @@ def _has_effect(node: fx.Node) -> bool:
 
 def _is_unrepeatable(node: fx.Node, table: OperatorTable) -> bool:
     """Random, or with an effect; for a region (`no_grad`) whatever runs inside it."""
-    if is_random(node) or _has_effect(node):
-        return True
-    inside = [table.specs.get(value) for value in node.all_input_nodes if value.op == "get_attr"]
-    return any(
-        inner.op == "call_function" and (is_random(inner) or _has_effect(inner))
-        for module in inside
-        if isinstance(module, fx.GraphModule)
-        for inner in module.graph.nodes
-    )
+    return any(is_random(inner) or _has_effect(inner) for inner in operators_in(node, table.module))
 
 
 def _changes_nothing(table: OperatorTable, node: fx.Node) -> fx.Node | None:
@@ -105,7 +79,7 @@ class Liveness:
         """Memory → the operators that write to it."""
         mutators: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in self._nodes:
-            for value in _written(node):
+            for value in written(node, self._table.module):
                 mutators[self._table.memory[value]].append(node)
         return mutators
 
@@ -173,18 +147,14 @@ class Liveness:
         return last
 
     def _find_illegal(self) -> set[int]:
-        """Cuts with a value before them that is changed in place after them."""
+        """Cuts with a value before them that is changed in place after them, or a buffer that is changed before and read after them."""
         illegal: set[int] = set()
         for root, nodes in self._mutators.items():
-            first = (
-                self._place[root]
-                if root.op == "call_function"
-                else min((self._place[user] for user in root.users if user in self._place), default=0)
-            )
             if root.op == "call_function" and root not in self._tainted:
                 continue
-            for node in nodes:
-                illegal.update(range(first + 1, self._place[node] + 1))
+            uses = [self._place[root]] if root.op == "call_function" else [self._place[user] for user in root.users if user in self._place]
+            last = max(self._place[node] for node in nodes)
+            illegal.update(range(min(uses, default=0) + 1, max([last, *uses]) + 1))
         return illegal
 
     def crossing(self, cut: int) -> list[fx.Node]:

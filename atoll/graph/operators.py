@@ -60,6 +60,7 @@ class OperatorTable:
     results: list[fx.Node]  # what the program returns
     state_updates: set[fx.Node]  # values written back to buffers at the end
     notes: list[str]
+    module: fx.GraphModule  # whose graph it is; holds the regions
 
 
 def _concrete(value: Any, fallback: int) -> Any:
@@ -113,7 +114,7 @@ class _Builder:
         self.names = {id(parameter): name for name, parameter in exported.model.named_parameters()}  # tied ones have their first name
         self.memo: dict[Any, OperatorCost] = {}
         self.kept: set[fx.Node] = set()
-        self.table = OperatorTable([], {}, {}, {}, [], {}, {}, exported.samples, [], set(), [])
+        self.table = OperatorTable([], {}, {}, {}, [], {}, {}, exported.samples, [], set(), [], self.module)
 
     def build(self) -> OperatorTable:
         inputs = {spec.arg.name: spec for spec in self.exported.program.graph_signature.input_specs}
@@ -173,7 +174,10 @@ class _Builder:
         cost = _EXPERT_WEIGHTS if self._picks_expert_weights(node) else self._cost(node.target, args, kwargs)
         outputs = [leaf for leaf in _leaves(value) if isinstance(leaf, TensorSpec)]
         flags = cost.requires_grad if len(cost.requires_grad) == len(outputs) else (any(cost.requires_grad),) * len(outputs)
-        flagged = [TensorSpec(s.shape, s.stride, s.dtype, g and s.dtype.is_floating_point) for s, g in zip(outputs, flags, strict=True)]
+        flagged = [
+            TensorSpec(s.shape, s.stride, s.dtype, g and (s.dtype.is_floating_point or s.dtype.is_complex))
+            for s, g in zip(outputs, flags, strict=True)
+        ]
         given = iter(flagged)
         table.specs[node] = pytree.tree_map(
             lambda leaf: next(given) if isinstance(leaf, TensorSpec) else leaf, value, is_leaf=lambda leaf: isinstance(leaf, TensorSpec)
@@ -277,6 +281,10 @@ _EXPERT_WEIGHTS = OperatorCost(aliases=(0,), requires_grad=(True,))  # a view of
 
 
 _ASKS = (aten.item.default, aten._local_scalar_dense.default, aten.sym_size.int)  # numbers, not tensors
+
+
+def _is_differentiable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _key(leaf: Any) -> Any:

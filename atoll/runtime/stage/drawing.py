@@ -81,7 +81,8 @@ _ALWAYS_RANDOM = (
 )
 _ATTENTION = functional.scaled_dot_product_attention
 _MANY_HEADS = functional.multi_head_attention_forward
-_RANDOM_FUNCTIONS = frozenset([*_DROPOUTS, *_ALWAYS_RANDOM, _ATTENTION, _MANY_HEADS])
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+_RANDOM_FUNCTIONS = frozenset([*_DROPOUTS, *_ALWAYS_RANDOM, *_RECURRENT, _ATTENTION, _MANY_HEADS])
 
 
 def _is_on(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -91,6 +92,9 @@ def _is_on(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     if function is _MANY_HEADS:
         training = args[13] if len(args) > 13 else kwargs.get("training", True)
         return bool(training) and bool(args[10] if len(args) > 10 else kwargs["dropout_p"])
+    if function in _RECURRENT:
+        layers, probability, training = args[5:8] if isinstance(args[3], (list, tuple)) else args[4:7]  # packed sequences have one more
+        return layers > 1 and bool(probability) and bool(training)
     if function is functional.rrelu:
         return bool(args[3] if len(args) > 3 else kwargs.get("training", False))
     if function in _DROPOUTS:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from atoll.runtime.stage.drawing import Draw, DrawKey
 from atoll.runtime.stage.holding import Holding
 from atoll.runtime.stage.program import StageProgram, Unit
+from atoll.runtime.stage.rewriting import keep_what_is_read, own_region, place_on, seed_draws
 from atoll.runtime.stage.state import InitialState
 
 __all__ = ["StageBuilder", "StageModule", "UnitModule"]
@@ -36,17 +37,20 @@ class UnitModule(nn.Module):
         return again(self.graph_module, *inputs)  # type: ignore[no-any-return]
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), self._unchanged() if self.changes else nullcontext()
+        """For the first run and the second. By the time of the second, other micro-batches may have changed buffers further."""
+        seen = [getattr(self.graph_module, name).clone() for name in self.changes]
+        return nullcontext(), self._starting_from(seen) if seen else nullcontext()
 
     @contextmanager
-    def _unchanged(self) -> Iterator[None]:
-        """Running a unit again must not move its running statistics again."""
-        before = [getattr(self.graph_module, name).clone() for name in self.changes]
+    def _starting_from(self, seen: list[Tensor]) -> Iterator[None]:
+        """Running a unit again reads the buffers as the first run found them, and does not move its running statistics again."""
+        buffers = [getattr(self.graph_module, name) for name in self.changes]
+        now = [buffer.clone() for buffer in buffers]
         try:
+            torch._foreach_copy_(buffers, seen)
             yield
         finally:
-            for name, value in zip(self.changes, before, strict=True):
-                getattr(self.graph_module, name).copy_(value)
+            torch._foreach_copy_(buffers, now)
 
 
 class StageModule(nn.Module):
@@ -137,12 +141,12 @@ class StageBuilder:
         for attribute, placeholder in unit.buffers.items():
             root.register_buffer(attribute, self._buffer(placeholder), persistent=False)
         for attribute, module in unit.modules.items():
-            root.add_module(attribute, module)
-        if unit.draws:
-            root.add_module("draw", Draw(self._key, self._device))
-        _seed_before_draws(unit)
-        _place_on(unit.graph, self._device)
+            setattr(root, attribute, own_region(module) if isinstance(module, fx.GraphModule) else module)
         graph_module = fx.GraphModule(root, unit.graph)
+        place_on(graph_module, self._device)
+        seed_draws(graph_module, unit.draws, Draw(self._key, self._device))
+        keep_what_is_read(graph_module, unit.changes)
+        graph_module.recompile()
         names = {attribute: self._state.buffer_name(placeholder) for attribute, placeholder in unit.buffers.items()}
         buffers = {attribute: name for attribute, name in names.items() if name is not None}
         return UnitModule(unit, graph_module, buffers, recompute)
@@ -159,18 +163,3 @@ class StageBuilder:
         if placeholder not in self._buffers:
             self._buffers[placeholder] = self._state.value(placeholder).to(self._device, copy=True)
         return self._buffers[placeholder]
-
-
-def _seed_before_draws(unit: Unit) -> None:
-    for node in list(unit.graph.nodes):
-        if node.name in unit.draws:
-            with unit.graph.inserting_before(node):
-                unit.graph.call_module("draw", (unit.draws[node.name],))
-
-
-def _place_on(graph: fx.Graph, device: torch.device) -> None:
-    """Capture ran on the CPU; what the program creates is to be created where the stage runs."""
-    for node in graph.nodes:
-        if any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values())):
-            node.args = tuple(device if isinstance(value, torch.device) else value for value in node.args)
-            node.kwargs = {name: device if isinstance(value, torch.device) else value for name, value in node.kwargs.items()}

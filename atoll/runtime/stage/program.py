@@ -16,12 +16,11 @@ from torch import fx
 from torch.export.graph_signature import OutputKind
 
 from atoll.graph.capture import Captured
-from atoll.graph.liveness import is_random
+from atoll.graph.regions import draws_in
 
 __all__ = ["Crossing", "StageProgram", "Unit", "cut_stage", "shared_parameters"]
 
 aten = torch.ops.aten
-_NORMS = ("batch_norm", "instance_norm")  # they change their running statistics without saying so in their schema
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,8 @@ class Unit:
     outputs: tuple[str, ...]  # values it returns, in order
     parameters: dict[str, str] = field(default_factory=dict)  # attribute → the user's name
     buffers: dict[str, str] = field(default_factory=dict)  # attribute → the program's name of the buffer or constant
-    modules: dict[str, fx.GraphModule] = field(default_factory=dict)  # attribute → region (`no_grad` and the like)
-    draws: dict[str, int] = field(default_factory=dict)  # random node → its number among the program's
+    modules: dict[str, Any] = field(default_factory=dict)  # attribute → region (`no_grad` and the like), or what a custom function is given
+    draws: dict[str, int] = field(default_factory=dict)  # random node → the number of its first draw among the program's
     changes: tuple[str, ...] = ()  # attributes of buffers that running the unit changes
 
 
@@ -160,7 +159,7 @@ class _Cutter:
         returned = [node for node in nodes if node in made and node in later]
         unit.graph.output(tuple(unit.copies[node] for node in returned))
         unit.inputs, unit.outputs = tuple(value.name for value in inputs), tuple(node.name for node in returned)
-        unit.changes = tuple(attribute for attribute in unit.buffers if self._is_changed(nodes, unit, attribute))
+        unit.changes = tuple(attribute for attribute in unit.buffers if self._is_changed(unit, attribute))
         return unit
 
     def _read_from_outside(self, nodes: list[fx.Node], own: set[fx.Node]) -> list[fx.Node]:
@@ -186,19 +185,15 @@ class _Cutter:
             attribute = f"b{len(unit.buffers)}"
             unit.buffers[attribute] = value.name
         else:
-            module = self.captured.program.graph_module.get_submodule(str(value.target))
-            assert isinstance(module, fx.GraphModule)
             attribute = f"m{len(unit.modules)}"
-            unit.modules[attribute] = module
+            unit.modules[attribute] = self.table.specs[value]
         copy = unit.graph.create_node("get_attr", attribute)
         if "val" in value.meta:
             copy.meta["val"] = value.meta["val"]
         return copy
 
-    def _is_changed(self, nodes: list[fx.Node], unit: Unit, attribute: str) -> bool:
-        buffer = self.nodes[unit.buffers[attribute]]
-        normed = any(buffer in node.all_input_nodes and any(name in str(node.target) for name in _NORMS) for node in nodes)
-        return normed or self.live.is_changed(buffer)
+    def _is_changed(self, unit: Unit, attribute: str) -> bool:
+        return self.live.is_changed(self.nodes[unit.buffers[attribute]])
 
 
 def _sources(nodes: Iterable[fx.Node], kinds: tuple[str, ...]) -> list[fx.Node]:
@@ -211,21 +206,13 @@ def _sources(nodes: Iterable[fx.Node], kinds: tuple[str, ...]) -> list[fx.Node]:
 
 
 def _random_nodes(captured: Captured) -> dict[fx.Node, int]:
-    """Every node that really draws random numbers → its number in program order: the same whatever the cuts."""
-    drawing = [node for node in captured.program.graph.nodes if node.op == "call_function" and is_random(node) and _draws(node)]
-    return {node: number for number, node in enumerate(drawing)}
-
-
-def _draws(node: fx.Node) -> bool:
-    """Dropout that is off draws nothing."""
-    args: Any = node.args
-    name = str(node.target)
-    if "scaled_dot_product_attention" in name:
-        probability = args[4] if len(args) > 4 else node.kwargs.get("dropout_p", 0.0)
-        return bool(probability)
-    if "dropout" in name and len(args) > 2:
-        return bool(args[1]) and bool(args[2])
-    return True
+    """Every node that really draws random numbers → the number of its first draw in program order: the same whatever the cuts."""
+    root, numbers, count = captured.program.graph_module, dict[fx.Node, int](), 0
+    for node in captured.program.graph.nodes:
+        draws = draws_in(node, root) if node.op == "call_function" else 0
+        if draws:
+            numbers[node], count = count, count + draws
+    return numbers
 
 
 def shared_parameters(captured: Captured) -> frozenset[str]:

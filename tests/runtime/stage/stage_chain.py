@@ -61,6 +61,16 @@ class Chain:
 
     def loss(self, batch: Any) -> Tensor:
         """Forward through all stages and backward through them; what crosses is checked to be as announced."""
+        return self.losses([batch])[0]
+
+    def losses(self, batches: Sequence[Any]) -> list[Tensor]:
+        """The same with several micro-batches under way at once."""
+        under_way = [self._forward(batch) for batch in batches]
+        for held, result in under_way:
+            self._backward(held, result)
+        return [result.detach() for _, result in under_way]
+
+    def _forward(self, batch: Any) -> tuple[list[tuple[list[Tensor], tuple[Any, ...]]], Tensor]:
         leaves = self.sizes.leaves(batch)
         binding = self.sizes.bind(leaves)
         received: list[Tensor] = []
@@ -75,9 +85,7 @@ class Chain:
                 assert value.dtype == crossing.dtype
             held.append((inputs, outputs))
             received = list(outputs)
-        result = read_loss(pytree.tree_unflatten(list(received), self.captured.program.call_spec.out_spec)).value
-        self._backward(held, result)
-        return result.detach()
+        return held, read_loss(pytree.tree_unflatten(list(received), self.captured.program.call_spec.out_spec)).value
 
     def _backward(self, held: list[tuple[list[Tensor], tuple[Any, ...]]], loss: Tensor) -> None:
         roots, gradients = [loss], [torch.ones_like(loss)]

@@ -1,0 +1,109 @@
+"""Buffers that a forward changes: every micro-batch's forward and backward see the values that one process's would, recomputed or not."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.parametrizations import spectral_norm
+
+from atoll.graph.capture import capture_program
+
+from .stage_chain import Chain, job_of
+
+
+class Averaged(nn.Module):
+    """A running average that is changed and then multiplied in; how is left to others."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.register_buffer("average", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(functional.gelu(self.middle(self.change(functional.gelu(self.first(x))))))
+
+    def change(self, x: Tensor) -> Tensor:
+        self.average.mul_(0.9).add_(x.detach().abs().mean(0), alpha=0.1)
+        return x * self.average
+
+
+class InRegion(Averaged):
+    def change(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(x.abs().mean(0), alpha=0.1)
+        return x * self.average
+
+
+class PartInRegion(Averaged):
+    def change(self, x: Tensor) -> Tensor:
+        x = x / self.average[1].clone()
+        with torch.no_grad():
+            self.average[1:3].copy_(x.abs().mean(0)[1:3])
+        return x * self.average
+
+
+class ReadInRegion(Averaged):
+    def change(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            self.average.mul_(0.9).add_(x.detach().abs().mean(0), alpha=0.1)
+            return x * self.average
+
+
+class Assigned(Averaged):
+    def change(self, x: Tensor) -> Tensor:
+        x = x * self.average
+        self.average = 0.9 * self.average + 0.1 * x.detach().abs().mean(0)
+        return x * self.average
+
+
+class NormInRegion(Averaged):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def change(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return self.norm(x) * self.average
+
+
+class Spectral(Averaged):
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = spectral_norm(nn.Linear(6, 6))
+
+    def change(self, x: Tensor) -> Tensor:
+        return x
+
+
+def squares(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["x"]).square().mean()
+
+
+def vectors(samples: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(samples, 6)}
+
+
+@pytest.mark.parametrize("build", [Averaged, InRegion, PartInRegion, ReadInRegion, Assigned, NormInRegion, Spectral])
+def test_micro_batches_under_way_together_are_as_one_after_another(build: type[nn.Module]) -> None:
+    captured = capture_program(job_of(build, squares, vectors))
+    for recompute in (False, True):
+        torch.manual_seed(3)
+        model, batches = build(), [vectors(4) for _ in range(3)]
+        chain = Chain(captured, model, [0, *captured.graph.cuts, len(captured.graph.layers)], recompute=recompute)
+        losses = chain.losses(batches)
+        changed = {name for module in chain.modules for name in module.changed_buffers()}
+        own = {name: buffer for module in chain.modules for name, buffer in module.buffers_by_name().items()}
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        for batch, loss in zip(batches, losses, strict=True):
+            true = squares(model, batch)
+            true.backward()  # type: ignore[no-untyped-call]
+            assert torch.allclose(loss, true)
+        assert changed == {name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])} != set()
+        for name in changed:
+            assert torch.allclose(own[name], model.get_buffer(name), rtol=1e-5), name
+        for name, parameter in model.named_parameters():
+            assert torch.allclose(chain.parameters[name].grad, parameter.grad, rtol=1e-4, atol=1e-7), name  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from atoll.codec import Codec, LinkController, LinkState, Message, Role, make_codec
+from atoll.codec.tensors import Codec, LinkController, LinkState, Message, Role, make_codec
 from atoll.errors import CodecError
 from atoll.events import CodecChosen, Observer
 from atoll.fabric.collective.rates import BusyRate

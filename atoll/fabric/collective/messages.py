@@ -5,7 +5,7 @@ from typing import TypeAlias
 import msgspec
 import torch
 
-from atoll.codec import Encoded, Header
+from atoll.codec.tensors import Encoded, Header
 
 __all__ = ["Chunk", "Failed", "Item", "Progress", "Pull", "Settled"]
 

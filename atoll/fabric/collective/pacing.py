@@ -21,7 +21,7 @@ class Lane:
 
 
 class Pacing:
-    """All streams of one kind of one round."""
+    """All streams of one kind of one round that share an interface."""
 
     def __init__(self) -> None:
         self._lanes: set[Lane] = set()

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from atoll.codec import Codec
+from atoll.codec.tensors import Codec
 from atoll.errors import CodecError, FabricError, RefusedError
 from atoll.fabric.collective.arrivals import Arrivals, Child
 from atoll.fabric.collective.link_codecs import FixedCodecs, LinkCodecs
@@ -84,7 +84,8 @@ class Round:
         self._codecs = FixedCodecs("none") if plan.exact else codecs
         self._watch = Watch(peers.clock)
         self._scratch = Scratch()
-        self._outgoing, self._handing_out = Pacing(), Pacing()  # contributions; results
+        self._outgoing = {True: Pacing(), False: Pacing()}  # contributions, by whether they stay inside the site
+        self._handing_out = {True: Pacing(), False: Pacing()}  # results, likewise
         self._arrivals: dict[int, Arrivals] = {}
         self._pulls: set[asyncio.Task[None]] = set()
         self._summed: dict[int, int] = {}  # by cell: chunks of a site's sum that were asked for
@@ -161,24 +162,25 @@ class Round:
         await self._began.wait()
         near = self.plan.member(peer).site == self._me.site
         last = len(self.cells[number].spans)
-        lane = self._outgoing.begin(self._fraction(number, pull.first - 1))
+        pacing = self._outgoing[near]
+        lane = pacing.begin(self._fraction(number, pull.first - 1))
         following = asyncio.create_task(self._bring(number, pull.first, peer, near))
         try:
             for index in range(pull.first, last):
                 item = await following
                 if index + 1 < last and isinstance(item, Chunk):
                     following = asyncio.create_task(self._bring(number, index + 1, peer, near))
-                await self._outgoing.turn(lane)
+                await pacing.turn(lane)
                 begin = self._peers.clock()
                 yield item
                 self._peers.sent(peer, begin, self._peers.clock(), _nbytes(item))
-                self._outgoing.advanced(lane, self._fraction(number, index))
+                pacing.advanced(lane, self._fraction(number, index))
                 if isinstance(item, Failed):
                     break
         finally:
             following.cancel()
             following.add_done_callback(_seen)
-            self._outgoing.end(lane)
+            pacing.end(lane)
             self._unserved.discard(number)
             self._served.set()
 
@@ -297,21 +299,21 @@ class Round:
     async def reduced(self, pull: Pull, peer: str) -> AsyncIterator[Item]:
         """A reduced cell, chunk by chunk as it becomes ready."""
         number, _ = self._cell(pull)
-        self.plan.member(peer)
+        pacing = self._handing_out[self.plan.member(peer).site == self._me.site]
         state = self.cells[number]
-        lane = self._handing_out.begin(self._fraction(number, pull.first - 1))
+        lane = pacing.begin(self._fraction(number, pull.first - 1))
         try:
             for index in range(pull.first, len(state.spans) if pull.until is None else min(pull.until, len(state.spans))):
                 item = await state.wait(index)
-                await self._handing_out.turn(lane)
+                await pacing.turn(lane)
                 begin = self._peers.clock()
                 yield item
                 self._peers.sent(peer, begin, self._peers.clock(), _nbytes(item))
-                self._handing_out.advanced(lane, self._fraction(number, index))
+                pacing.advanced(lane, self._fraction(number, index))
                 if isinstance(item, Failed):
                     return
         finally:
-            self._handing_out.end(lane)
+            pacing.end(lane)
 
     def _fraction(self, number: int, index: int) -> float:
         """What of a cell is behind its chunk `index`."""

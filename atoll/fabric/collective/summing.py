@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from atoll.codec import Codec, Encoded, decode
+from atoll.codec.tensors import Codec, Encoded, decode
 from atoll.errors import CodecError
 from atoll.fabric.collective.messages import Chunk
 

@@ -2,7 +2,8 @@
 
 ```python
 authority = Authority.create(run_directory)                       # where the run is started
-with serve(authority, "0.0.0.0:7000", services=[…]) as coordinator:
+coordinator, address = serve(authority, "0.0.0.0:7000", services=[…])
+with coordinator:
     token = authority.issue_token("worker", uses=8)
 
 with Member(enrol("host:7000", token, "rome"), services=[…]) as rome:   # elsewhere

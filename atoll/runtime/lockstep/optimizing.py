@@ -12,7 +12,17 @@ from torch.distributed.tensor import DTensor
 
 from atoll.errors import JobError
 
-__all__ = ["Counted", "LossScale", "check_elementwise", "check_separable", "clip_factor", "local", "scale_gradients", "squared_norm"]
+__all__ = [
+    "Counted",
+    "LossScale",
+    "build_on_parts",
+    "check_elementwise",
+    "check_separable",
+    "clip_factor",
+    "local",
+    "scale_gradients",
+    "squared_norm",
+]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -90,6 +100,30 @@ class LossScale:
     def restore(self, state: dict[str, Any]) -> None:
         """What `state` gave."""
         self.value, self.good_steps = float(state["value"]), int(state["good_steps"])
+
+
+def build_on_parts(
+    build: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer], parts: Sequence[nn.Parameter], shapes: Sequence[tuple[int, ...]]
+) -> torch.optim.Optimizer:
+    """The optimizer of the parts this rank owns, in the groups that the whole parameters (of these shapes) would be in.
+
+    Groups are often chosen by shape or size, which parts do not show; so the job's code is asked about stand-ins without memory too.
+    """
+    optimizer = build(parts)
+    if all(tuple(part.shape) == shape for part, shape in zip(parts, shapes, strict=True)):
+        return optimizer
+    stand_ins = [nn.Parameter(torch.empty(shape, dtype=part.dtype, device="meta")) for part, shape in zip(parts, shapes, strict=True)]
+    try:
+        groups = build(stand_ins).param_groups
+    except JobError:  # some optimizers insist on real memory; one number stands for all
+        stand_ins = [
+            nn.Parameter(torch.zeros((), dtype=part.dtype, device=part.device).expand(shape))
+            for part, shape in zip(parts, shapes, strict=True)
+        ]
+        groups = build(stand_ins).param_groups
+    part_of = {id(stand_in): part for stand_in, part in zip(stand_ins, parts, strict=True)}
+    optimizer.param_groups[:] = [{**group, "params": [part_of[id(stand_in)] for stand_in in group["params"]]} for group in groups]
+    return optimizer
 
 
 _SHAPES = ((32,), (4, 6), (136, 144), (4, 6, 8))  # some optimizers treat large matrices, or vectors, in their own way

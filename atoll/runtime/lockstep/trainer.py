@@ -16,7 +16,7 @@ from atoll.events import AnyEvent, Evaluated, NonFinite, Observer, RunFinished, 
 from atoll.job import Job
 from atoll.runtime.lockstep.beats import Doing
 from atoll.runtime.lockstep.counting import counted
-from atoll.runtime.lockstep.optimizing import LossScale, clip_factor, scale_gradients, squared_norm
+from atoll.runtime.lockstep.optimizing import LossScale, build_on_parts, clip_factor, scale_gradients, squared_norm
 from atoll.runtime.lockstep.rank import RankWork
 from atoll.runtime.peak import peak_memory_bytes
 
@@ -45,7 +45,8 @@ class Trainer:
         self.trainable = [owned for owned in work.owned if owned.leaf.requires_grad]
         self.leaves: list[nn.Parameter] = [owned.leaf for owned in self.trainable]
         # a rank whose stages are frozen keeps the schedule too: it may be the one that tells and saves it
-        self.optimizer = job.build_optimizer(self.leaves or [nn.Parameter(torch.zeros(0))])
+        shapes = [owned.holding.shape for owned in self.trainable]
+        self.optimizer = build_on_parts(job.build_optimizer, self.leaves or [nn.Parameter(torch.zeros(0))], shapes or [(0,)])
         self.scheduler = job.build_scheduler(self.optimizer)
         self.scale = LossScale(job.precision == "fp16")
         self.losses: list[float] = []

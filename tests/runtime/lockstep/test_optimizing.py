@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from atoll.errors import JobError
-from atoll.runtime.lockstep.optimizing import Counted, LossScale, check_elementwise, clip_factor, scale_gradients, squared_norm
+from atoll.runtime.lockstep.optimizing import (
+    Counted,
+    LossScale,
+    build_on_parts,
+    check_elementwise,
+    clip_factor,
+    scale_gradients,
+    squared_norm,
+)
 
 
 class Lion(torch.optim.Optimizer):
@@ -117,3 +125,23 @@ def test_the_loss_scale_doubles_after_many_good_steps_and_survives_a_checkpoint(
     without = LossScale(False)
     without.update(True)
     assert without.value == 1.0
+
+
+def by_size(parameters: Any, kind: Any = torch.optim.SGD, **given: Any) -> torch.optim.Optimizer:
+    large = [p for p in parameters if p.numel() > 20]
+    small = [p for p in parameters if p.numel() <= 20]
+    return kind([{"params": group, "lr": rate} for group, rate in ((large, 0.1), (small, 0.5)) if group], **given)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "build", [by_size, partial(by_size, kind=torch.optim.Adagrad), partial(by_size, kind=torch.optim.AdamW, fused=True)]
+)
+def test_parts_are_grouped_as_their_wholes(build: Any) -> None:
+    parts = [nn.Parameter(torch.ones(2, 6)), nn.Parameter(torch.ones(9)), nn.Parameter(torch.ones(5, 5))]
+    optimizer = build_on_parts(build, parts, [(4, 6), (18,), (5, 5)])
+    rates = {id(part): group["lr"] for group in optimizer.param_groups for part in group["params"]}
+    assert [rates[id(part)] for part in parts] == [0.1, 0.5, 0.1]
+    for part in parts:
+        part.grad = torch.ones_like(part)
+    optimizer.step()
+    assert all(part.min() < 1 for part in parts)

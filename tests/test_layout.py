@@ -1,6 +1,8 @@
 """The shape of the project: imports point one way along the road, modules say what they are for, public names change on purpose."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,3 +94,9 @@ def test_the_public_names_change_on_purpose() -> None:
         *["AtollError", "Cluster", "Graph", "Job", "Plan", "RunResult", "StopTraining", "capture", "default", "load_cluster", "load_job"],
         *["pipeline", "replica", "split", "stage"],
     ]
+
+
+def test_the_command_line_starts_without_pytorch() -> None:
+    """It takes seconds to load, and `--help` and mistakes need not wait for it."""
+    code = "import sys, atoll.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

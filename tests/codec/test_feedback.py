@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.codec import ErrorFeedback, decode, make_codec, relative_error
+from atoll.codec.tensors import ErrorFeedback, decode, make_codec, relative_error
 from atoll.errors import CodecError
 from tests.codec.tensors import CODEC_TEXTS
 

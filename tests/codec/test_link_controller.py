@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.codec import Decision, LinkController, LinkState, Message, make_codec
 from atoll.codec.candidates import CODECS_FOR, message_seconds
+from atoll.codec.tensors import Decision, LinkController, LinkState, Message, make_codec
 from atoll.errors import CodecError
 
 GRADIENT = Message(role="gradient", nbytes=64e6)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from atoll.codec import ErrorFeedback, LowRank, decode, relative_error
+from atoll.codec.tensors import ErrorFeedback, LowRank, decode, relative_error
 from atoll.errors import NonFiniteTensorError
 
 

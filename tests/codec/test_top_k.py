@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.codec import ErrorFeedback, TopK, decode
+from atoll.codec.tensors import ErrorFeedback, TopK, decode
 from atoll.errors import NonFiniteTensorError
 from tests.codec.tensors import tensors
 

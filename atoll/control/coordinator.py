@@ -229,7 +229,7 @@ class Coordinator:
             mine = lease if incarnation == member.incarnation else ()
             return Assignment(member.nonce, member.incarnation, -1, lease=mine, window=self._window(), routes=self._routes)
         donors: tuple[str, ...] = ()
-        if member.stage >= 0 and member.version != self.version:
+        if member.stage >= 0 and not Members.current(member, self.epoch, self.version, self._commit):
             donors = self._donors(member)
         store = self._checkpoint >= 0 and self._writers.get(member.stage) == member.name
         return Assignment(member.nonce, member.incarnation, member.stage, donors, store)

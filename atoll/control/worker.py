@@ -387,8 +387,8 @@ class Worker:
             self._report(reduction)
             return
         plan = order.stages[self.stage]
-        listed = [incarnation for worker, incarnation in plan.members if worker == self.node.name]
-        if listed and (listed[0] == self.incarnation or not self.checks.incarnation):
+        listed = next((incarnation for worker, incarnation in plan.members if worker == self.node.name), 0)
+        if listed and (listed == self.incarnation or not self.checks.incarnation):
             if self.frozen != order.round and self.checks.round_match:
                 return  # this incarnation never sealed that round
         elif listed:

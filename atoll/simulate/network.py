@@ -102,7 +102,7 @@ class Network:
             arrival += 1.5 * draw()
         self.loop.at(arrival, self._deliver, (target, message))
         if draw() < faults.duplicate:
-            late = (0.5, 3.0, 25.0)[int(3 * draw())]
+            late = (0.5, 3.0, 8.0)[int(3 * draw())]
             self.loop.at(arrival + late * draw(), self._deliver, (target, message))
 
     def _deliver(self, addressed: tuple[str, Any]) -> None:

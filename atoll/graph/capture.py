@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 from torch.utils import _pytree as pytree
 
-from atoll.errors import JobError
+from atoll.errors import CaptureError, JobError
 from atoll.graph.annotations import annotations_of
 from atoll.graph.constraints import resolve
 from atoll.graph.experts import find_experts
@@ -65,6 +65,7 @@ def capture_program(job: TrainingJob, *, training: bool = True) -> Captured:
     table = build_table(exported, job.precision)
     _check_loss(exported.program, table, training)
     liveness = find_liveness(table)
+    _check_assumptions(job.name, liveness)
     _charge_to_makers(table, liveness)
     segments = group_into_segments(table, liveness, exported.model)
     assembly = _Assembly(job.name, job.precision, exported, table, liveness, segments)
@@ -112,6 +113,31 @@ def _check_loss(program: ExportedProgram, table: OperatorTable, training: bool) 
         raise JobError(f"Job: loss: it must return a floating-point number, it returned {spec.dtype}")
     if not spec.requires_grad:
         raise JobError("Job: loss: no gradient flows from it to the model; is it computed under no_grad, or detached?")
+
+
+def _check_assumptions(job: str, liveness: Liveness) -> None:
+    """What is taken for granted must not be a count that the program itself changes: it would not hold in the second step."""
+    table = liveness.table
+    for node in (entry.node for entry in table.operators if entry.node.target is torch.ops.aten._assert_async.msg):
+        sources = _sources_of(node)
+        changed = [table.buffers[value] for value in sources if value in table.buffers and liveness.is_changed(value)]
+        if changed and all(value in table.buffers for value in sources):
+            where = str(node.args[1]).rpartition(" at ")[2]
+            raise CaptureError(
+                f"job {job!r} cannot be captured: {where} asks for the value of the buffer {changed[0]!r}, which every step changes. "
+                "Compute with it as a tensor instead; a BatchNorm needs a number as its `momentum`, not None"
+            )
+
+
+def _sources_of(node: fx.Node) -> set[fx.Node]:
+    """The program's inputs that a value is computed from."""
+    seen, wanted = set[fx.Node](), [node]
+    while wanted:
+        value = wanted.pop()
+        if value not in seen:
+            seen.add(value)
+            wanted += value.all_input_nodes
+    return {value for value in seen if value.op == "placeholder"}
 
 
 def _stand_in(value: object, table: OperatorTable) -> object:

@@ -82,7 +82,7 @@ class _LossOf(nn.Module):
             return
         if new is None or new.shape != buffer.shape or new.dtype != buffer.dtype:
             raise CaptureError(f"the model replaces its buffer {name!r} by one of another shape or type; write `self.{attribute}.copy_(…)`")
-        buffer.detach().copy_(new.detach())
+        buffer.copy_(new.detach() if new.requires_grad else new)
         owner._buffers[attribute] = buffer
 
 

@@ -158,12 +158,15 @@ def write_early(module: fx.GraphModule) -> None:
     memory = shared_memory(nodes, module)
     place = {node: index for index, node in enumerate(nodes)}
     for node in reversed(nodes[:-1]):
-        if node.target is not aten.copy_.default or node.users:
+        if node.target not in (aten.copy_.default, aten.detach.default) or (node.target is aten.copy_.default and node.users):
             break
-        target, value = cast("tuple[fx.Node, fx.Node]", node.args[:2])
-        touched = memory.get(target, _NONE)
-        users = [
-            place[other] for other in nodes if other is not node and any(memory.get(v, _NONE) & touched for v in other.all_input_nodes)
-        ]
-        changes = [place[other] for other in nodes if value in written(other, module)]
-        nodes[max([place[target], place[value], *users, *changes])].append(node)
+        if node.target is aten.copy_.default:
+            target, value = cast("tuple[fx.Node, fx.Node]", node.args[:2])
+            made: Any = value.args[0] if value.target is aten.detach.default else value
+            touched = memory.get(target, _NONE)
+            users = [place[n] for n in nodes if n is not node and any(memory.get(v, _NONE) & touched for v in n.all_input_nodes)]
+            changes = [place[n] for n in nodes if made in written(n, module)]
+            anchor = nodes[max([place[target], place[made], *users, *changes])]
+            anchor.append(node)
+            if place[value] > place[anchor]:
+                anchor.append(value)

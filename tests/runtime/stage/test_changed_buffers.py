@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
 
+from atoll.errors import CaptureError
 from atoll.graph.capture import capture_program
 
 from .stage_chain import Chain, job_of
@@ -60,6 +62,13 @@ class Assigned(Averaged):
         return x * self.average
 
 
+class AssignedAndRead(Averaged):
+    def change(self, x: Tensor) -> Tensor:
+        before = self.average
+        self.average = x.mean(0).detach()
+        return x * self.average + before
+
+
 class NormInRegion(Averaged):
     def __init__(self) -> None:
         super().__init__()
@@ -87,9 +96,10 @@ def vectors(samples: int) -> dict[str, Tensor]:
     return {"x": torch.randn(samples, 6)}
 
 
-@pytest.mark.parametrize("build", [Averaged, InRegion, PartInRegion, ReadInRegion, Assigned, NormInRegion, Spectral])
+@pytest.mark.parametrize("build", [Averaged, InRegion, PartInRegion, ReadInRegion, Assigned, AssignedAndRead, NormInRegion, Spectral])
 def test_micro_batches_under_way_together_are_as_one_after_another(build: type[nn.Module]) -> None:
     captured = capture_program(job_of(build, squares, vectors))
+    assert len(captured.graph.cuts) >= 2
     for recompute in (False, True):
         torch.manual_seed(3)
         model, batches = build(), [vectors(4) for _ in range(3)]
@@ -107,3 +117,37 @@ def test_micro_batches_under_way_together_are_as_one_after_another(build: type[n
             assert torch.allclose(own[name], model.get_buffer(name), rtol=1e-5), name
         for name, parameter in model.named_parameters():
             assert torch.allclose(chain.parameters[name].grad, parameter.grad, rtol=1e-4, atol=1e-7), name  # type: ignore[arg-type]
+
+
+class Counting(Averaged):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6, momentum=None)
+
+    def change(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+class Reentrant(Averaged):
+    def change(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(torch.tanh, x, use_reentrant=True)
+        return result
+
+
+class Growing(Averaged):
+    def change(self, x: Tensor) -> Tensor:
+        self.average = torch.cat([self.average, x.detach().mean(0)])
+        return x
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (Counting, r"batchnorm\.py:\d+ asks for the value of the buffer 'norm.num_batches_tracked', which every step changes"),
+        (Reentrant, r"use_reentrant=True, through which gradients cannot be followed; pass use_reentrant=False"),
+        (Growing, r"replaces its buffer 'average' by one of another shape or type; write `self.average.copy_"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_name(build: type[nn.Module], said: str) -> None:
+    with pytest.raises(CaptureError, match=said):
+        capture_program(job_of(build, squares, vectors))

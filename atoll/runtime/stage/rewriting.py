@@ -1,6 +1,7 @@
 """What is changed in a unit's graph, and in the regions inside it, before it runs."""
 
 import copy
+import operator
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -78,8 +79,8 @@ def _keep(module: fx.GraphModule, changed: set[fx.Node]) -> None:
         regions = regions_of(node, module)
         for region in regions.values() if not _keeps_nothing(node) else ():
             _keep(region, {inside for inside, value in arguments_of(node, region, module).items() if memory.get(value)})
-        if regions or node.op != "call_function" or memory[node]:  # a view of it: what reads the view gets the copy
-            continue
+        if regions or node.op != "call_function" or node.target is operator.getitem or memory[node]:
+            continue  # a view of it, or a part of several results: what reads that gets the copy
         left = set(written(node, module))
         for value in [value for value in node.all_input_nodes if memory.get(value) and value not in left]:
             with module.graph.inserting_before(node):

@@ -120,6 +120,8 @@ MORE_CASES: tuple[tuple[str, str], ...] = (
     ("odd", "2 | a=5 b=2"),
     ("padded", TENSOR),
     ("dropout", "2 | a=4 b=4"),
+    ("regions", "2 | a=8 | b=8"),
+    ("regions", "2 gpipe | recompute: a=8 | recompute: b=8 | c=8 | d=8"),
     ("adapted", UNEQUAL),
     ("idle", PIPE),
     ("peculiar", PIPE),

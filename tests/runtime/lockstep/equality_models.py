@@ -196,6 +196,34 @@ class Repeats(nn.Module):
         return self.head(self.block(self.other(self.block(x))))
 
 
+class Regions(nn.Module):
+    """Draws and changes of buffers inside `no_grad` and `autocast`, a buffer that is assigned, and complex values between layers."""
+
+    average: Tensor
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.head = nn.Linear(16, VOCABULARY)
+        self.register_buffer("average", torch.ones(16))
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[0](self.words(ids)))
+        with torch.no_grad():
+            kept = (torch.rand_like(x) > 0.1).to(x.dtype)
+            self.average.mul_(0.9).add_(x.abs().mean((0, 1)), alpha=0.1)
+        x = torch.view_as_complex((x * kept * self.average).unflatten(-1, (8, 2)))
+        x = torch.view_as_real(x * torch.polar(torch.ones(8), torch.arange(8.0))).flatten(-2)
+        x = torch.tanh(self.layers[1](x))
+        self.scale = 0.9 * self.scale + 0.1 * x.detach().abs().mean((0, 1))
+        with torch.autocast("cpu", enabled=False):
+            x = nn.functional.dropout(x * self.scale, 0.1)
+        return self.head(torch.tanh(self.layers[2](x)))
+
+
 def example(script: str) -> Any:
     return __import__(script)
 
@@ -246,6 +274,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "dropout": lambda: job(partial(gpt2, 2, 0.1), micro_batch_size=2),
     "transformer": lambda: job(partial(Pairs, 0.0), word_loss),
     "transformer-dropout": lambda: job(partial(Pairs, 0.1), word_loss, micro_batch_size=2),
+    "regions": lambda: job(Regions, word_loss, micro_batch_size=2),
     "repeats": lambda: job(Repeats, word_loss),
     "convolutions": lambda: job(partial(convolutions, partial(nn.GroupNorm, 2)), picture_loss, rows(pictures)),
     "batch-norm": lambda: job(

@@ -96,3 +96,36 @@ def test_what_nothing_reads_is_known_by_name(captured: Captured) -> None:
     model = Normed()
     assert set(unread_state(captured, model)) == {"idle", "mark"}
     assert tied_names(model) == {"head.weight": "layers.0.0.weight"}
+
+
+class Signs(torch.autograd.Function):
+    """A backward of its own, which no tracing of the forward would find."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.factor, None
+
+
+class Binary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        apply: Any = Signs.apply
+        return self.last(apply(self.first(x), 0.5))
+
+
+def test_functions_with_a_backward_of_their_own_keep_it() -> None:
+    job, model = job_of(Binary, squares, vectors), Binary()
+    captured = capture_program(job)
+    chain = Chain(captured, model, [0, *captured.graph.cuts, len(captured.graph.layers)])
+    squares(model, job.example_batch(4)).backward()
+    chain.loss(job.example_batch(4))
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(chain.parameters[name].grad, parameter.grad), name

@@ -5,6 +5,7 @@ import random
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -98,7 +99,7 @@ class _Process:
             coordinator = await asyncio.to_thread(member.join, self.address)
             clock.spawn(self._register(coordinator, _own_address(self.address, listening)))
             transport = FabricTransport(member, coordinator)
-            node = Node(self.credentials.name, clock, transport, inbox, secrets.randbits(62), random.Random(secrets.randbits(64)))
+            node = Node(self.credentials.name, clock, transport, inbox, time.time_ns(), random.Random(secrets.randbits(64)))
             await self._play(node, coordinator)
         finally:
             await clock.close()

@@ -39,6 +39,7 @@ def launch_swarm(
     code = SwarmProcesses(directory.path, address, workers=workers, max_restarts=max_restarts, say=say).run()
     if code:
         raise typer.Exit(code)
+    say(f"`atoll report {directory.path}` says more")
 
 
 def _dialled(address: str) -> str:

@@ -76,7 +76,7 @@ def read_report(path: str | Path) -> RunReport:
         losses=story.losses,
         samples=story.samples,
         samples_per_second=samples / story.seconds if story.seconds else None,
-        step_seconds=StepSeconds(median=story.step_seconds, predicted=predicted),
+        step_seconds=StepSeconds(median=story.step_seconds, predicted=predicted if story.mode != "swarm" else _predicted_step(directory)),
         steps_since_start=story.steps_since_start,
         breakdown=comparison.breakdown,
         stages=comparison.stages,
@@ -103,6 +103,9 @@ def _found(
         if story.mode != "alone":
             missing.append("plan.json: without it nothing can be compared")
         return None
+    if story.mode == "swarm":
+        missing.append("measured/: stages and links of a swarm are not measured yet; losses, steps and events are whole")
+        return None
     plan = directory.plan()
     cluster = load_cluster(directory.cluster) if directory.cluster.exists() else None
     if cluster is None or cluster.name != plan.cluster:
@@ -120,6 +123,11 @@ def _found(
     elif any(not rank.exchanges and len(ranks) > 1 for rank in ranks):
         missing.append("measured/: no exchanges were counted; a rank's second step is")
     return plan, cluster, predicted, ranks
+
+
+def _predicted_step(directory: RunDirectory) -> float | None:
+    predicted = _predicted(directory)
+    return None if predicted is None else predicted.step_seconds
 
 
 def _predicted(directory: RunDirectory) -> Cost | None:

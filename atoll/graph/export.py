@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from atoll.errors import AtollError, CaptureError, JobError
@@ -54,6 +55,27 @@ class Exported:
     notes: tuple[str, ...]
 
 
+def _autocast_depth() -> int:
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
+
+
+class _NoGradInAutocast(TorchFunctionMode):
+    """Export forgets a `no_grad` that stands inside an `autocast`, so gradients would flow where the model lets none: that is refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ambient = _autocast_depth()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._C._set_grad_enabled and not args[0] and torch.is_grad_enabled() and _autocast_depth() > self._ambient:
+            raise CaptureError(
+                "the model uses `no_grad` inside of `autocast`, where capture does not see it; put `autocast` inside of `no_grad`, "
+                "call `.detach()` instead, or leave `autocast` to the job's precision"
+            )
+        return func(*args, **(kwargs or {}))
+
+
 class _LossOf(nn.Module):
     """`loss(model, batch)` as a module, which is what export takes. The model's own paths get the prefix `model.`."""
 
@@ -66,7 +88,7 @@ class _LossOf(nn.Module):
         self._mode = mode
 
     def forward(self, batch: Any) -> Any:
-        with self._mode():
+        with _NoGradInAutocast(), self._mode():  # answers are asked for first: they are found by who asks
             before = dict(self.model.named_buffers())
             result = self._loss(self.model, batch)
             for name, buffer in before.items():

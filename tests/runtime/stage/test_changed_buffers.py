@@ -134,6 +134,14 @@ class Reentrant(Averaged):
         return result
 
 
+class NoGradInAutocast(Averaged):
+    def change(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            with torch.no_grad():
+                weight = torch.tanh(x)
+            return x * weight
+
+
 class Growing(Averaged):
     def change(self, x: Tensor) -> Tensor:
         self.average = torch.cat([self.average, x.detach().mean(0)])
@@ -145,6 +153,7 @@ class Growing(Averaged):
     [
         (Counting, r"batchnorm\.py:\d+ asks for the value of the buffer 'norm.num_batches_tracked', which every step changes"),
         (Reentrant, r"use_reentrant=True, through which gradients cannot be followed; pass use_reentrant=False"),
+        (NoGradInAutocast, r"uses `no_grad` inside of `autocast`, where capture does not see it; put `autocast` inside of `no_grad`"),
         (Growing, r"replaces its buffer 'average' by one of another shape or type; write `self.average.copy_"),
     ],
 )

@@ -169,6 +169,7 @@ def _other_micro_batches(plan: Plan, model: Target) -> list[str]:
 
 
 def _launch(directory: RunDirectory, plan: Plan, max_restarts: int) -> None:
+    from atoll.runtime.checkpoint.directory import find
     from atoll.runtime.lockstep.launch import launch
     from atoll.runtime.lockstep.layout import Layout
     from atoll.watch.report import read_report
@@ -185,6 +186,10 @@ def _launch(directory: RunDirectory, plan: Plan, max_restarts: int) -> None:
         with EventLog(directory.path, resume=True) as log:
             log(msgspec.structs.replace(event, at_seconds=moment))
 
+    def newest_checkpoint() -> int | None:
+        found = find(directory.checkpoints, None)
+        return int(found.name.removeprefix("step-")) if found is not None else None
+
     command = [sys.executable, "-m", "atoll.cli.worker", str(directory.path.resolve())]
     result = launch(
         lambda rank, generation: command if lab is None else remote_command(_host_of(devices[rank]), command),
@@ -193,6 +198,7 @@ def _launch(directory: RunDirectory, plan: Plan, max_restarts: int) -> None:
         max_restarts=max_restarts,
         observers=[keep],
         host="127.0.0.1" if lab is None else lab.address,
+        newest_checkpoint=newest_checkpoint,
     )
     if result.exit_code or result.interrupted:
         raise typer.Exit(130 if result.interrupted and not result.exit_code else result.exit_code)

@@ -73,16 +73,18 @@ def launch(
     grace_seconds: float = 3.0,
     stall_seconds: float = DEFAULT_STALL_SECONDS,
     host: str = "127.0.0.1",
+    newest_checkpoint: Callable[[], int | None] = lambda: None,
 ) -> LaunchResult:
     """Run `command_of_rank(rank, generation)` for every rank and wait for all of them.
 
     When one dies, the others learn it through the store and are killed after `grace_seconds`; then everybody is started anew under the
     next generation number, at most `max_restarts` times (the command of a generation above 0 should resume). However this function ends,
     and even if the launcher itself is killed, no rank outlives it. When nobody gets on for `stall_seconds` (or ten steps, if they are
-    longer), a line a minute says who keeps the others waiting.
+    longer), a line a minute says who keeps the others waiting. `newest_checkpoint` says what there is to go on from when a rank fails.
     """
     environ = dict(os.environ if environ is None else environ)
     launcher = _Launcher(command_of_rank, world_size, devices, environ, terminal_for_rank_0, grace_seconds, stall_seconds, host)
+    launcher.newest_checkpoint = newest_checkpoint
     began = time.monotonic()
     generation = 0
     with launcher.obeying_signals():
@@ -185,6 +187,7 @@ class _Launcher:
         self.terminal, self.grace_seconds, self.stall_seconds, self.host = terminal, grace, stall, host
         self.asked = 0  # how often somebody asked to stop
         self.killed = False
+        self.newest_checkpoint: Callable[[], int | None] = lambda: None  # asked when a rank fails: what ranks last said of it may be old
         self._server, self.port = _host_store(host)
         self._store: Store = self._server
         self._workers: list[_Worker] = []
@@ -266,6 +269,7 @@ class _Launcher:
                 if worker.ended() and failure is None and not self.killed:
                     failure = self._judge(worker)
                     if failure is not None:
+                        failure = self._with_checkpoint(failure)
                         kill_at = time.monotonic() + self.grace_seconds
                         _show(failure)
                         if failure.kind == "silent":  # it cannot end by itself
@@ -277,6 +281,10 @@ class _Launcher:
                 self._tell_of(stalling, listened)
             self._pass_on_request()
         return failure
+
+    def _with_checkpoint(self, failure: Failure) -> Failure:
+        newest = self.newest_checkpoint()
+        return failure if newest is None else msgspec.structs.replace(failure, checkpoint=newest)
 
     def _tell_of(self, stalling: Stalling, now: float) -> None:
         line = stalling.line(read_beats(self._store, range(self.world_size)), now)

@@ -160,6 +160,7 @@ class _Session:
                 raise
             finally:
                 if self.measured is not None:
+                    self.run.doing("writing down what was measured")
                     self.measured.write()
             if checkpoints is not None and self.trainer.last_step:
                 self.run.doing("saving the last checkpoint")
@@ -213,6 +214,7 @@ class _Session:
         if loaded is None:
             return
         self.trainer.resume(loaded.step, loaded.extra)
+        self.run.saved(loaded.step)
         if self.run.role.rank == 0:
             for sentence in loaded.differences:
                 print(f"resuming at step {loaded.step}: {sentence}", file=sys.stderr, flush=True)

@@ -168,6 +168,17 @@ def test_output_comes_line_by_line_with_its_rank(capfd: pytest.CaptureFixture[st
     assert (result.exit_code, result.restarts) == (3, 0)
 
 
+def test_the_newest_checkpoint_is_asked_for_when_a_rank_fails() -> None:
+    result = launch(
+        lambda rank, generation: [sys.executable, "-c", "import sys; sys.exit(3)"],
+        1,
+        terminal_for_rank_0=False,
+        newest_checkpoint=lambda: 40,
+    )
+    assert result.failure is not None
+    assert result.failure.sentence.endswith("the last checkpoint is step 40")
+
+
 def test_what_cannot_be_started_is_said(capfd: pytest.CaptureFixture[str]) -> None:
     result = launch(lambda rank, generation: ["no-such-program"], 1, terminal_for_rank_0=False)
     assert result.exit_code == 1

@@ -118,6 +118,12 @@ def _check_loss(program: ExportedProgram, table: OperatorTable, training: bool) 
 def _check_assumptions(job: str, liveness: Liveness) -> None:
     """What is taken for granted must not be a count that the program itself changes: it would not hold in the second step."""
     table = liveness.table
+    for value, name in table.parameters.items():
+        if liveness.is_changed(value):
+            raise CaptureError(
+                f"job {job!r} cannot be captured: the forward changes the parameter {name!r} in place, which devices would do each for "
+                "itself. Make it a buffer, whose changes are shared (a momentum encoder: `register_buffer` instead of `Parameter`)"
+            )
     for node in (entry.node for entry in table.operators if entry.node.target is torch.ops.aten._assert_async.msg):
         sources = _sources_of(node)
         changed = [table.buffers[value] for value in sources if value in table.buffers and liveness.is_changed(value)]

@@ -148,9 +148,23 @@ class Growing(Averaged):
         return x
 
 
+class Momentum(Averaged):
+    """An encoder that follows another one, as parameters without gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.following = nn.Parameter(torch.ones(6, 6), requires_grad=False)
+
+    def change(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.following.mul_(0.9).add_(self.first.weight, alpha=0.1)
+        return x @ self.following
+
+
 @pytest.mark.parametrize(
     ("build", "said"),
     [
+        (Momentum, r"the forward changes the parameter 'following' in place, .* Make it a buffer"),
         (Counting, r"batchnorm\.py:\d+ asks for the value of the buffer 'norm.num_batches_tracked', which every step changes"),
         (Reentrant, r"use_reentrant=True, through which gradients cannot be followed; pass use_reentrant=False"),
         (NoGradInAutocast, r"uses `no_grad` inside of `autocast`, where capture does not see it; put `autocast` inside of `no_grad`"),

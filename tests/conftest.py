@@ -17,6 +17,7 @@ settings.load_profile("steady")
 TOGETHER = {"lab": "namespaces", "test_relay.py": "namespaces"}  # they count what is left of network namespaces
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`make test` runs two processes (`-n 2 --dist loadgroup`): a file's tests stay in one, so that they share what they start."""
     here = Path(__file__).parent

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from atoll.errors import RefusedError
 from atoll.events import AnyEvent, CertificateIssued, CertificateRevoked, PeerChanged, PeerRefused, PeerRetried, RenewalFailed
 from atoll.units import format_seconds
 
 if TYPE_CHECKING:
     from atoll.fabric import Remote
     from atoll.fabric.security import Credentials, Member
+    from atoll.runtime.swarm.spec import SwarmSpec
 
 __all__ = ["describe_event", "join"]
 
@@ -53,19 +55,29 @@ def join(
         print(f"Connected to {coordinator.name} at {address}", flush=True)
         if check:
             return
-        if credentials.role not in ("worker", "feeder"):
+        spec = _spec(coordinator) if credentials.role in ("worker", "feeder") else None
+        if spec is None:
             _stay(member, coordinator)
             return
-    _work(credentials, address, script, dialled=not behind_nat)
+    _work(credentials, address, spec, script, dialled=not behind_nat)
 
 
-def _work(credentials: "Credentials", address: str, script: Path | None, *, dialled: bool) -> None:
+def _spec(coordinator: "Remote") -> "SwarmSpec | None":
+    """What the run trains; None where it has nothing for those who join."""
+    from atoll.runtime.swarm.spec import JobService, Nothing
+
+    try:
+        return coordinator.call_sync(JobService.describe, Nothing(), timeout_seconds=_CONNECT_SECONDS)
+    except RefusedError:
+        return None
+
+
+def _work(credentials: "Credentials", address: str, spec: "SwarmSpec", script: Path | None, *, dialled: bool) -> None:
     """Until the run is over."""
     from atoll.runtime.swarm.spec import load_spec_job
-    from atoll.runtime.swarm.taking_part import ask_spec, take_part
+    from atoll.runtime.swarm.taking_part import take_part
     from atoll.script import load_job
 
-    spec = ask_spec(credentials, address)
     job = load_spec_job(spec) if script is None else load_job(script, spec.arguments)
     settings = spec.settings
     print(f"Working for {job.name}: {settings.stages} stages, {settings.steps} steps. Ctrl-C leaves", flush=True)
@@ -96,7 +108,7 @@ def _stay(member: "Member", coordinator: "Remote") -> None:
     """Until Ctrl-C, or until the run is over or does not want us."""
     never = threading.Event()
     try:
-        print("Watching. Ctrl-C leaves", flush=True)
+        print("Waiting: the run has no work for this machine. Ctrl-C leaves", flush=True)
         while coordinator.given_up is None:
             never.wait(0.2)
     except KeyboardInterrupt:

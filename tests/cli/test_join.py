@@ -81,7 +81,7 @@ def test_it_stays_until_it_is_told_to_leave(served: Served) -> None:
     command = [sys.executable, "-c", "from atoll.cli import main; main()", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
-        while "Working for" not in (line := process.stdout.readline()):
+        while "Waiting: the run has no work" not in (line := process.stdout.readline()):
             assert line, "it ended by itself"
         eventually(lambda: "oslo" in coordinator.fabric.peers)
         process.send_signal(signal.SIGINT)

@@ -28,10 +28,10 @@ from atoll.runtime.swarm.clock import LoopClock
 from atoll.runtime.swarm.compute import StageCompute, programs_of
 from atoll.runtime.swarm.feed import SampleFeed
 from atoll.runtime.swarm.files import RemoteCheckpoints
-from atoll.runtime.swarm.spec import JobService, Nothing, SwarmSpec
+from atoll.runtime.swarm.spec import SwarmSpec
 from atoll.runtime.swarm.transport import COORDINATOR, Directory, FabricTransport, Place, SwarmService
 
-__all__ = ["ask_spec", "check_divisible", "take_part"]
+__all__ = ["check_divisible", "take_part"]
 
 _PATIENT = Backoff(attempts=60)  # a coordinator that is started anew is waited for: about ten minutes
 _REGISTER_SECONDS = 3.0  # a coordinator that is started anew does not know where we are
@@ -50,12 +50,6 @@ def check_divisible(job: Job, captured: Captured, bounds: tuple[int, ...]) -> No
                     f"the parameter {name!r} is used by stages {homes[name]} and {stage}; swarm training needs every parameter in one "
                     "stage: give it a plan whose stages keep its uses together"
                 )
-
-
-def ask_spec(credentials: Credentials, address: str) -> SwarmSpec:
-    """What the run trains."""
-    with Member(credentials) as member:
-        return member.join(address).call_sync(JobService.describe, Nothing(), timeout_seconds=_ANSWER_SECONDS)
 
 
 def take_part(

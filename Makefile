@@ -45,7 +45,7 @@ lint: install
 	@$(BIN)/mypy
 
 unit: install
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup
+	@$(BIN)/python -m pytest
 
 # Measured rows are not part of the project: give a file in the format benchmarks/README.md describes to have predictions checked.
 ROWS ?=

@@ -4,7 +4,6 @@
 """
 
 import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,18 +12,6 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("soak", max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
-
-TOGETHER = {"lab": "namespaces", "test_relay.py": "namespaces"}  # they count what is left of network namespaces
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`make test` runs two processes (`-n 2 --dist loadgroup`): a file's tests stay in one, so that they share what they start."""
-    here = Path(__file__).parent
-    for item in items:
-        parts = item.path.relative_to(here).parts
-        group = next((TOGETHER[part] for part in parts if part in TOGETHER), "/".join(parts))
-        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(autouse=True, scope="session")

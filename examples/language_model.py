@@ -15,7 +15,7 @@ import atoll
 from atoll.data import StandardLibraryText
 
 SEQUENCE = 128
-STEPS = 400
+STEPS = 240
 
 
 class Attention(nn.Module):

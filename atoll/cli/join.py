@@ -45,7 +45,7 @@ def join(
     text = sys.stdin.readline() if token == "-" else token
     from atoll.fabric.security import Member, enrol  # PyTorch takes seconds to load: `--help` does not wait for it
 
-    credentials = enrol(address, text, name or _own_name())
+    credentials = enrol(address, text, name or _own_name(), patience_seconds=_CONNECT_SECONDS, say=_print)
     if keys is not None:
         credentials.save(keys)
     print(_enrolled(credentials), flush=True)

@@ -10,6 +10,8 @@ from atoll.runtime.run_directory import RunDirectory
 
 __all__ = ["main"]
 
+_PATIENCE_SECONDS = 120.0  # the coordinator may just be starting again
+
 
 def main(arguments: Sequence[str]) -> int:
     """Coordinate, feed or work until the run is over."""
@@ -47,7 +49,10 @@ def _take_part(directory: RunDirectory, address: str, name: str) -> None:
     token = os.environ.pop(TOKEN)
     settings = directory.settings()
     job = load_job(settings.script, settings.arguments)
-    take_part(enrol(address, token, name), address, read_spec(directory.path), job)
+    credentials = enrol(
+        address, token, name, patience_seconds=_PATIENCE_SECONDS, say=lambda line: print(f"{name}: {line}", file=sys.stderr)
+    )
+    take_part(credentials, address, read_spec(directory.path), job)
 
 
 if __name__ == "__main__":

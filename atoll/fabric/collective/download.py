@@ -244,8 +244,8 @@ class _Fetch:
             self._observer(DonorRefused(at_seconds=self._clock() - self._began, peer=donor, state=self._name, piece=piece, reason=reason))
 
     def _error(self, what: str) -> CollectiveError:
-        reasons = "; ".join(f"{donor}: {reason}" for donor, reason in self._reasons.items()) or "no donors were named"
-        return CollectiveError(f"state {self._name!r}: {what}: {reasons}", tuple(self._reasons))
+        reasons = "; ".join(f"{donor}: {reason}" for donor, reason in sorted(self._reasons.items())) or "no donors were named"
+        return CollectiveError(f"state {self._name!r}: {what}: {reasons}", tuple(sorted(self._reasons)))
 
     def _tell(self, manifest: StateManifest, kept_bytes: int) -> None:
         if self._observer is not None:

@@ -22,12 +22,14 @@ from atoll.fabric.security.credentials import ENROL_PROTOCOL, Credentials
 from atoll.fabric.security.identity import check_name
 from atoll.fabric.security.token import Token
 from atoll.fabric.tls import shake_hands, tls_failure
+from atoll.units import format_seconds
 
 __all__ = ["Door", "Welcome", "enrol"]
 
 _LENGTH = struct.Struct("<I")
 _MOST_BYTES = 16 * 1024
 _DOOR_SECONDS = 10.0
+_AGAIN_SECONDS = 0.2
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -68,12 +70,17 @@ _ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 # ---- the joiner
 
 
-def enrol(address: str, token: str, name: str, *, timeout_seconds: float = 20.0) -> Credentials:
-    """Enrols with a token at the address of a run's authority. Errors are sentences; nothing secret is sent to anybody else."""
+def enrol(
+    address: str, token: str, name: str, *, timeout_seconds: float = 20.0, patience_seconds: float = 0.0, say: Callable[[str], None] = print
+) -> Credentials:
+    """Enrols with a token at the address of a run's authority. Errors are sentences; nothing secret is sent to anybody else.
+
+    With patience it tries again where nobody answers, as a coordinator may just be starting; `say` is told once.
+    """
     parsed = Token.parse(token)
     check_name(name)
     key = Ed25519PrivateKey.generate()
-    with _connect(address, timeout_seconds) as secured:
+    with _reach(address, timeout_seconds, patience_seconds, say) as secured:
         _check_authority(secured, parsed, address)
         _say(secured, Ask(parsed.id, parsed.secret, name, make_request(key)))
         answer = _guard(address, lambda: _hear(secured, _ANSWERS))
@@ -83,6 +90,21 @@ def enrol(address: str, token: str, name: str, *, timeout_seconds: float = 20.0)
     if credentials.authority_key != parsed.authority_key or credentials.name != name:
         raise RefusedError(f"{address} answered with a certificate that is not what was asked for")
     return credentials
+
+
+def _reach(address: str, timeout_seconds: float, patience_seconds: float, say: Callable[[str], None]) -> ssl.SSLSocket:
+    until, said = time.monotonic() + patience_seconds, False
+    while True:
+        try:
+            return _connect(address, timeout_seconds)
+        except PeerLostError as error:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise
+            if not said:
+                say(f"{error}; trying again for {format_seconds(patience_seconds)}")
+                said = True
+            time.sleep(min(_AGAIN_SECONDS, left))
 
 
 def _connect(address: str, timeout_seconds: float) -> ssl.SSLSocket:
@@ -118,6 +140,8 @@ def _guard(address: str, action: Callable[[], Heard]) -> Heard:
         return action()
     except ssl.SSLError as error:
         raise tls_failure(error, address) from None
+    except socket.gaierror as error:
+        raise RefusedError(f"{address}: there is no such host ({error.strerror}); check the address") from None
     except OSError as error:
         raise PeerLostError(f"{address}: {error.strerror or error or type(error).__name__}") from None
 

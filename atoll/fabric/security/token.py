@@ -46,7 +46,10 @@ class Token(msgspec.Struct, frozen=True):
         body, checksum = data[:-_SUM], data[-_SUM:]
         if len(body) != _ID + _SECRET + _KEY or zlib.crc32(body).to_bytes(_SUM, "big") != checksum:
             raise wrong
-        return Token(body[:_ID].hex(), body[_ID : _ID + _SECRET], body[_ID + _SECRET :])
+        token = Token(body[:_ID].hex(), body[_ID : _ID + _SECRET], body[_ID + _SECRET :])
+        if token.text != text:  # Python reads `+` and `/` as `-` and `_`
+            raise wrong
+        return token
 
     @property
     def text(self) -> str:

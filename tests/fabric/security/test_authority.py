@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from atoll.errors import FabricError, RefusedError
@@ -130,9 +130,11 @@ def test_a_ledger_forgets_what_ended_long_ago(tmp_path: Path) -> None:
     assert not ledger.issued
 
 
-@given(st.binary(min_size=32, max_size=32), st.integers(0, 81), st.characters(min_codepoint=33, max_codepoint=126))
-def test_a_token_survives_its_text_and_a_slip_is_noticed(key: bytes, place: int, letter: str) -> None:
-    token = Token.make(key)
+@given(st.binary(min_size=56, max_size=56), st.integers(0, 87), st.characters(min_codepoint=33, max_codepoint=126))
+@example(b"\xfb\xef\xbe" * 18 + b"\xfb\xef", 25, "+")
+@example(b"\xff" * 56, 25, "/")
+def test_a_token_survives_its_text_and_a_slip_is_noticed(data: bytes, place: int, letter: str) -> None:
+    token = Token(data[:8].hex(), data[8:24], data[24:])
     assert Token.parse(f" {token.text}\n") == token
     assert token.secret.hex() not in repr(token)
     slipped = token.text[:place] + letter + token.text[place + 1 :]

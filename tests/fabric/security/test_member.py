@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.errors import RefusedError
+from atoll.errors import PeerLostError, RefusedError
 from atoll.events import AnyEvent, CertificateIssued, CertificateRevoked, PeerChanged, RenewalFailed
 from atoll.fabric import Backoff
 from atoll.fabric.security import Authority, Member, enrol, serve
@@ -49,6 +49,29 @@ def test_a_renewal_that_fails_is_an_event_and_is_tried_again_until_the_certifica
         failures = [event for event in events if isinstance(event, RenewalFailed)]
         assert failures[0].delay_seconds is not None
         assert failures[-1].expires_seconds < 0
+
+
+def test_who_enrols_before_the_coordinator_listens_waits_for_it(tmp_path: Path) -> None:
+    authority = Authority.create(tmp_path)
+    coordinator, address = serve(authority, "127.0.0.1:0")
+    coordinator.close()
+    with pytest.raises(PeerLostError, match="refused"):
+        enrol(address, authority.issue_token(), "hasty")
+    said, started = [], []
+
+    def start(line: str) -> None:
+        said.append(line)
+        started.append(serve(authority, address)[0])
+
+    assert enrol(address, authority.issue_token(), "patient", patience_seconds=60.0, say=start).name == "patient"
+    started[0].close()
+    assert said == [f"{address}: Connection refused; trying again for 60 s"]
+
+
+def test_a_host_nobody_knows_is_not_waited_for(tmp_path: Path) -> None:
+    token = Authority.create(tmp_path).issue_token()
+    with pytest.raises(RefusedError, match="no such host"):
+        enrol("nobody.invalid:7000", token, "lost", patience_seconds=600.0)
 
 
 def test_a_revocation_by_another_process_reaches_the_run(tmp_path: Path) -> None:

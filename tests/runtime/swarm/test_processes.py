@@ -19,6 +19,7 @@ from . import swarm_job
 pytestmark = pytest.mark.timeout(600)
 
 ATOLL = [sys.executable, "-c", "from atoll.cli import main; main()"]
+JOIN = re.compile(r"atoll join (\S+) --token (\S+)")
 PLAN = """plan v1 graph="swarm job" cluster=here mode=swarm schedule=1f1b batch=12 micro_batch=3
 stage 0: layers 0-1: 2x(h/[0-1])=6
 stage 1: layers 2-4: 2x(h/[2-3])=6
@@ -63,15 +64,20 @@ def test_whoever_is_killed_or_joins_a_swarm_trains_what_one_process_does(tmp_pat
     command = [*ATOLL, "run", swarm_job.__file__, "--plan", str(tmp_path / "p.plan"), "--mode", "swarm", "--checkpoint-every", "10"]
     log = tmp_path / "log"
     with log.open("w") as out, subprocess.Popen([*command, "--out", str(run)], stdout=out, stderr=out, text=True) as swarm:
-        until(lambda: len(losses_of(run)) >= 5, swarm)
-        kill(swarm, "worker-1")
-        found = re.search(r"atoll join (\S+) --token (\S+)", log.read_text())
+        until(lambda: JOIN.search(log.read_text()) is not None, swarm)
+        found = JOIN.search(log.read_text())
         assert found is not None
-        joined = subprocess.Popen([*ATOLL, "join", found[1], "--token", found[2], "--name", "late"], stdout=subprocess.PIPE, text=True)
-        until(lambda: len(losses_of(run)) >= 30, swarm)
-        kill(swarm, "coordinator")
-        assert swarm.wait() == 0, log.read_text()
-        assert joined.communicate()[0].endswith("The run is over\n")
+        command = [*ATOLL, "join", found[1], "--token", found[2], "--name", "late"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as joined:
+            assert joined.stdout is not None
+            assert any(line.startswith("Working for") for line in joined.stdout)
+            until(lambda: len(losses_of(run)) >= 5, swarm)
+            kill(swarm, "worker-1")
+            seen = len(losses_of(run))
+            until(lambda: len(losses_of(run)) >= seen + 25, swarm)
+            kill(swarm, "coordinator")
+            assert swarm.wait() == 0, log.read_text()
+            assert joined.stdout.read().endswith("The run is over\n")
     expected, weights = plain()
     losses = losses_of(run)
     assert sorted(losses) == list(range(1, swarm_job.STEPS + 1))

@@ -49,9 +49,7 @@ def _take_part(directory: RunDirectory, address: str, name: str) -> None:
     token = os.environ.pop(TOKEN)
     settings = directory.settings()
     job = load_job(settings.script, settings.arguments)
-    credentials = enrol(
-        address, token, name, patience_seconds=_PATIENCE_SECONDS, say=lambda line: print(f"{name}: {line}", file=sys.stderr)
-    )
+    credentials = enrol(address, token, name, patience_seconds=_PATIENCE_SECONDS, say=lambda line: print(f"{name}: {line}", flush=True))
     take_part(credentials, address, read_spec(directory.path), job)
 
 

@@ -5,16 +5,19 @@ from collections.abc import Sequence
 
 __all__ = ["clip_factor"]
 
+NORM_MARGIN = 1e-6  # what `torch.nn.utils.clip_grad_norm_` adds to the norm, so that a clipped run equals a single process's
+
 
 def clip_factor(norms_squared: Sequence[float], weight: float, max_norm: float | None) -> tuple[float, bool]:
     """(what gradients are multiplied by, whether the step is skipped). Norms are of undivided sums; `weight` is what they are divided by.
 
-    A gradient that is not finite makes the whole step one that changes nothing: on every stage alike, since the commit says so.
+    With `max_norm` the factor is the one of `torch.nn.utils.clip_grad_norm_`. A gradient that is not finite makes the whole step one that
+    changes nothing: on every stage alike, since the commit says so.
     """
     total = math.fsum(norms_squared) if all(map(math.isfinite, norms_squared)) else math.inf
     if not math.isfinite(total) or weight == 0:
         return 0.0, True
     norm = math.sqrt(total) / abs(weight)
-    if max_norm is None or norm <= max_norm:
+    if max_norm is None:
         return 1.0, False
-    return max_norm / norm, False
+    return min(1.0, max_norm / (norm + NORM_MARGIN)), False

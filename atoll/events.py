@@ -24,10 +24,16 @@ __all__ = [
     "CodecChosen",
     "DonorRefused",
     "Evaluated",
+    "CoordinatorStarted",
     "Event",
     "EventLog",
     "FaultEnded",
     "FaultInjected",
+    "MemberJoined",
+    "MemberLeft",
+    "MemberMoved",
+    "MemberReturned",
+    "MemberSilent",
     "NonFinite",
     "Observer",
     "PeerChanged",
@@ -38,7 +44,9 @@ __all__ = [
     "RunFinished",
     "RunStarted",
     "Restarted",
+    "StageLost",
     "StateFetched",
+    "StepRepaired",
     "StepFinished",
     "StopTraining",
     "WorkerFailed",
@@ -249,6 +257,66 @@ class StateFetched(Event, frozen=True, kw_only=True):
     bytes_by_donor: dict[str, int]
 
 
+class MemberJoined(Event, frozen=True, kw_only=True):
+    """A process came into a swarm, or came back as somebody new. `stage` is -1 for one that feeds."""
+
+    name: str
+    stage: int
+
+
+class MemberLeft(Event, frozen=True, kw_only=True):
+    """A worker of a swarm asked to leave and was let go: nothing was lost with it."""
+
+    name: str
+    stage: int
+
+
+class MemberSilent(Event, frozen=True, kw_only=True):
+    """A process of a swarm was not heard for too long: it died, stands still or is cut off, and gets no work."""
+
+    name: str
+    stage: int
+    seconds: float  # since it was last heard
+
+
+class MemberReturned(Event, frozen=True, kw_only=True):
+    """A silent process of a swarm is heard again, as the one it was."""
+
+    name: str
+    stage: int
+
+
+class MemberMoved(Event, frozen=True, kw_only=True):
+    """A worker of a swarm changes stage."""
+
+    name: str
+    source: int
+    target: int
+    reason: str
+
+
+class StepRepaired(Event, frozen=True, kw_only=True):
+    """A step of a swarm lacked gradients when it was summed up, as somebody who had them is gone; they are computed again."""
+
+    step: int
+    micro_batches: tuple[int, ...]  # asked for again, by stage
+    reason: str
+
+
+class StageLost(Event, frozen=True, kw_only=True):
+    """Nobody could continue a stage of a swarm: everybody goes on from the checkpoint after `step` steps."""
+
+    stage: int
+    step: int
+
+
+class CoordinatorStarted(Event, frozen=True, kw_only=True):
+    """A swarm's coordinator took over after `step` steps; terms are counted from 1."""
+
+    term: int
+    step: int
+
+
 class FaultInjected(Event, frozen=True, kw_only=True):
     """A lab did something bad on purpose."""
 
@@ -287,6 +355,14 @@ AnyEvent: TypeAlias = (
     | ReductionFinished
     | DonorRefused
     | StateFetched
+    | MemberJoined
+    | MemberLeft
+    | MemberSilent
+    | MemberReturned
+    | MemberMoved
+    | StepRepaired
+    | StageLost
+    | CoordinatorStarted
 )
 Observer: TypeAlias = Callable[[AnyEvent], None]
 

@@ -1,5 +1,6 @@
 """`atoll join ADDRESS --token T`: enrol this machine in a run and stay in it."""
 
+import os
 import secrets
 import socket
 import sys
@@ -74,6 +75,7 @@ def _spec(coordinator: "Remote") -> "SwarmSpec | None":
 
 def _work(credentials: "Credentials", address: str, spec: "SwarmSpec", script: Path | None, *, dialled: bool) -> None:
     """Until the run is over."""
+    from atoll.cli.imposed import imposed_speed
     from atoll.runtime.swarm.spec import load_spec_job
     from atoll.runtime.swarm.taking_part import take_part
     from atoll.script import load_job
@@ -82,7 +84,15 @@ def _work(credentials: "Credentials", address: str, spec: "SwarmSpec", script: P
     settings = spec.settings
     print(f"Working for {job.name}: {settings.stages} stages, {settings.steps} steps. Ctrl-C leaves", flush=True)
     try:
-        take_part(credentials, address, spec, job, observer=lambda event: _print(describe_event(event)), dialled=dialled)
+        take_part(
+            credentials,
+            address,
+            spec,
+            job,
+            observer=lambda event: _print(describe_event(event)),
+            dialled=dialled,
+            imposed=imposed_speed(os.environ),
+        )
     except KeyboardInterrupt:
         print(f"{credentials.name} leaves", flush=True)
         return

@@ -40,6 +40,7 @@ def _coordinate(directory: RunDirectory, address: str) -> None:
 
 
 def _take_part(directory: RunDirectory, address: str, name: str) -> None:
+    from atoll.cli.imposed import imposed_speed
     from atoll.fabric.security import enrol
     from atoll.runtime.swarm.coordinating import read_spec
     from atoll.runtime.swarm.launching import TOKEN
@@ -50,7 +51,7 @@ def _take_part(directory: RunDirectory, address: str, name: str) -> None:
     settings = directory.settings()
     job = load_job(settings.script, settings.arguments)
     credentials = enrol(address, token, name, patience_seconds=_PATIENCE_SECONDS, say=lambda line: print(f"{name}: {line}", flush=True))
-    take_part(credentials, address, read_spec(directory.path), job)
+    take_part(credentials, address, read_spec(directory.path), job, imposed=imposed_speed(os.environ))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,20 @@ from typing import Any
 from atoll.control.checks import ALL_CHECKS, Checks
 from atoll.control.clipping import clip_factor
 from atoll.control.decision import Choice, choose_stages
-from atoll.control.happenings import Happening, Joined, Moved, Resealed, RolledBack, StepCommitted, TookOver
+from atoll.control.happenings import (
+    Happening,
+    Joined,
+    Left,
+    Moved,
+    Repaired,
+    Resealed,
+    Returned,
+    RolledBack,
+    Saved,
+    Silent,
+    StepCommitted,
+    TookOver,
+)
 from atoll.control.journal import Checkpointed, Epoch, FencedError, Record, Term, replay
 from atoll.control.membership import Member, Members
 from atoll.control.messages import (
@@ -92,6 +105,7 @@ class Coordinator:
         self._lost_since: dict[int, float] = {}
         self._rebalance_at = 0.0
         self._wishes: dict[str, int] = {}
+        self._silent: dict[str, int] = {}  # incarnations of those not heard lately
         beat = settings.heartbeat_seconds
         self._seal_patience = Patience(settings.patience_seconds, 2 * beat)
         self._reduce_patience = Patience(settings.patience_seconds, 2 * beat)
@@ -192,6 +206,7 @@ class Coordinator:
         now = self.node.clock.now()
         self._beat += 1
         self.members.forget(now)
+        self._look_for_silent(now)
         await self._look_for_lost_stages(now)
         phase = type(self.phase)
         if phase is Run:
@@ -270,6 +285,17 @@ class Coordinator:
 
     def _live_feeders(self, now: float) -> list[Member]:
         return [member for member in self.members if not member.worker and self.members.live(member, now, self._beat)]
+
+    def _look_for_silent(self, now: float) -> None:
+        """Tells who fell silent and who is back. Nothing is decided by it."""
+        for member in self.members:
+            before = self._silent.get(member.name)
+            if self.members.heard(member, now):
+                if self._silent.pop(member.name, None) == member.incarnation:
+                    self._observe(Returned(member.name, member.stage))
+            elif before != member.incarnation:
+                self._silent[member.name] = member.incarnation
+                self._observe(Silent(member.name, member.stage, now - member.heard_at))
 
     def _can_run(self, now: float) -> bool:
         stages = {member.stage for member in self._usable(now)}
@@ -390,6 +416,8 @@ class Coordinator:
             self._enter_reduce(choices, responders)
         elif self._can_run(now):
             keep = frozenset(buffer for choice in choices for buffer in choice.buffers)
+            if keep:
+                self._observe(Repaired(self.version, tuple(len(choice.missing) for choice in choices)))
             self._enter_run(tuple(choice.missing for choice in choices), keep)
         else:
             self._deadline = now + self.settings.heartbeat_seconds
@@ -545,6 +573,7 @@ class Coordinator:
                 continue
             staying = sum(other.stage == member.stage and not other.leaving for other in self._usable(now))
             if staying >= self.settings.minimum_replicas:
+                self._observe(Left(member.name, member.stage))
                 self.members.move(member, -1)
                 self._announce(member, self._view())
                 self.members.remove(member.name)
@@ -597,6 +626,7 @@ class Coordinator:
             self._checkpoint = -1
             await self.journal.append(self.term, record)
             self._last_checkpoint = record
+            self._observe(Saved(record.epoch, record.version))
 
     async def _look_for_lost_stages(self, now: float) -> None:
         if type(self.phase) is Finished or self.version == self._origin.version:

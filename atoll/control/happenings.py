@@ -4,7 +4,20 @@ from typing import TypeAlias
 
 import msgspec
 
-__all__ = ["Happening", "Joined", "Moved", "Resealed", "RolledBack", "StepCommitted", "TookOver"]
+__all__ = [
+    "Happening",
+    "Joined",
+    "Left",
+    "Moved",
+    "Repaired",
+    "Resealed",
+    "Returned",
+    "RolledBack",
+    "Saved",
+    "Silent",
+    "StepCommitted",
+    "TookOver",
+]
 
 
 class TookOver(msgspec.Struct, frozen=True):
@@ -58,4 +71,40 @@ class Moved(msgspec.Struct, frozen=True):
     reason: str
 
 
-Happening: TypeAlias = TookOver | StepCommitted | Resealed | RolledBack | Joined | Moved
+class Silent(msgspec.Struct, frozen=True):
+    """A process was not heard for too long and is not used: it died, stands still or is cut off."""
+
+    name: str
+    stage: int
+    seconds: float
+
+
+class Returned(msgspec.Struct, frozen=True):
+    """A process that was silent is heard again, as the one it was."""
+
+    name: str
+    stage: int
+
+
+class Left(msgspec.Struct, frozen=True):
+    """A worker that asked to leave was let go."""
+
+    name: str
+    stage: int
+
+
+class Repaired(msgspec.Struct, frozen=True):
+    """A sealed step lacked something, which is asked for again."""
+
+    version: int
+    missing: tuple[int, ...]  # micro-batches, by stage
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """Every stage's state at this version is stored, and the journal says so."""
+
+    epoch: int
+    version: int
+
+
+Happening: TypeAlias = TookOver | StepCommitted | Resealed | RolledBack | Joined | Moved | Silent | Returned | Left | Repaired | Saved

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from atoll.control.coordinator import Coordinator
-from atoll.control.happenings import Happening, Joined, Moved, Resealed, RolledBack, StepCommitted, TookOver
+from atoll.control.happenings import Happening
 from atoll.control.journal import Epoch, replay
 from atoll.control.messages import Committed, Message
 from atoll.control.world import Node
 from atoll.errors import JobFailedError
-from atoll.events import AnyEvent, EventLog, Observer, RunFinished, RunStarted, StepFinished
+from atoll.events import AnyEvent, EventLog, Observer, RunFinished, RunStarted
 from atoll.fabric.security import Authority, serve
 from atoll.graph.capture import Captured
 from atoll.job import Job
@@ -29,9 +29,10 @@ from atoll.runtime.swarm.clock import LoopClock
 from atoll.runtime.swarm.files import CheckpointFiles, CheckpointService, FileJournal, Key
 from atoll.runtime.swarm.packing import unpack
 from atoll.runtime.swarm.spec import JobService, SwarmSpec
+from atoll.runtime.swarm.telling import Teller, say_event
 from atoll.runtime.swarm.transport import COORDINATOR, Directory, FabricTransport, SwarmService
 
-__all__ = ["coordinate", "read_spec", "say_happening", "write_spec"]
+__all__ = ["coordinate", "read_spec", "write_spec"]
 
 _FINAL_SECONDS = 120.0  # how long the last states are waited for
 
@@ -43,28 +44,13 @@ def coordinate(
     asyncio.run(_Coordinating(directory, spec, job, captured, observers).run(address))
 
 
-def say_happening(happening: Happening) -> str | None:
-    """One line for people; None for what a progress line says better."""
-    match happening:
-        case Joined():
-            return f"{happening.name} joined" + (f" and works on stage {happening.stage}" if happening.stage >= 0 else "")
-        case Moved():
-            return f"{happening.worker} moves from stage {happening.source} to stage {happening.target}: {happening.reason}"
-        case RolledBack():
-            return f"stage {happening.stage} was lost; everybody goes on from step {happening.version}"
-        case TookOver() if happening.term > 1:
-            return f"a new coordinator goes on after step {happening.version}"
-        case Resealed() if happening.reason not in ("", "a coordinator took over"):
-            return f"step {happening.version + 1}: {happening.reason}; what is missing is done again"
-    return None
-
-
 class _Coordinating:
     def __init__(self, directory: RunDirectory, spec: SwarmSpec, job: Job, captured: Captured, observers: tuple[Observer, ...]) -> None:
         self.directory, self.spec, self.job, self.captured = directory, spec, job, captured
         self.observers = observers
         self._began = time.monotonic()
         self._before = directory.last_moment()
+        self._teller = Teller(self._now, job.batch_size)
         self._errors: list[BaseException] = []
         self.files = CheckpointFiles(directory.path / "swarm")
         self.journal = FileJournal(directory.path / "journal.jsonl")
@@ -136,22 +122,13 @@ class _Coordinating:
         )
 
     def _observe(self, happening: Happening) -> None:
-        line = say_happening(happening)
+        event = self._teller.event(happening)
+        if event is None:
+            return
+        line = say_event(event)
         if line is not None:
             print(f"  {line}", flush=True)
-        if isinstance(happening, StepCommitted):
-            self._tell(
-                StepFinished(
-                    at_seconds=self._now(),
-                    step=happening.version + 1,
-                    loss=happening.loss / happening.weight,
-                    samples=self.job.batch_size,
-                    weight=happening.weight,
-                    seconds=happening.seconds,
-                    learning_rate=0.0,
-                    applied=not happening.skipped,
-                )
-            )
+        self._tell(event)
 
     # ---- the end
 

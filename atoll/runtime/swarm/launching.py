@@ -43,10 +43,19 @@ class _Child:
 
 
 class SwarmProcesses:
-    """The processes of this machine. `say` tells people."""
+    """The processes of this machine. `say` tells people; `place` makes of a worker's number and command the one that runs it elsewhere."""
 
-    def __init__(self, run: Path, address: str, *, workers: int, max_restarts: int, say: Callable[[str], None]) -> None:
-        self._run, self._address, self._say = run, address, say
+    def __init__(
+        self,
+        run: Path,
+        address: str,
+        *,
+        workers: int,
+        max_restarts: int,
+        say: Callable[[str], None],
+        place: Callable[[int, list[str]], list[str]] = lambda number, command: command,
+    ) -> None:
+        self._run, self._address, self._say, self._place = run, address, say, place
         self._workers, self._restarts_left = workers, max_restarts
         self._authority = Authority.open(run)
         self._children: dict[str, _Child] = {}
@@ -69,6 +78,8 @@ class SwarmProcesses:
         if role != "coordinator":
             environment[TOKEN] = self._authority.issue_token(role, lifetime_seconds=_TOKEN_SECONDS)
         command = [sys.executable, "-m", "atoll.cli.swarm_process", role, str(self._run.resolve()), self._address, called]
+        if role == "worker":
+            command = self._place(int(name.removeprefix("worker-")), command)
         self._children[name] = _Child(name, role, subprocess.Popen(command, env=environment), restarts)
 
     def _wait_for_coordinator(self) -> None:

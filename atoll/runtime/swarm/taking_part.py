@@ -28,6 +28,7 @@ from atoll.runtime.swarm.clock import LoopClock
 from atoll.runtime.swarm.compute import StageCompute, programs_of
 from atoll.runtime.swarm.feed import SampleFeed
 from atoll.runtime.swarm.files import RemoteCheckpoints
+from atoll.runtime.swarm.pacing import Imposed, Pace, PacedCompute
 from atoll.runtime.swarm.spec import SwarmSpec
 from atoll.runtime.swarm.transport import COORDINATOR, Directory, FabricTransport, Place, SwarmService
 
@@ -53,13 +54,23 @@ def check_divisible(job: Job, captured: Captured, bounds: tuple[int, ...]) -> No
 
 
 def take_part(
-    credentials: Credentials, address: str, spec: SwarmSpec, job: Job, *, observer: Observer | None = None, dialled: bool = True
+    credentials: Credentials,
+    address: str,
+    spec: SwarmSpec,
+    job: Job,
+    *,
+    observer: Observer | None = None,
+    dialled: bool = True,
+    imposed: Imposed | None = None,
 ) -> None:
-    """Works or feeds until the run is over. With `dialled=False` nobody connects to this machine: it is reached through the coordinator."""
+    """Works or feeds until the run is over. With `dialled=False` nobody connects to this machine: it is reached through the coordinator.
+
+    `imposed` names the device whose speed a worker has.
+    """
     torch.set_num_threads(1)
     captured = capture_program(job)
     check_divisible(job, captured, spec.bounds)
-    asyncio.run(_Process(credentials, address, spec, job, captured, observer, dialled).run())
+    asyncio.run(_Process(credentials, address, spec, job, captured, observer, dialled, imposed).run())
 
 
 class _Process:
@@ -74,9 +85,10 @@ class _Process:
         captured: Captured,
         observer: Observer | None,
         dialled: bool,
+        imposed: Imposed | None,
     ) -> None:
         self.credentials, self.address, self.spec, self.job, self.captured = credentials, address, spec, job, captured
-        self._observer, self._dialled = observer, dialled
+        self._observer, self._dialled, self._imposed = observer, dialled, imposed
         self._errors: list[BaseException] = []
 
     async def run(self) -> None:
@@ -126,9 +138,7 @@ class _Process:
             await self._until_over(Feeder(node, feed, spec.settings, (COORDINATOR,)).run())
             feed.close()
             return
-        compute = StageCompute(
-            self.job, self.captured, spec.bounds, chunks=spec.settings.chunks, micro_batches=spec.micro_batches, generators=generators
-        )
+        compute = self._compute(generators)
         checkpoints = RemoteCheckpoints(coordinator)
         worker = Worker(node, compute, checkpoints, spec.settings, (COORDINATOR,))
         await self._until_over(worker.run())
@@ -136,6 +146,17 @@ class _Process:
             final = checkpoints.write(worker.epoch, worker.version, worker.stage, compute.snapshot(worker.state))
             await self._until_over(final)
         compute.close()
+
+    def _compute(self, generators: threading.Lock) -> StageCompute:
+        spec = self.spec
+        kind = StageCompute if self._imposed is None else PacedCompute
+        compute = kind(
+            self.job, self.captured, spec.bounds, chunks=spec.settings.chunks, micro_batches=spec.micro_batches, generators=generators
+        )
+        if self._imposed is not None:
+            assert isinstance(compute, PacedCompute)
+            compute.pace = Pace(self._imposed, self.captured.graph, spec.bounds, spec.micro_batches)
+        return compute
 
     async def _until_over(self, work: Coroutine[Any, Any, None]) -> None:
         """The role's own end, or the first error of anything it started."""

@@ -1,0 +1,105 @@
+"""Telling: what happens in a swarm, as events for the run's directory and as lines for people."""
+
+from collections.abc import Callable
+
+from atoll.control.happenings import (
+    Happening,
+    Joined,
+    Left,
+    Moved,
+    Repaired,
+    Resealed,
+    Returned,
+    RolledBack,
+    Silent,
+    StepCommitted,
+    TookOver,
+)
+from atoll.events import (
+    AnyEvent,
+    CoordinatorStarted,
+    MemberJoined,
+    MemberLeft,
+    MemberMoved,
+    MemberReturned,
+    MemberSilent,
+    StageLost,
+    StepFinished,
+    StepRepaired,
+)
+from atoll.units import format_seconds
+
+__all__ = ["Teller", "say_event"]
+
+
+class Teller:
+    """Makes events of happenings. `now` is the run's own time, `samples` how many a step has."""
+
+    def __init__(self, now: Callable[[], float], samples: int) -> None:
+        self._now, self._samples = now, samples
+        self._reason = ""
+
+    def event(self, happening: Happening) -> AnyEvent | None:
+        """None for what only explains something that follows, or is told elsewhere."""
+        now = self._now()
+        match happening:
+            case StepCommitted():
+                return self._step(happening)
+            case Joined():
+                return MemberJoined(at_seconds=now, name=happening.name, stage=happening.stage)
+            case Left():
+                return MemberLeft(at_seconds=now, name=happening.name, stage=happening.stage)
+            case Silent():
+                return MemberSilent(at_seconds=now, name=happening.name, stage=happening.stage, seconds=happening.seconds)
+            case Returned():
+                return MemberReturned(at_seconds=now, name=happening.name, stage=happening.stage)
+            case Moved():
+                return MemberMoved(
+                    at_seconds=now, name=happening.worker, source=happening.source, target=happening.target, reason=happening.reason
+                )
+            case Resealed():
+                self._reason = happening.reason
+            case Repaired():
+                reason, self._reason = self._reason or "somebody who had it is gone", ""
+                return StepRepaired(at_seconds=now, step=happening.version + 1, micro_batches=happening.missing, reason=reason)
+            case RolledBack():
+                return StageLost(at_seconds=now, stage=happening.stage, step=happening.version)
+            case TookOver():
+                return CoordinatorStarted(at_seconds=now, term=happening.term, step=happening.version)
+        return None
+
+    def _step(self, happening: StepCommitted) -> StepFinished:
+        self._reason = ""
+        return StepFinished(
+            at_seconds=self._now(),
+            step=happening.version + 1,
+            loss=happening.loss / happening.weight,
+            samples=self._samples,
+            weight=happening.weight,
+            seconds=happening.seconds,
+            learning_rate=0.0,
+            applied=not happening.skipped,
+        )
+
+
+def say_event(event: AnyEvent) -> str | None:
+    """One line for people; None for what a progress line says better."""
+    match event:
+        case MemberJoined():
+            return f"{event.name} joined" + (f" and works on stage {event.stage}" if event.stage >= 0 else "")
+        case MemberLeft():
+            return f"{event.name} left stage {event.stage}, as it had asked"
+        case MemberSilent():
+            return f"{event.name} has not been heard for {format_seconds(event.seconds)}; it gets no work"
+        case MemberReturned():
+            return f"{event.name} is heard again"
+        case MemberMoved():
+            return f"{event.name} moves from stage {event.source} to stage {event.target}: {event.reason}"
+        case StepRepaired():
+            by_stage = ", ".join(f"{count} of stage {stage}" for stage, count in enumerate(event.micro_batches) if count)
+            return f"step {event.step}: {event.reason}; done again: {by_stage} (micro-batches)"
+        case StageLost():
+            return f"stage {event.stage} was lost; everybody goes on from step {event.step}"
+        case CoordinatorStarted() if event.term > 1:
+            return f"a new coordinator goes on after step {event.step}"
+    return None

@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-compile
 INSTALLED := .venv/.installed
 
-.PHONY: help install demo test lint unit bench soak clean
+.PHONY: help install demo test lint nats unit bench soak clean
 
 help:
 	@echo "make demo      plan and train a small language model (under 3 minutes)"
@@ -44,7 +44,13 @@ lint: install
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 
-unit: install
+# Some tests start a real nats-server: it comes from the distribution's packages, where we may install them.
+nats:
+	@command -v nats-server >/dev/null || test -x /usr/sbin/nats-server || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+		&& apt-get install -y --no-install-recommends nats-server >/dev/null 2>&1; } \
+		|| echo "nats-server is not installed: the tests that need it are skipped"
+
+unit: install nats
 	@$(BIN)/python -m pytest
 
 # Measured rows are not part of the project: give a file in the format benchmarks/README.md describes to have predictions checked.
@@ -55,7 +61,7 @@ bench: install
 	@if [ -n "$(ROWS)" ]; then echo "== prediction"; $(BIN)/python benchmarks/prediction.py --rows "$(ROWS)"; \
 	else echo "== prediction: skipped; give measured steps with make bench ROWS=file.csv"; fi
 
-soak: install
+soak: install nats
 	@$(BIN)/python -m pytest --hypothesis-profile=soak --timeout=0
 
 clean:

@@ -12,6 +12,7 @@ with Fabric("oslo-0", services=[Store()]) as fabric:
 
 import asyncio
 import concurrent.futures
+import itertools
 import random
 import threading
 import time
@@ -103,8 +104,11 @@ class Fabric(LinkOwner):
     def connect(self, address: str, *, name: str | None = None, role: str | None = None, dial: Dial | None = None) -> Remote:
         """A peer at an address. Returns at once; the connection is made, and made again when lost, in the background.
 
+        Of several addresses, with commas between, the next is dialled whenever one is lost or does not answer.
         Given `name` or `role`, anybody else found there is refused. `dial` makes the wire where it is not the carrier's to make.
         """
+        if dial is None and "," in address:
+            dial = self._in_turn(address.split(","))
 
         async def connect() -> Remote:
             remote = Remote(self, address, self._backoff, self._deadlines, expected=Expected(name, role), dial=dial)
@@ -112,6 +116,10 @@ class Fabric(LinkOwner):
             return remote
 
         return self.run(connect())
+
+    def _in_turn(self, addresses: Sequence[str]) -> Dial:
+        turns = itertools.cycle(addresses)
+        return lambda connection: self._carrier.dial(next(turns), connection, self._loop)
 
     def peer(self, name: str) -> Remote:
         """A peer that is or was connected, whoever dialled; RefusedError if there is none of that name."""

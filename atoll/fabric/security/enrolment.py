@@ -4,11 +4,12 @@ The joiner looks at the certificate it is shown before it says anything: the tok
 certificate of a coordinator signed with that key will do. It makes its own key, which never leaves it, and sends a signing request.
 """
 
+import itertools
 import socket
 import ssl
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -75,12 +76,14 @@ def enrol(
 ) -> Credentials:
     """Enrols with a token at the address of a run's authority. Errors are sentences; nothing secret is sent to anybody else.
 
-    With patience it tries again where nobody answers, as a coordinator may just be starting; `say` is told once.
+    Several addresses, with commas between, are tried in turn: only the one that coordinates answers. With patience they are tried again
+    where nobody answers, as a coordinator may just be starting; `say` is told once.
     """
     parsed = Token.parse(token)
     check_name(name)
     key = Ed25519PrivateKey.generate()
-    with _reach(address, timeout_seconds, patience_seconds, say) as secured:
+    secured, address = _reach(address.split(","), timeout_seconds, patience_seconds, say)
+    with secured:
         _check_authority(secured, parsed, address)
         _say(secured, Ask(parsed.id, parsed.secret, name, make_request(key)))
         answer = _guard(address, lambda: _hear(secured, _ANSWERS))
@@ -92,12 +95,18 @@ def enrol(
     return credentials
 
 
-def _reach(address: str, timeout_seconds: float, patience_seconds: float, say: Callable[[str], None]) -> ssl.SSLSocket:
+def _reach(
+    addresses: Sequence[str], timeout_seconds: float, patience_seconds: float, say: Callable[[str], None]
+) -> tuple[ssl.SSLSocket, str]:
+    """A connection with the first that answers, and where that is."""
     until, said = time.monotonic() + patience_seconds, False
-    while True:
+    for attempt in itertools.count(1):
+        address = addresses[(attempt - 1) % len(addresses)]
         try:
-            return _connect(address, timeout_seconds)
+            return _connect(address, timeout_seconds), address
         except PeerLostError as error:
+            if attempt < len(addresses):
+                continue
             left = until - time.monotonic()
             if left <= 0:
                 raise
@@ -105,6 +114,7 @@ def _reach(address: str, timeout_seconds: float, patience_seconds: float, say: C
                 say(f"{error}; trying again for {format_seconds(patience_seconds)}")
                 said = True
             time.sleep(min(_AGAIN_SECONDS, left))
+    raise AssertionError("it counts for ever")
 
 
 def _connect(address: str, timeout_seconds: float) -> ssl.SSLSocket:

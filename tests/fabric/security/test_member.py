@@ -8,7 +8,7 @@ import pytest
 
 from atoll.errors import PeerLostError, RefusedError
 from atoll.events import AnyEvent, CertificateIssued, CertificateRevoked, PeerChanged, RenewalFailed
-from atoll.fabric import Backoff
+from atoll.fabric import Backoff, Remote
 from atoll.fabric.security import Authority, Member, enrol, serve
 from tests.fabric.security.test_refusals import Board
 from tests.fabric.services import Named
@@ -66,6 +66,30 @@ def test_who_enrols_before_the_coordinator_listens_waits_for_it(tmp_path: Path) 
     assert enrol(address, authority.issue_token(), "patient", patience_seconds=60.0, say=start).name == "patient"
     started[0].close()
     assert said == [f"{address}: Connection refused; trying again for 60 s"]
+
+
+def test_of_several_addresses_the_one_that_coordinates_is_found_again_when_it_changes(tmp_path: Path) -> None:
+    """A stand-in at another address: who has both goes on with it, with the same `Remote`."""
+    authority = Authority.create(tmp_path)
+    coordinator, first = serve(authority, "127.0.0.1:0", services=[Board()])
+    coordinator.close()
+    standby, second = serve(authority, "127.0.0.1:0", services=[Board()])
+    both = f"{first},{second}"
+    with standby, Member(enrol(both, authority.issue_token(), "rome")) as rome:
+        remote = rome.join(both)
+        assert remote.call_sync(Board.post, Named("x")).name == "rome the worker: x"
+        standby.close()
+        with serve(authority, first, services=[Board()])[0]:
+            assert posted(remote) == "rome the worker: y"
+
+
+def posted(remote: Remote) -> str:
+    """What is answered once the call does not fall into the moment of the change."""
+    while True:
+        try:
+            return remote.call_sync(Board.post, Named("y")).name
+        except PeerLostError:
+            assert remote.given_up is None
 
 
 def test_a_host_nobody_knows_is_not_waited_for(tmp_path: Path) -> None:

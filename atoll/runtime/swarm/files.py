@@ -27,6 +27,7 @@ class FileJournal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._read_bytes, self._newest_term = 0, 0  # up to where this process has read, and what it found there
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
 
@@ -44,11 +45,13 @@ class FileJournal:
     def _append(self, term: int, record: Record) -> None:
         with self._path.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(self._read_bytes)
             records, good = decode(file.read())
-            newest = max((one.term for one in records if isinstance(one, Term)), default=0)
-            admit(newest, term, record)
-            file.truncate(good)
-            file.seek(good)
+            self._newest_term = max((one.term for one in records if isinstance(one, Term)), default=self._newest_term)
+            self._read_bytes += good
+            admit(self._newest_term, term, record)
+            file.truncate(self._read_bytes)
+            file.seek(self._read_bytes)
             file.write(encode(record))
             file.flush()
             os.fsync(file.fileno())

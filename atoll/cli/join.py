@@ -84,7 +84,7 @@ def _work(credentials: "Credentials", address: str, spec: "SwarmSpec", script: P
     settings = spec.settings
     print(f"Working for {job.name}: {settings.stages} stages, {settings.steps} steps. Ctrl-C leaves", flush=True)
     try:
-        take_part(
+        ending = take_part(
             credentials,
             address,
             spec,
@@ -92,11 +92,13 @@ def _work(credentials: "Credentials", address: str, spec: "SwarmSpec", script: P
             observer=lambda event: _print(describe_event(event)),
             dialled=dialled,
             imposed=imposed_speed(os.environ),
+            say=_print,
+            polite=True,
         )
     except KeyboardInterrupt:
-        print(f"{credentials.name} leaves", flush=True)
+        print(f"{credentials.name} leaves at once: what it was doing is done again by others", flush=True)
         return
-    print("The run is over", flush=True)
+    print("The run is over" if ending == "over" else f"{credentials.name} has left; nothing was lost", flush=True)
 
 
 def _own_name() -> str:

@@ -18,27 +18,38 @@ __all__ = ["launch_swarm"]
 
 _JOIN_USES = 1000
 _JOIN_SECONDS = 24 * 3600.0
+_INTERRUPTED = 130
 
 
 def launch_swarm(
     directory: RunDirectory, settings: RunSettings, plan: Plan, parameters: int, max_restarts: int, listen: str | None
 ) -> None:
-    """Starts the swarm and waits for its end."""
+    """Starts the swarm, or goes on with one that was begun, and waits for its end."""
     _check(plan)
     from atoll.fabric.security import Authority  # PyTorch takes seconds to load: mistakes above are told before
-    from atoll.runtime.swarm.coordinating import write_spec
     from atoll.runtime.swarm.launching import SwarmProcesses, free_address
+    from atoll.runtime.swarm.resuming import check_same_stages, continue_journal
+    from atoll.runtime.swarm.run_files import JOURNAL, read_spec, read_start, write_spec, write_start
     from atoll.runtime.swarm.spec import spec_of
     from atoll.script import load_job
 
     job = load_job(settings.script, settings.arguments)
-    write_spec(directory, spec_of(Path(settings.script), settings.arguments, job, plan, parameters, settings.checkpoint_every))
-    exists = (directory.path / "authority" / "authority.key").exists()
-    authority = Authority.open(directory.path) if exists else Authority.create(directory.path)
+    spec = spec_of(Path(settings.script), settings.arguments, job, plan, parameters, settings.checkpoint_every)
+    begun = (directory.path / JOURNAL).exists()
+    if begun:
+        check_same_stages(read_spec(directory.path), spec)
     hosts = [device.rpartition("/")[0] for stage in plan.stages for device in stage.devices]
     lab = _lab_with(hosts)
-    address = listen or free_address("127.0.0.1" if lab is None else lab.address)
+    before = read_start(directory)
+    address = listen or (before.address if before is not None else free_address("127.0.0.1" if lab is None else lab.address))
+    write_spec(directory, spec)
+    write_start(directory, address)
+    resumed = continue_journal(directory.path / JOURNAL)
+    known = (directory.path / "authority" / "authority.key").exists()
+    authority = Authority.open(directory.path) if known else Authority.create(directory.path)
     where = "on this machine" if lab is None else f"on hosts of {lab.name}"
+    if resumed is not None:
+        say(_going_on(resumed.committed, resumed.checkpoint))
     say(f"starting a coordinator, a feeder and {len(hosts)} workers {where}; the run is in {directory.path}")
     token = authority.issue_token("worker", uses=_JOIN_USES, lifetime_seconds=_JOIN_SECONDS)
     say(f"others join with: atoll join {_dialled(address)} --token {token}")
@@ -46,7 +57,22 @@ def launch_swarm(
     def place(number: int, command: list[str]) -> list[str]:
         return command if lab is None else remote_command(hosts[number], command)
 
-    code = SwarmProcesses(directory.path, address, workers=len(hosts), max_restarts=max_restarts, say=say, place=place).run()
+    generation = resumed.starts if resumed is not None else 0
+    processes = SwarmProcesses(
+        directory.path, address, workers=len(hosts), max_restarts=max_restarts, say=say, generation=generation, place=place
+    )
+    _end(processes.run(), directory, settings)
+
+
+def _going_on(committed: int, checkpoint: int) -> str:
+    if committed == checkpoint:
+        return f"going on after step {committed}"
+    return f"{committed} steps were made; the last checkpoint is of step {checkpoint}: from there, unless workers of before are still there"
+
+
+def _end(code: int, directory: RunDirectory, settings: RunSettings) -> None:
+    if code == _INTERRUPTED:
+        say(f"to go on: atoll run {settings.script} --mode swarm --resume {directory.path}")
     if code:
         raise typer.Exit(code)
     say(f"`atoll report {directory.path}` says more")

@@ -18,7 +18,7 @@ def main(arguments: Sequence[str]) -> int:
     role, run, address, name = arguments
     try:
         if role == "coordinator":
-            _coordinate(RunDirectory(run), address)
+            return 0 if _coordinate(RunDirectory(run), address) else 130
         else:
             _take_part(RunDirectory(run), address, name)
     except AtollError as error:
@@ -27,23 +27,24 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _coordinate(directory: RunDirectory, address: str) -> None:
+def _coordinate(directory: RunDirectory, address: str) -> bool:
     from atoll.graph.capture import capture_program
-    from atoll.runtime.swarm.coordinating import coordinate, read_spec
+    from atoll.runtime.swarm.coordinating import coordinate
+    from atoll.runtime.swarm.run_files import read_spec
     from atoll.script import load_job
     from atoll.watch.progress import Progress
 
     settings = directory.settings()
     job = load_job(settings.script, settings.arguments)
     with Progress() as progress:
-        coordinate(directory, read_spec(directory.path), job, capture_program(job), address, observers=(progress, *job.callbacks))
+        return coordinate(directory, read_spec(directory.path), job, capture_program(job), address, observers=(progress, *job.callbacks))
 
 
 def _take_part(directory: RunDirectory, address: str, name: str) -> None:
     from atoll.cli.imposed import imposed_speed
     from atoll.fabric.security import enrol
-    from atoll.runtime.swarm.coordinating import read_spec
     from atoll.runtime.swarm.launching import TOKEN
+    from atoll.runtime.swarm.run_files import read_spec
     from atoll.runtime.swarm.taking_part import take_part
     from atoll.script import load_job
 
@@ -51,7 +52,7 @@ def _take_part(directory: RunDirectory, address: str, name: str) -> None:
     settings = directory.settings()
     job = load_job(settings.script, settings.arguments)
     credentials = enrol(address, token, name, patience_seconds=_PATIENCE_SECONDS, say=lambda line: print(f"{name}: {line}", flush=True))
-    take_part(credentials, address, read_spec(directory.path), job, imposed=imposed_speed(os.environ))
+    take_part(credentials, address, read_spec(directory.path), job, imposed=imposed_speed(os.environ), polite=True)
 
 
 if __name__ == "__main__":

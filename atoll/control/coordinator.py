@@ -105,6 +105,7 @@ class Coordinator:
         self._lost_since: dict[int, float] = {}
         self._rebalance_at = 0.0
         self._wishes: dict[str, int] = {}
+        self._stopping = False
         self._silent: dict[str, int] = {}  # incarnations of those not heard lately
         beat = settings.heartbeat_seconds
         self._seal_patience = Patience(settings.patience_seconds, 2 * beat)
@@ -114,6 +115,15 @@ class Coordinator:
     def move(self, worker: str, stage: int) -> None:
         """Asks that a worker change stage after this step; it is not done where it would leave too few behind."""
         self._wishes[worker] = stage
+
+    def stop(self) -> None:
+        """Asks that the run end early: after the step under way, once its state is stored. `stopped` tells that it did."""
+        self._stopping = True
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run ended, or ends, before its last step because it was asked to."""
+        return type(self.phase) is Finished and self.version < self.settings.steps
 
     async def run(self) -> None:
         """Takes over and coordinates."""
@@ -180,7 +190,8 @@ class Coordinator:
         if member is None:
             return
         if new:
-            self._observe(Joined(member.name, member.incarnation, member.stage))
+            if beat.incarnation != member.incarnation:  # else it was here before this coordinator
+                self._observe(Joined(member.name, member.incarnation, member.stage))
             if contributed and self.checks.incarnation:
                 self._enter_seal(f"{member.name} came back with nothing")
         if new or beat.incarnation != member.incarnation:
@@ -208,6 +219,8 @@ class Coordinator:
         self.members.forget(now)
         self._look_for_silent(now)
         await self._look_for_lost_stages(now)
+        if self._stopping:
+            self._stop_when_stored(now)
         phase = type(self.phase)
         if phase is Run:
             self._look_at_leases(now, True)
@@ -288,6 +301,8 @@ class Coordinator:
 
     def _look_for_silent(self, now: float) -> None:
         """Tells who fell silent and who is back. Nothing is decided by it."""
+        if type(self.phase) is Finished:
+            return
         for member in self.members:
             before = self._silent.get(member.name)
             if self.members.heard(member, now):
@@ -344,7 +359,9 @@ class Coordinator:
 
     def _run_or_seal(self) -> None:
         """A new step: everything is missing and nothing is kept."""
-        if self._can_run(self.node.clock.now()):
+        if self._stopping:
+            self._enter_seal("")
+        elif self._can_run(self.node.clock.now()):
             self._enter_run((self._all,) * self.settings.stages, frozenset())
         else:
             self._enter_seal("a stage or the feeders are not there")
@@ -409,6 +426,9 @@ class Coordinator:
     def _decide(self) -> None:
         """Every micro-batch in exactly one chosen buffer of every stage: reduce. Otherwise run what is missing."""
         now = self.node.clock.now()
+        if self._stopping and self._checkpoint == self.version:
+            self._deadline = now + self.settings.heartbeat_seconds  # no more steps: the state is being stored
+            return
         responders = self._responders()
         choices = choose_stages(responders, self.settings.stages, self._all, self.checks)
         incomplete = any(choice.missing for choice in choices)
@@ -611,11 +631,24 @@ class Coordinator:
 
     def _begin_checkpoint(self, now: float) -> None:
         every = self.settings.checkpoint_every
-        if every and self.version % every == 0:
+        if self._stopping or (every and self.version % every == 0):
             self._checkpoint = self.version
             self._writers = {}
             for member in self._usable(now):
                 self._writers.setdefault(member.stage, member.name)
+
+    def _stop_when_stored(self, now: float) -> None:
+        """Ends the run when nothing would be lost; a writer that is gone is replaced, since no next checkpoint supersedes this one."""
+        saved = self._last_checkpoint
+        if self.version == self._origin.version or (saved is not None and (saved.epoch, saved.version) == (self.epoch, self.version)):
+            if type(self.phase) is not Finished:
+                self._finish()
+        elif self._checkpoint == self.version:
+            usable = self._usable(now)
+            names = {member.name for member in usable}
+            for member in usable:
+                if self._writers.get(member.stage) not in names:
+                    self._writers[member.stage] = member.name
 
     async def _note_stored(self) -> None:
         stored = {

@@ -59,8 +59,10 @@ class Worker:
         coordinators: tuple[str, ...],
         checks: Checks = ALL_CHECKS,
         on_state: Callable[["Worker"], None] | None = None,
+        on_kernel: Callable[["Worker", float, float], None] | None = None,
     ) -> None:
         self.node = node
+        self._on_kernel = on_kernel  # told of every kernel: what it counts as, in forwards, and its seconds
         self._on_state = on_state  # told whenever there is a new state
         self.compute = compute
         self.checkpoints = checkpoints
@@ -565,6 +567,8 @@ class Worker:
 
     def _measured(self, work: float, began: float) -> float:
         seconds = self.node.clock.now() - began
+        if self._on_kernel is not None:
+            self._on_kernel(self, work, seconds)
         if seconds > 0:
             self.speed = work / seconds if self.speed == 0 else self.speed + 0.1 * (work / seconds - self.speed)
         return seconds

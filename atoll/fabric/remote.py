@@ -106,6 +106,11 @@ class Remote:
         return None if self._link is None else self._link.connection.estimate
 
     @property
+    def received_bytes(self) -> int:
+        """Over the connection that is up now; 0 while there is none."""
+        return 0 if self._link is None else self._link.connection.received_bytes
+
+    @property
     def given_up(self) -> FabricError | None:
         """Why it is not dialled any more; None: it is, or it never was."""
         return self._given_up

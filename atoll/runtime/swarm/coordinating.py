@@ -6,15 +6,11 @@ It may be killed at any moment and started again on the same directory: members 
 import asyncio
 import random
 import time
-from pathlib import Path
-
-import msgspec
-import torch
-from torch import Tensor
+from collections.abc import Sequence
 
 from atoll.control.coordinator import Coordinator
 from atoll.control.happenings import Happening
-from atoll.control.journal import Epoch, replay
+from atoll.control.journal import Record, replay
 from atoll.control.messages import Committed, Message
 from atoll.control.world import Node
 from atoll.errors import JobFailedError
@@ -22,40 +18,40 @@ from atoll.events import AnyEvent, EventLog, Observer, RunFinished, RunStarted
 from atoll.fabric.security import Authority, serve
 from atoll.graph.capture import Captured
 from atoll.job import Job
-from atoll.runtime.checkpoint import Checkpointer, Held, RunIdentity
 from atoll.runtime.run_directory import RunDirectory
-from atoll.runtime.stage.holding import Holding
 from atoll.runtime.swarm.clock import LoopClock
 from atoll.runtime.swarm.files import CheckpointFiles, CheckpointService, FileJournal, Key
-from atoll.runtime.swarm.packing import unpack
+from atoll.runtime.swarm.measuring import MeasureService
+from atoll.runtime.swarm.run_files import JOURNAL, STOP, Start, newest_term, read_start
 from atoll.runtime.swarm.spec import JobService, SwarmSpec
 from atoll.runtime.swarm.telling import Teller, say_event
 from atoll.runtime.swarm.transport import COORDINATOR, Directory, FabricTransport, SwarmService
+from atoll.runtime.swarm.weights import save_weights, whole_state
 
-__all__ = ["coordinate", "read_spec", "write_spec"]
+__all__ = ["coordinate"]
 
+_MEASURES_SECONDS = 5.0  # between two writings of what workers measured
 _FINAL_SECONDS = 120.0  # how long the last states are waited for
 
 
 def coordinate(
     directory: RunDirectory, spec: SwarmSpec, job: Job, captured: Captured, address: str, *, observers: tuple[Observer, ...] = ()
-) -> None:
-    """Coordinates until the run is over and its weights are in the directory."""
-    asyncio.run(_Coordinating(directory, spec, job, captured, observers).run(address))
+) -> bool:
+    """Coordinates until the run is over and its weights are in the directory. False: it was asked to stop before its last step."""
+    return asyncio.run(_Coordinating(directory, spec, job, captured, observers).run(address))
 
 
 class _Coordinating:
     def __init__(self, directory: RunDirectory, spec: SwarmSpec, job: Job, captured: Captured, observers: tuple[Observer, ...]) -> None:
         self.directory, self.spec, self.job, self.captured = directory, spec, job, captured
         self.observers = observers
-        self._began = time.monotonic()
-        self._before = directory.last_moment()
+        self._start = read_start(directory) or Start(directory.last_moment(), time.time(), newest_term(directory.path), "")
         self._teller = Teller(self._now, job.batch_size)
         self._errors: list[BaseException] = []
         self.files = CheckpointFiles(directory.path / "swarm")
-        self.journal = FileJournal(directory.path / "journal.jsonl")
+        self.journal = FileJournal(directory.path / JOURNAL)
 
-    async def run(self, address: str) -> None:
+    async def run(self, address: str) -> bool:
         loop = asyncio.get_running_loop()
         clock = LoopClock(self._errors.append)
         inbox = clock.mailbox()
@@ -64,41 +60,55 @@ class _Coordinating:
             loop.call_soon_threadsafe(inbox.put, message)
 
         places = Directory()
-        services = [SwarmService(arrived), places, CheckpointService(self.files), JobService(self.spec)]
+        self._measures = MeasureService(self.directory)
+        services = [SwarmService(arrived), places, CheckpointService(self.files), JobService(self.spec), self._measures]
         authority = await asyncio.to_thread(Authority.open, self.directory.path)
-        resumed = self.directory.events.exists()
-        with EventLog(self.directory.path, resume=resumed) as log:
+        with EventLog(self.directory.path, resume=self.directory.events.exists()) as log:
             self._log = log
-            if resumed:
-                for observer in self.observers:
-                    observer(self._started())
-            else:
-                self._tell(self._started())
+            self._begin()
             member, _ = await asyncio.to_thread(lambda: serve(authority, address, services=services, fingerprint=self.spec.fingerprint))
             try:
                 transport = FabricTransport(member, None, places)
                 node = Node(COORDINATOR, clock, transport, inbox, 0, random.Random(time.time_ns()))
                 coordinator = Coordinator(node, self.journal, self.spec.settings, observe=self._observe)
-                await self._until(asyncio.ensure_future(coordinator.run()))
+                clock.spawn(self._keep_measures())
+                await self._until(asyncio.ensure_future(coordinator.run()), coordinator)
                 if coordinator.deposed:
                     raise JobFailedError(f"{self.directory.path}: another coordinator runs on the same directory; this one stops")
-                await self._write_weights()
+                await self._write_weights(coordinator.version)
+                return not coordinator.stopped
             finally:
                 await clock.close()
+                await asyncio.to_thread(self._measures.write)
                 await asyncio.to_thread(member.close)
 
-    async def _until(self, task: "asyncio.Future[None]") -> None:
+    async def _until(self, task: "asyncio.Future[None]", coordinator: Coordinator) -> None:
         while not task.done():
             await asyncio.wait([task], timeout=0.2)
+            if (self.directory.path / STOP).exists():
+                coordinator.stop()
             if self._errors:
                 task.cancel()
                 raise self._errors[0]
         await task
 
+    async def _keep_measures(self) -> None:
+        while True:
+            await asyncio.sleep(_MEASURES_SECONDS)
+            await asyncio.to_thread(self._measures.write)
+
     # ---- events
 
     def _now(self) -> float:
-        return self._before + time.monotonic() - self._began
+        return self._start.at_seconds + max(0.0, time.time() - self._start.unix_seconds)
+
+    def _begin(self) -> None:
+        """The first coordinator since `atoll run` was started says so in the run's events; one in its place only to those who watch."""
+        if newest_term(self.directory.path) > self._start.term:
+            for observer in self.observers:
+                observer(self._started())
+        else:
+            self._tell(self._started())
 
     def _tell(self, event: AnyEvent) -> None:
         self._log(event)
@@ -108,7 +118,7 @@ class _Coordinating:
     def _started(self) -> RunStarted:
         job = self.job
         return RunStarted(
-            at_seconds=0.0,
+            at_seconds=self._start.at_seconds,
             name=job.name,
             mode="swarm",
             steps=job.total_steps,
@@ -132,60 +142,41 @@ class _Coordinating:
 
     # ---- the end
 
-    async def _write_weights(self) -> None:
-        """From the stages' last states, as a checkpoint that `atoll export` and every other mode read."""
+    async def _write_weights(self, version: int) -> None:
+        """The last states are on their way when the run is over; of a run that was stopped they are stored already."""
         records = await self.journal.read()
-        history = replay(records)
-        epoch = history.origin.epoch if isinstance(history.origin, Epoch) else 0
-        stages = range(self.spec.settings.stages)
-        keys = [Key(epoch, self.spec.settings.steps, stage) for stage in stages]
+        epoch, saved = _where_states_are(records, version)
+        keys = [Key(epoch, version, stage) for stage in range(self.spec.settings.stages)] if version else []
         until = time.monotonic() + _FINAL_SECONDS
-        while not all(self.files.path(key).exists() for key in keys):
+        while not saved and not all(self.files.path(key).exists() for key in keys):
             if time.monotonic() > until:
                 raise JobFailedError("the last states did not all arrive; `--resume` goes on from the last checkpoint")
             await asyncio.sleep(0.2)
-        tensors: dict[str, Tensor] = {}
-        for key in keys:
-            packed = self.files.read(key)
-            assert packed is not None
-            saved = unpack(packed)
-            tensors |= saved["parameters"] | saved["buffers"]
-        await asyncio.to_thread(self._save, tensors)
+        tensors = await asyncio.to_thread(whole_state, self.files, keys)
+        if tensors is None:
+            raise JobFailedError(f"{self.directory.path / 'swarm'}: a state after step {version} is damaged; `--resume` trains it again")
+        if version:
+            await asyncio.to_thread(save_weights, self.directory, self.job, tensors, version)
+        self._tell(self._finished(version, records))
+
+    def _finished(self, version: int, records: Sequence[Record]) -> RunFinished:
         losses = {record.version: record.loss / record.weight for record in records if isinstance(record, Committed)}
-        steps = self.spec.settings.steps
-        self._tell(
-            RunFinished(
-                at_seconds=self._now(),
-                reason="done",
-                steps=steps,
-                samples=steps * self.job.batch_size,
-                seconds=self._now(),
-                loss=losses.get(steps - 1),
-            )
+        return RunFinished(
+            at_seconds=self._now(),
+            reason="done" if version >= self.spec.settings.steps else "interrupted",
+            steps=version,
+            samples=version * self.job.batch_size,
+            seconds=self._now(),
+            loss=losses.get(version - 1),
         )
 
-    def _save(self, tensors: dict[str, Tensor]) -> None:
-        model = self.job.build_model("cpu")
-        persistent = model.state_dict()
-        rest = {name: value for name, value in persistent.items() if name not in tensors}
-        own = {name: value for name, value in tensors.items() if name in persistent}
-        held = [Held(Holding(name=name, shape=tuple(value.shape)), value) for name, value in (own | rest).items()]
-        identity = RunIdentity(
-            job=self.job.name,
-            optimizer=type(self.job.build_optimizer([torch.nn.Parameter(torch.zeros(1))])).__name__,
-            seed=self.job.seed,
-            batch_size=self.job.batch_size,
-            plan=str(self.directory.plan()),
-        )
-        with Checkpointer(self.directory.checkpoints, None, identity=identity) as checkpoints:
-            checkpoints.save(self.spec.settings.steps, held, final=True)
 
-
-def write_spec(directory: RunDirectory, spec: SwarmSpec) -> None:
-    """For the coordinator's process, and for one started in its place."""
-    directory.write("swarm.json", msgspec.json.format(msgspec.json.encode(spec), indent=1))
-
-
-def read_spec(path: Path) -> SwarmSpec:
-    """What was written."""
-    return msgspec.json.decode((path / "swarm.json").read_bytes(), type=SwarmSpec)
+def _where_states_are(records: Sequence[Record], version: int) -> tuple[int, bool]:
+    """The epoch under which the states of a version are stored, and whether the journal says that they are."""
+    history = replay(records)
+    saved, origin = history.checkpoint, history.origin
+    if saved is not None and saved.version == version:
+        return saved.epoch, True
+    if origin is not None and origin.version == version:
+        return origin.from_epoch, True
+    return origin.epoch if origin is not None else 0, False

@@ -1,10 +1,12 @@
 """Launching: the processes of a swarm on the machine where it is started, looked after until the run is over.
 
 The coordinator and the feeder are started again whenever they die: nothing is lost with them. Workers are started again as often as
-asked for; the run goes on without them, and others may join at any time.
+asked for; the run goes on without them, and others may join at any time. Ctrl-C asks the coordinator, by a file, to end the run after
+a checkpoint; the second one ends everything at once.
 """
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,10 +15,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from atoll.errors import JobFailedError
 from atoll.fabric.carrier import split_address
 from atoll.fabric.security import Authority
+from atoll.runtime.swarm.run_files import STOP
 
 __all__ = ["TOKEN", "SwarmProcesses", "free_address"]
 
@@ -43,7 +47,9 @@ class _Child:
 
 
 class SwarmProcesses:
-    """The processes of this machine. `say` tells people; `place` makes of a worker's number and command the one that runs it elsewhere."""
+    """The processes of this machine. `say` tells people; `generation` is another whenever the run is resumed; `place` makes of a worker's
+    number and command the command that runs it elsewhere.
+    """
 
     def __init__(
         self,
@@ -53,15 +59,19 @@ class SwarmProcesses:
         workers: int,
         max_restarts: int,
         say: Callable[[str], None],
+        generation: int = 0,
         place: Callable[[int, list[str]], list[str]] = lambda number, command: command,
     ) -> None:
         self._run, self._address, self._say, self._place = run, address, say, place
-        self._workers, self._restarts_left = workers, max_restarts
+        self._workers, self._restarts_left, self._generation = workers, max_restarts, generation
+        self._asked_to_stop = False
         self._authority = Authority.open(run)
         self._children: dict[str, _Child] = {}
 
     def run(self) -> int:
         """Starts everything and returns the exit code of the run."""
+        (self._run / STOP).unlink(missing_ok=True)
+        before = {number: signal.signal(number, self._asked) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             self._start("coordinator", "coordinator")
             self._wait_for_coordinator()
@@ -71,16 +81,27 @@ class SwarmProcesses:
             return self._look_after()
         finally:
             self._end()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _asked(self, number: int, frame: FrameType | None) -> None:
+        """The first time: politely."""
+        if self._asked_to_stop:
+            raise KeyboardInterrupt
+        self._asked_to_stop = True
+        self._say("the run stops after this step, once its state is stored; Ctrl-C again ends it at once")
+        (self._run / STOP).touch()
 
     def _start(self, name: str, role: str, restarts: int = 0) -> None:
         environment = dict(os.environ)
-        called = name if not restarts else f"{name}-{restarts}"  # a name belongs to one member at a time
+        called = name if not self._generation else f"{name}-r{self._generation}"  # a name belongs to one member at a time
+        called = called if not restarts else f"{called}-{restarts}"
         if role != "coordinator":
             environment[TOKEN] = self._authority.issue_token(role, lifetime_seconds=_TOKEN_SECONDS)
         command = [sys.executable, "-m", "atoll.cli.swarm_process", role, str(self._run.resolve()), self._address, called]
         if role == "worker":
             command = self._place(int(name.removeprefix("worker-")), command)
-        self._children[name] = _Child(name, role, subprocess.Popen(command, env=environment), restarts)
+        self._children[name] = _Child(name, role, subprocess.Popen(command, env=environment, start_new_session=True), restarts)
 
     def _wait_for_coordinator(self) -> None:
         """Until it listens; it captures the model first."""

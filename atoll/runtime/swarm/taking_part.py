@@ -3,11 +3,13 @@
 import asyncio
 import random
 import secrets
+import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -28,15 +30,20 @@ from atoll.runtime.swarm.clock import LoopClock
 from atoll.runtime.swarm.compute import StageCompute, programs_of
 from atoll.runtime.swarm.feed import SampleFeed
 from atoll.runtime.swarm.files import RemoteCheckpoints
+from atoll.runtime.swarm.measuring import MeasureService, Measuring
 from atoll.runtime.swarm.pacing import Imposed, Pace, PacedCompute
 from atoll.runtime.swarm.spec import SwarmSpec
 from atoll.runtime.swarm.transport import COORDINATOR, Directory, FabricTransport, Place, SwarmService
 
-__all__ = ["check_divisible", "take_part"]
+__all__ = ["Ending", "check_divisible", "take_part"]
+
+Ending: TypeAlias = Literal["over", "left"]
+"""How taking part ended: with the run, or because this process asked to leave."""
 
 _PATIENT = Backoff(attempts=60)  # a coordinator that is started anew is waited for: about ten minutes
 _REGISTER_SECONDS = 3.0  # a coordinator that is started anew does not know where we are
 _ANSWER_SECONDS = 30.0
+_ACCOUNT_SECONDS = 3.0
 
 
 def check_divisible(job: Job, captured: Captured, bounds: tuple[int, ...]) -> None:
@@ -62,15 +69,21 @@ def take_part(
     observer: Observer | None = None,
     dialled: bool = True,
     imposed: Imposed | None = None,
-) -> None:
+    say: Callable[[str], None] = lambda line: None,
+    polite: bool = False,
+) -> Ending:
     """Works or feeds until the run is over. With `dialled=False` nobody connects to this machine: it is reached through the coordinator.
 
-    `imposed` names the device whose speed a worker has.
+    `imposed` names the device whose speed a worker has; `say` tells people when it is of use. With `polite` a worker that gets SIGINT or
+    SIGTERM asks to be let go: what it has summed still counts, and it leaves after the step, or as soon as its stage can do without it.
+    The second signal ends it at once (KeyboardInterrupt).
     """
     torch.set_num_threads(1)
     captured = capture_program(job)
     check_divisible(job, captured, spec.bounds)
-    asyncio.run(_Process(credentials, address, spec, job, captured, observer, dialled, imposed).run())
+    process = _Process(credentials, address, spec, job, captured, observer, dialled, imposed, say)
+    process.polite = polite
+    return asyncio.run(process.run())
 
 
 class _Process:
@@ -86,12 +99,16 @@ class _Process:
         observer: Observer | None,
         dialled: bool,
         imposed: Imposed | None,
+        say: Callable[[str], None],
     ) -> None:
         self.credentials, self.address, self.spec, self.job, self.captured = credentials, address, spec, job, captured
         self._observer, self._dialled, self._imposed = observer, dialled, imposed
+        self._say = say
+        self.polite = False
+        self._ending: Ending = "over"
         self._errors: list[BaseException] = []
 
-    async def run(self) -> None:
+    async def run(self) -> "Ending":
         loop = asyncio.get_running_loop()
         clock = LoopClock(self._errors.append)
         inbox = clock.mailbox()
@@ -106,7 +123,8 @@ class _Process:
             clock.spawn(self._register(coordinator, _own_address(self.address, listening)))
             transport = FabricTransport(member, coordinator)
             node = Node(self.credentials.name, clock, transport, inbox, time.time_ns(), random.Random(secrets.randbits(64)))
-            await self._play(node, coordinator)
+            await self._play(node, member, coordinator)
+            return self._ending
         finally:
             await clock.close()
             await asyncio.to_thread(member.close)
@@ -129,7 +147,7 @@ class _Process:
                     raise coordinator.given_up from error
             await asyncio.sleep(_REGISTER_SECONDS)
 
-    async def _play(self, node: Node, coordinator: Remote) -> None:
+    async def _play(self, node: Node, member: Member, coordinator: Remote) -> None:
         generators = threading.Lock()
         spec = self.spec
         if self.credentials.role == "feeder":
@@ -140,12 +158,38 @@ class _Process:
             return
         compute = self._compute(generators)
         checkpoints = RemoteCheckpoints(coordinator)
-        worker = Worker(node, compute, checkpoints, spec.settings, (COORDINATOR,))
-        await self._until_over(worker.run())
+        measuring = Measuring(self._say)
+        worker = Worker(
+            node, compute, checkpoints, spec.settings, (COORDINATOR,), on_state=measuring.on_state, on_kernel=measuring.on_kernel
+        )
+        node.clock.spawn(_account(measuring, member, coordinator))
+        with self._obeying_signals(worker):
+            await self._until_over(worker.run())
+        if worker.stage < 0:
+            self._ending = "left"
         if worker.state is not None and worker.version == spec.settings.steps:
             final = checkpoints.write(worker.epoch, worker.version, worker.stage, compute.snapshot(worker.state))
             await self._until_over(final)
         compute.close()
+
+    @contextmanager
+    def _obeying_signals(self, worker: Worker) -> Iterator[None]:
+        """The first asks to be let go; after it they do what they always do."""
+        loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM) if self.polite else ()
+
+        def leave() -> None:
+            worker.leave()
+            self._say("leaves as soon as its stage can do without it, after this step at the soonest; Ctrl-C again leaves at once")
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+        for number in numbers:
+            loop.add_signal_handler(number, leave)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
 
     def _compute(self, generators: threading.Lock) -> StageCompute:
         spec = self.spec
@@ -167,6 +211,21 @@ class _Process:
                 task.cancel()
                 raise self._errors[0]
         await task
+
+
+async def _account(measuring: Measuring, member: Member, coordinator: Remote) -> None:
+    """Tells the coordinator from time to time what was measured here; what does not arrive is told again."""
+    while True:
+        await asyncio.sleep(_ACCOUNT_SECONDS)
+        peers = {name: remote for name, remote in member.fabric.peers.items() if remote.estimate is not None}
+        estimates = {name: remote.estimate for name, remote in peers.items()}
+        measured = measuring.look(
+            {name: remote.received_bytes for name, remote in peers.items()},
+            {name: estimate.incoming.bytes_per_s for name, estimate in estimates.items() if estimate and estimate.incoming.bytes_per_s},
+            {name: estimate.round_trip.mean for name, estimate in estimates.items() if estimate and estimate.round_trip.mean},
+        )
+        with suppress(FabricError):
+            await asyncio.wrap_future(coordinator.call_soon(MeasureService.measured, measured, timeout_seconds=_ANSWER_SECONDS))
 
 
 def _own_address(coordinator: str, listening: str) -> Place:

@@ -62,7 +62,9 @@ class OneProcess:
         self.settings = Settings(
             stages=len(bounds) - 1, micro_batches=len(self.micro_batches), steps=job.total_steps, **{"heartbeat_seconds": 0.1, **settings}
         )
-        self.journal, self.checkpoints = MemoryJournal(), MemoryCheckpoints()
+        self.journal = MemoryJournal()
+        self.checkpoints = MemoryCheckpoints()
+        self.coordinator: Coordinator | None = None
         self.workers: dict[str, Worker] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.inboxes: dict[str, Any] = {}
@@ -104,7 +106,7 @@ class OneProcess:
             self.happened.append(happening)
             disturb(self, happening)
 
-        coordinator = Coordinator(self._node("coordinator"), self.journal, self.settings, observe=observe)
+        self.coordinator = coordinator = Coordinator(self._node("coordinator"), self.journal, self.settings, observe=observe)
         feeder = Feeder(
             self._node("feeder"),
             SampleFeed(self.job, self.captured, programs_of(self.captured, self.bounds), self.micro_batches, self.generators),

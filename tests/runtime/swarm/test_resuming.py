@@ -1,0 +1,117 @@
+"""A swarm that is stopped politely and resumed trains what one process does, and nothing is lost with those who leave politely."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from atoll.control.happenings import Happening, Joined, Left, Repaired, RolledBack, StepCommitted
+from atoll.control.journal import Checkpointed, Epoch, Term, decode, replay
+from atoll.control.messages import Committed
+from atoll.errors import PlanError
+from atoll.plan import parse_plan
+from atoll.runtime.swarm.files import FileJournal
+from atoll.runtime.swarm.resuming import check_same_stages, continue_journal
+from atoll.runtime.swarm.spec import spec_of
+
+from . import swarm_job
+from .one_process import OneProcess
+from .test_compute import STEPS, check, job, plain
+
+
+def stop_after(version: int) -> Any:
+    def disturb(swarm: OneProcess, happening: Happening) -> None:
+        if isinstance(happening, StepCommitted) and happening.version == version:
+            assert swarm.coordinator is not None
+            swarm.coordinator.stop()
+
+    return disturb
+
+
+def test_a_stopped_swarm_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    it, path = job(), tmp_path / "journal.jsonl"
+    first = OneProcess(it, [0, 2, 5], 3, 3)  # no checkpoints but the one of the stop
+    first.journal = FileJournal(path)  # type: ignore[assignment]
+    asyncio.run(first.run(stop_after(1)))
+    assert first.coordinator is not None
+    assert first.coordinator.stopped
+    history = replay(decode(path.read_bytes())[0])
+    assert history.checkpoint == Checkpointed(0, history.version)
+    assert 2 <= history.version < STEPS
+
+    resumed = continue_journal(path)
+    assert resumed is not None
+    assert (resumed.committed, resumed.checkpoint, resumed.starts) == (history.version, history.version, 1)
+    second = OneProcess(it, [0, 2, 5], 2, 3)
+    second.checkpoints = first.checkpoints
+    second.journal = FileJournal(path)  # type: ignore[assignment]
+    asyncio.run(second.run())
+    assert not any(isinstance(happening, RolledBack) for happening in second.happened)  # nothing had to be waited for
+    records = decode(path.read_bytes())[0]
+    assert [record.version for record in records if isinstance(record, Committed)] == list(range(STEPS))  # no step twice
+    second.journal.records = list(records)
+    check(second, plain(it))
+
+
+def test_a_stop_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
+    swarm = OneProcess(job(), [0, 2, 5], 2, 3)
+
+    def disturb(swarm: OneProcess, happening: Happening) -> None:
+        if isinstance(happening, Joined):
+            assert swarm.coordinator is not None
+            swarm.coordinator.stop()
+
+    asyncio.run(swarm.run(disturb))
+    assert not any(isinstance(record, Committed | Checkpointed) for record in swarm.journal.records)
+
+
+def test_who_leaves_politely_takes_nothing_along() -> None:
+    it = job()
+    swarm = OneProcess(it, [0, 2, 5], 4, 3)
+
+    def disturb(swarm: OneProcess, happening: Happening) -> None:
+        if isinstance(happening, StepCommitted) and happening.version == 1:
+            swarm.workers["worker-0"].leave()
+
+    asyncio.run(swarm.run(disturb))
+    assert [happening.name for happening in swarm.happened if isinstance(happening, Left)] == ["worker-0"]
+    assert not any(isinstance(happening, Repaired) for happening in swarm.happened)
+    assert swarm.workers["worker-0"].stage == -1
+    check(swarm, plain(it))
+
+
+def test_a_journal_whose_newest_state_may_be_elsewhere_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    assert continue_journal(path) is None
+    journal = FileJournal(path)
+    assert continue_journal(path) is None
+    commits = [Committed(0, version, (1, version), ("a",), 1.0, False, 1.0, 1.0) for version in range(3)]
+
+    async def write() -> None:
+        for record in (Term(1), Epoch(0, 0, 0), commits[0], commits[1], Checkpointed(0, 2), commits[2]):
+            await journal.append(1, record)
+
+    asyncio.run(write())
+    before = path.read_bytes()
+    resumed = continue_journal(path)
+    assert resumed is not None
+    assert (resumed.committed, resumed.checkpoint) == (3, 2)
+    assert path.read_bytes() == before
+
+
+def test_other_stages_are_refused() -> None:
+    def spec(cut: int) -> Any:
+        text = f'plan v1 graph="swarm job" cluster=here mode=swarm schedule=1f1b batch=12 micro_batch=3\nstage 0: layers 0-{cut}: h/0=12\n'
+        plan = parse_plan(text + f"stage 1: layers {cut + 1}-4: h/1=12\n")
+        return spec_of(Path(swarm_job.__file__), (), swarm_job.job, plan, 1000, None)
+
+    check_same_stages(spec(1), spec(1))
+    with pytest.raises(PlanError, match=r"begin at layers 0, 2, the plan's stages begin at 0, 3"):
+        check_same_stages(spec(1), spec(2))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)

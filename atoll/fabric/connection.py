@@ -29,7 +29,7 @@ _MOST_SMALL_IN_A_ROW = 1 << 20
 _SMALLEST_CHUNK, _LARGEST_CHUNK = 16 * 1024, 4 << 20
 _BEFORE_HELLO = FrameLimits(header_bytes=16 * 1024, body_bytes=0)
 _MANY_TENSORS = 1000  # beyond which it is looked at whether their headers fit a frame
-_CHUNK_SECONDS = 0.0025  # what a chunk may hold up a control message on a slow link
+_CHUNK_SECONDS = 0.01  # what a chunk may hold up a control message on a slow link
 
 
 class ConnectionSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,6 +118,11 @@ class Connection:
     def buffers(self) -> list[memoryview]:
         """Where the next bytes from the wire go."""
         return self._parser.buffers()
+
+    @property
+    def body_bytes_due(self) -> int:
+        """Bytes that are still to come of the frame that is arriving: the peer sends them before anything else."""
+        return self._parser.body_bytes_due
 
     def filled(self, count: int) -> None:
         """So many bytes were read into `buffers()`. FrameError: call `refuse` with it."""

@@ -111,6 +111,11 @@ class FrameParser:
         limit = max(PREFIX_BYTES, self._end + 1) if self._after_chunk else len(self._view)
         return [self._view[self._end : min(limit, len(self._view))]]
 
+    @property
+    def body_bytes_due(self) -> int:
+        """Bytes that are still to come of a body that began to arrive."""
+        return self._skip + sum(map(len, self._sinks)) if self._prefix is not None else 0
+
     def filled(self, count: int) -> None:
         """`count` bytes were written to what `buffers()` returned last."""
         if self._prefix is not None:

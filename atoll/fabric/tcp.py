@@ -34,6 +34,8 @@ _BUFFERS = 64  # for one system call
 _UNSENT_BYTES = 256 * 1024  # in the kernel and not yet on the wire, before it stops accepting more; on a fast link rather
 _UNSENT_SECONDS = 0.01  # of its throughput, up to
 _MOST_UNSENT_BYTES = 8 << 20
+_MOST_AWAITED_BYTES = 256 * 1024  # to arrive before the thread is woken
+_FEWEST_AWAITED_BYTES = 8 * 1024  # for which asking the kernel to wait is worth a call
 _LAST_WORDS_SECONDS = 1.0
 _TCP_NOTSENT_LOWAT = 25
 _TCP_INFO_LAST_ACK = 56  # where tcp_info keeps the milliseconds since an acknowledgement came (Linux, uapi/linux/tcp.h)
@@ -85,6 +87,8 @@ class TcpPump:
         self._sock: socket.socket | None = None  # once connected, until the end
         self._failure: FabricError | OSError | None = None  # met by another thread that had the turn
         self._unsent_bytes = _UNSENT_BYTES
+        self._awaited_bytes = 1  # that the kernel waits for before it wakes the thread
+        self._in_records = 0  # bytes of a body that TLS may have taken from the kernel already, without giving them on
         self._read, self._write = self._read_plain, self._write_plain
         self._joined: memoryview | None = None  # what TLS refused to take and must be offered again as it was
         self.thread = threading.Thread(target=self._run, name=f"fabric {connection.settings.name}", daemon=True)
@@ -142,6 +146,7 @@ class TcpPump:
             if isinstance(sock, ssl.SSLSocket):
                 self.certificate = sock.getpeercert(binary_form=True)
                 self._read, self._write = self._read_tls, self._write_tls
+                self._in_records = 2 * _RECORD_BYTES
             sock.setblocking(False)
             with self._turn:
                 self._sock = sock
@@ -190,12 +195,22 @@ class TcpPump:
                 if events != wanted:
                     poll.register(sock, events)
                     wanted = events
-                for fd, _ in self._sleep(poll, self._pause_seconds(next_tick, blocked)):
-                    if fd != self._wake_reader:
-                        self._read(sock)
+                self._await_bytes(sock)
+                ready = self._sleep(poll, self._pause_seconds(next_tick, blocked))
+                late = not ready and self._awaited_bytes > 1  # fewer bytes than were waited for: they are a sign of life all the same
+                if late or any(fd != self._wake_reader for fd, _ in ready):
+                    self._read(sock)
         except (FrameError, RefusedError) as error:
             connection.refuse(error)
             self._last_words(sock)
+
+    def _await_bytes(self, sock: socket.socket) -> None:
+        """Has the kernel wake this thread once the rest of a chunk is there, not for each segment. What is not begun never waits."""
+        rest = min(self.connection.body_bytes_due - self._in_records, _MOST_AWAITED_BYTES)
+        awaited = rest if rest >= _FEWEST_AWAITED_BYTES else 1
+        if awaited != self._awaited_bytes and sys.platform == "linux" and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, awaited)
+            self._awaited_bytes = awaited
 
     def _sleep(self, poll: select.poll, seconds: float) -> list[tuple[int, int]]:
         """Waits for the socket or a wake-up. Meanwhile the turn is free: whoever submits something may send it."""
@@ -290,7 +305,8 @@ class TcpPump:
     def _write_plain(self, sock: socket.socket) -> bool:
         """Sends what there is, up to a turn's worth; True if the socket takes no more now."""
         budget = _TURN_BYTES
-        while budget > 0 and (parts := self._outlet.outgoing(_SEND_BYTES)):
+        offered = min(_SEND_BYTES, 2 * self._unsent_bytes)  # about what the kernel takes
+        while budget > 0 and (parts := self._outlet.outgoing(offered)):
             try:
                 count = sock.sendmsg(parts[:_BUFFERS])
             except (BlockingIOError, InterruptedError):
@@ -303,7 +319,7 @@ class TcpPump:
         budget = _TURN_BYTES
         while budget > 0 and (self._joined is not None or self._outlet.waiting):
             if self._joined is None:
-                self._joined = _record(self._outlet.outgoing(_SEND_BYTES))
+                self._joined = _record(self._outlet.outgoing(min(_SEND_BYTES, 2 * self._unsent_bytes)))
             rest = self._joined
             try:
                 while len(rest):

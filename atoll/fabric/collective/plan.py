@@ -14,7 +14,8 @@ from atoll.fabric.collective.parts import Parts, WireRatios, parts
 __all__ = ["Cell", "Member", "Missing", "RoundPlan", "broadcast_plan", "make_plan"]
 
 BLOCK = 256  # elements that codecs encode together: parts begin and end between blocks
-CHUNK_ELEMENTS = 1 << 19  # 2 MB of fp32: sent, decoded and summed as one
+CHUNK_SECONDS = 0.125  # of the round that a chunk takes: the last one's way to its owner and back comes on top of the bound
+CHUNK_ELEMENTS = (1 << 14, 1 << 20)  # of a chunk, at least and at most: every chunk costs processors, and a large one memory and caches
 Missing: TypeAlias = Literal["fail", "leave out"]
 
 
@@ -56,7 +57,7 @@ class RoundPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     mean: bool = False
     missing: Missing = "fail"
     exact: bool = False  # nothing is encoded: what arrives is bit for bit what was sent
-    chunk_elements: int = CHUNK_ELEMENTS
+    chunk_elements: int = 1 << 19  # at most, sent, decoded and summed as one
     bound_seconds: float = 0.0
     stall_seconds: float = 10.0  # without progress of what was begun
     begin_seconds: float = 30.0  # until a member begins
@@ -87,18 +88,10 @@ class RoundPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return tuple(member.name for member in self.members if member.receives)
 
     def chunks(self, cell: Cell) -> list[tuple[int, int]]:
-        """The pieces in which a cell travels: (start, stop). Small ones first, so that all begin soon, and last, so that all end soon."""
-        sizes, left = [], cell.elements
-        ramp = [max(BLOCK, self.chunk_elements // part // BLOCK * BLOCK) for part in (8, 4, 2)]
-        if left >= 2 * sum(ramp) + self.chunk_elements:
-            left -= 2 * sum(ramp)
-            middle = [self.chunk_elements] * (left // self.chunk_elements) + [left % self.chunk_elements]
-            sizes = [*ramp, *(size for size in middle if size), *reversed(ramp)]
-        else:
-            step = max(BLOCK, -(-left // 6 // BLOCK) * BLOCK)
-            sizes = [min(step, left - start) for start in range(0, left, step)]
-        edges = list(itertools.accumulate(sizes, initial=cell.start))
-        return list(itertools.pairwise(edges))
+        """The pieces in which a cell travels, all about equal: (start, stop)."""
+        count = -(-cell.elements // self.chunk_elements)
+        step = -(-cell.elements // (count * BLOCK)) * BLOCK
+        return [(start, min(start + step, cell.stop)) for start in range(cell.start, cell.stop, step)]
 
     def head(self, cell: Cell, site: str) -> str:
         """Who sums a site's contributions to a cell."""
@@ -151,10 +144,13 @@ def make_plan(
     dtype: str = "float32",
     mean: bool = False,
     missing: Missing = "fail",
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
     begin_seconds: float = 30.0,
 ) -> RoundPlan:
-    """A plan with parts by the linear program over the network, whose sites are the members' sites."""
+    """A plan with parts by the linear program over the network, whose sites are the members' sites.
+
+    `chunk_elements` None: chunks that each take an eighth of a second of the round, or a sixth of their part.
+    """
     sites = {peer.name: peer.site for peer in network.peers}
     if set(sites) != {member.name for member in members}:
         raise FabricError(f"round {round_id}: rates are known of {', '.join(sites)}; members are {', '.join(m.name for m in members)}")
@@ -162,15 +158,16 @@ def make_plan(
     contributors = [member.name for member in members if member.weight is not None]
     receivers = [member.name for member in members if member.receives]
     found = parts(network, elements * element_bytes, contributors=contributors, receivers=receivers, ratios=ratios)
+    cells = make_cells(found, elements)
     return RoundPlan(
         id=round_id,
         elements=elements,
         members=members,
-        cells=make_cells(found, elements),
+        cells=cells,
         dtype=dtype,
         mean=mean,
         missing=missing,
-        chunk_elements=chunk_elements,
+        chunk_elements=chunk_elements or _chunk_elements(cells, found.bound_seconds),
         bound_seconds=found.bound_seconds,
         stall_seconds=2.0 + 4.0 * found.bound_seconds,
         begin_seconds=begin_seconds,
@@ -196,6 +193,14 @@ def broadcast_plan(
         round_id, elements, members, network, element_bytes=element_bytes, dtype=dtype, missing="fail", begin_seconds=begin_seconds
     )
     return msgspec.structs.replace(plan, exact=True)
+
+
+def _chunk_elements(cells: Sequence[Cell], bound_seconds: float) -> int:
+    """Small enough that little is left to do when the last chunk was sent, large enough that chunks cost processors little."""
+    largest = max((cell.elements for cell in cells), default=0)
+    wanted = min(largest / 6, largest * CHUNK_SECONDS / bound_seconds if bound_seconds else math.inf)
+    fewest, most = CHUNK_ELEMENTS
+    return -(-int(min(max(wanted, fewest), most)) // BLOCK) * BLOCK
 
 
 def make_cells(found: Parts, elements: int) -> tuple[Cell, ...]:

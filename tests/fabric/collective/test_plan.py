@@ -22,7 +22,9 @@ def plans(draw: st.DrawFn) -> RoundPlan:
     )
     weights = draw(st.lists(st.sampled_from([1.0, 2.5, None]), min_size=count, max_size=count))
     members = [Member(name=f"p{i}", weight=1.0 if i == 0 else weight) for i, weight in enumerate(weights)]
-    return make_plan("r", draw(st.integers(0, 3_000_000)), members, Network(peers=peers), chunk_elements=draw(st.sampled_from([256, 4096])))
+    return make_plan(
+        "r", draw(st.integers(0, 3_000_000)), members, Network(peers=peers), chunk_elements=draw(st.sampled_from([None, 256, 4096]))
+    )
 
 
 @FEW

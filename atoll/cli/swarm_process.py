@@ -28,7 +28,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _coordinate(directory: RunDirectory, address: str) -> bool:
-    from atoll.graph.capture import capture_program
     from atoll.runtime.swarm.coordinating import coordinate
     from atoll.runtime.swarm.run_files import read_spec
     from atoll.script import load_job
@@ -37,7 +36,7 @@ def _coordinate(directory: RunDirectory, address: str) -> bool:
     settings = directory.settings()
     job = load_job(settings.script, settings.arguments)
     with Progress() as progress:
-        return coordinate(directory, read_spec(directory.path), job, capture_program(job), address, observers=(progress, *job.callbacks))
+        return coordinate(directory, read_spec(directory.path), job, address, observers=(progress, *job.callbacks))
 
 
 def _take_part(directory: RunDirectory, address: str, name: str) -> None:

@@ -37,6 +37,7 @@ from atoll.control.messages import (
     View,
     WorkerBeat,
 )
+from atoll.control.patience import Patience
 from atoll.control.reduction import Reduction
 from atoll.control.settings import BACKWARD_WORK, Settings
 from atoll.control.world import Checkpoints, Compute, Node
@@ -94,11 +95,13 @@ class Worker:
         self._generation = 0  # grows whenever the state is given up
         self._storing = False
         self._fetches = 0
+        self._fetch_patience = Patience(settings.patience_seconds, 2 * settings.heartbeat_seconds)
         self._asked_at = 0.0
         self._urgent: deque[tuple[Committed, list[Any], int]] = deque()  # commits to apply
         self._forwards: deque[Forward] = deque()
         self._backwards: deque[Backward] = deque()
         self._early: deque[Forward | Backward] = deque()
+        self._early_fetches: deque[FetchState] = deque(maxlen=EARLY_LIMIT)
         self._saved: dict[tuple[int, Attempt | None], Forward] = {}
         self._latest: dict[int, tuple[Round, int]] = {}
         self._wake = node.clock.mailbox()
@@ -169,7 +172,7 @@ class Worker:
             reduction.ask()
             self._report(reduction)
         if self.fetch is not None and self._yours is not None:
-            self.fetch.ask(now, 2 * self.settings.heartbeat_seconds, self._yours.donors, self._send)
+            self.fetch.ask(now, self._yours.donors, self._send)
 
     def _send(self, to: str, message: Message) -> None:
         self.node.transport.send(to, message)
@@ -287,6 +290,9 @@ class Worker:
         self._forget_work()
         if self._on_state is not None:
             self._on_state(self)
+        early, self._early_fetches = self._early_fetches, deque(maxlen=EARLY_LIMIT)
+        for fetch in early:
+            self._on_fetch(fetch)
 
     def _forget_work(self) -> None:
         """The state beneath the buffers has changed: everything summed, saved or frozen is of the past."""
@@ -323,10 +329,10 @@ class Worker:
         position = (view.epoch, view.version, self.stage)
         if self.fetch is None or (self.fetch.position != position and self.checks.fetch_version):
             self._fetches += 1
-            self.fetch = Fetch(self.node.name, self._fetches, position, self.settings.chunks, self.checks)
+            self.fetch = Fetch(self.node.name, self._fetches, position, self.settings.chunks, self.checks, self._fetch_patience)
         self.fetch.position = position
         assert self._yours is not None
-        self.fetch.ask(self.node.clock.now(), 2 * self.settings.heartbeat_seconds, self._yours.donors, self._send)
+        self.fetch.ask(self.node.clock.now(), self._yours.donors, self._send)
 
     async def _restore(self, origin: tuple[int, int], epoch: int, version: int, stage: int, generation: int) -> None:
         state = None
@@ -343,7 +349,13 @@ class Worker:
         self._again()
 
     def _on_fetch(self, fetch: FetchState) -> None:
-        if self.state is None or self._changing or fetch.stage != self.stage:
+        if fetch.stage != self.stage:
+            return
+        ahead = self.checks.fetch_version and (fetch.epoch, fetch.version) > (self.epoch, self.version)
+        if self._changing or ahead:
+            self._early_fetches.append(fetch)  # this worker is about to have that state
+            return
+        if self.state is None:
             return
         if self.checks.fetch_version and (fetch.epoch, fetch.version) != (self.epoch, self.version):
             return
@@ -354,11 +366,11 @@ class Worker:
         fetch = self.fetch
         if fetch is None or self._changing or self._yours is None:
             return
-        if fetch.on_chunk(message):
+        if fetch.on_chunk(message, self.node.clock.now()):
             self._set_state(self.compute.assemble(self.stage, fetch.chunks()), fetch.position[1])
             self._again()
         else:
-            fetch.ask(self.node.clock.now(), 2 * self.settings.heartbeat_seconds, self._yours.donors, self._send)
+            fetch.ask(self.node.clock.now(), self._yours.donors, self._send)
 
     def _store_checkpoint(self, view: View) -> None:
         """Takes the snapshot exactly at its version, and writes it while training goes on."""

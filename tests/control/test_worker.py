@@ -212,6 +212,19 @@ def test_a_donor_gives_only_the_version_asked_for(broken: bool) -> None:
     assert bench.sent(StateChunk)
 
 
+def test_a_donor_that_is_about_to_have_the_state_answers_when_it_has() -> None:
+    bench = Bench()
+    digest = held(bench)
+    bench.inbox.put(FetchState(1, 0, 1, 1, 0, "x"))  # whoever asks has heard of the commit already
+    bench.run(0.1)
+    assert not bench.sent(StateChunk)
+    bench.open(9, version=1, commit=commit((1, 2), digest))
+    bench.run(0.5)
+    assert bench.worker.version == 1
+    (chunk,) = bench.sent(StateChunk)
+    assert (chunk.version, chunk.chunk) == (1, 0)
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_chunks_of_two_versions_make_no_state(broken: bool) -> None:
     bench = Bench(*(["fetch-version"] if broken else []))

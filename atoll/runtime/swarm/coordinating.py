@@ -16,7 +16,6 @@ from atoll.control.world import Node
 from atoll.errors import JobFailedError
 from atoll.events import AnyEvent, EventLog, Observer, RunFinished, RunStarted
 from atoll.fabric.security import Authority, serve
-from atoll.graph.capture import Captured
 from atoll.job import Job
 from atoll.runtime.run_directory import RunDirectory
 from atoll.runtime.swarm.clock import LoopClock
@@ -34,16 +33,14 @@ _MEASURES_SECONDS = 5.0  # between two writings of what workers measured
 _FINAL_SECONDS = 120.0  # how long the last states are waited for
 
 
-def coordinate(
-    directory: RunDirectory, spec: SwarmSpec, job: Job, captured: Captured, address: str, *, observers: tuple[Observer, ...] = ()
-) -> bool:
+def coordinate(directory: RunDirectory, spec: SwarmSpec, job: Job, address: str, *, observers: tuple[Observer, ...] = ()) -> bool:
     """Coordinates until the run is over and its weights are in the directory. False: it was asked to stop before its last step."""
-    return asyncio.run(_Coordinating(directory, spec, job, captured, observers).run(address))
+    return asyncio.run(_Coordinating(directory, spec, job, observers).run(address))
 
 
 class _Coordinating:
-    def __init__(self, directory: RunDirectory, spec: SwarmSpec, job: Job, captured: Captured, observers: tuple[Observer, ...]) -> None:
-        self.directory, self.spec, self.job, self.captured = directory, spec, job, captured
+    def __init__(self, directory: RunDirectory, spec: SwarmSpec, job: Job, observers: tuple[Observer, ...]) -> None:
+        self.directory, self.spec, self.job = directory, spec, job
         self.observers = observers
         self._start = read_start(directory) or Start(directory.last_moment(), time.time(), newest_term(directory.path), "")
         self._teller = Teller(self._now, job.batch_size)
@@ -124,7 +121,7 @@ class _Coordinating:
             steps=job.total_steps,
             batch_size=job.batch_size,
             samples=job.samples.length,
-            parameters=self.captured.graph.parameters,
+            parameters=self.spec.parameters,
             devices=(),
             precision=job.precision,
             seed=job.seed,

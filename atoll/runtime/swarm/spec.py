@@ -30,6 +30,8 @@ class SwarmSpec(msgspec.Struct, frozen=True, kw_only=True):
     micro_batches: tuple[tuple[int, int], ...]  # first sample and end of each, in the global batch
     settings: Settings
     fingerprint: dict[str, str]
+    codec: str = "none"  # of activations and their gradients on links: a codec's name, or `auto`
+    parameters: int = 0
 
 
 class Nothing(msgspec.Struct, frozen=True):
@@ -48,7 +50,9 @@ class JobService:
         return self._spec
 
 
-def spec_of(script: Path, arguments: Sequence[str], job: Job, plan: Plan, parameters: int, checkpoint_every: int | None) -> SwarmSpec:
+def spec_of(
+    script: Path, arguments: Sequence[str], job: Job, plan: Plan, parameters: int, checkpoint_every: int | None, codec: str = "none"
+) -> SwarmSpec:
     """What a plan in swarm mode means for a job."""
     size, batch = plan.micro_batch_size, job.batch_size
     micro_batches = tuple((start, min(start + size, batch)) for start in range(0, batch, size))
@@ -75,6 +79,8 @@ def spec_of(script: Path, arguments: Sequence[str], job: Job, plan: Plan, parame
         micro_batches=micro_batches,
         settings=settings,
         fingerprint=job_fingerprint([script], config),
+        codec=codec,
+        parameters=parameters,
     )
 
 

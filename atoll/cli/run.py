@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import typer
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
+SwarmCodec = Literal["none", "bf16", "fp16", "int8", "int4", "auto"]
+
 
 def run(
     context: typer.Context,
@@ -48,6 +50,9 @@ def run(
     listen: Annotated[
         str | None, typer.Option(help="Swarm: where the coordinator listens; others join there.", metavar="HOST:PORT")
     ] = None,
+    codec: Annotated[
+        SwarmCodec, typer.Option(help="Swarm: how activations and their gradients are sent; `auto` chooses for each link as it is.")
+    ] = "none",
 ) -> None:
     """Plan the job and train it: a process for every device of the plan, on this machine. What follows `--` is the script's own."""
     arguments = tuple(context.obj or ())
@@ -59,7 +64,9 @@ def run(
     constants = load_calibration(calibration) if calibration else None
     model = load_target(script, None, arguments)
     chosen, predicted = _plan(model, devices, plan, constants, directory if resume and not cluster else None, mode)
-    settings = msgspec.structs.replace(settings, mode=mode)
+    if codec != "none" and mode != "swarm":
+        raise JobError(f"--codec {codec}: only `--mode swarm` sends with codecs; leave it out")
+    settings = msgspec.structs.replace(settings, mode=mode, codec=codec)
     _write(directory, settings, chosen, devices, predicted, resumed=resume is not None)
     _show(chosen, predicted, model, devices)
     if mode == "swarm":

@@ -34,7 +34,7 @@ def launch_swarm(
     from atoll.script import load_job
 
     job = load_job(settings.script, settings.arguments)
-    spec = spec_of(Path(settings.script), settings.arguments, job, plan, parameters, settings.checkpoint_every)
+    spec = spec_of(Path(settings.script), settings.arguments, job, plan, parameters, settings.checkpoint_every, settings.codec)
     begun = (directory.path / JOURNAL).exists()
     if begun:
         check_same_stages(read_spec(directory.path), spec)

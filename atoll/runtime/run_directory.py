@@ -33,6 +33,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_every: int | None = None  # steps; None: at the end only
     keep_last: int = 2
     profile: bool = False
+    codec: str = "none"  # swarm: of activations and their gradients on links
     speeds: str | None = None  # a cluster file: ranks compute no faster than its devices would
 
 

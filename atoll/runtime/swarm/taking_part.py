@@ -21,12 +21,14 @@ from atoll.errors import AtollError, FabricError
 from atoll.events import Observer
 from atoll.fabric.backoff import Backoff
 from atoll.fabric.carrier import split_address
+from atoll.fabric.deadline import LinkEstimate
 from atoll.fabric.remote import Remote
 from atoll.fabric.security import Credentials, Member
 from atoll.graph.capture import Captured, capture_program
 from atoll.job import Job
 from atoll.runtime.stage.program import shared_parameters
 from atoll.runtime.swarm.clock import LoopClock
+from atoll.runtime.swarm.coding import Coding, coding_of
 from atoll.runtime.swarm.compute import StageCompute, programs_of
 from atoll.runtime.swarm.feed import SampleFeed
 from atoll.runtime.swarm.files import RemoteCheckpoints
@@ -121,7 +123,7 @@ class _Process:
             listening = await asyncio.to_thread(member.fabric.listen, "0.0.0.0:0") if self._dialled else ""
             coordinator = await asyncio.to_thread(member.join, self.address)
             clock.spawn(self._register(coordinator, _own_address(self.address, listening)))
-            transport = FabricTransport(member, coordinator)
+            transport = FabricTransport(member, coordinator, coding=self._coding(member))
             node = Node(self.credentials.name, clock, transport, inbox, time.time_ns(), random.Random(secrets.randbits(64)))
             await self._play(node, member, coordinator)
             return self._ending
@@ -137,6 +139,13 @@ class _Process:
             observer=self._observer,
             backoff=_PATIENT,
         )
+
+    def _coding(self, member: Member) -> Coding:
+        def estimate(name: str) -> LinkEstimate | None:
+            peer = member.fabric.peers.get(name)
+            return None if peer is None else peer.estimate
+
+        return coding_of(self.spec.codec, estimate, self._observer)
 
     async def _register(self, coordinator: Remote, place: Place) -> None:
         while True:

@@ -32,6 +32,7 @@ from atoll.fabric import Remote
 from atoll.fabric.method import Peer
 from atoll.fabric.roles import allowed
 from atoll.fabric.security import Member
+from atoll.runtime.swarm.coding import Coding, FixedCoding, coded, coded_bytes, decoded, is_coded
 
 __all__ = ["COORDINATOR", "AnyMessage", "Directory", "FabricTransport", "Place", "SwarmService"]
 
@@ -95,7 +96,7 @@ class SwarmService:
     async def deliver(self, message: AnyMessage, peer: Peer) -> None:
         """One message; that it was taken means nothing more."""
         check_sender(message, peer.name, peer.role)
-        self._arrived(message)
+        self._arrived(await asyncio.to_thread(decoded, message) if is_coded(message) else message)
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -131,8 +132,11 @@ class Directory:
 class FabricTransport:
     """Sends to whoever has a name. Belongs to the event loop of the protocol, which is not the fabric's."""
 
-    def __init__(self, member: Member, coordinator: Remote | None, directory: Directory | None = None) -> None:
+    def __init__(
+        self, member: Member, coordinator: Remote | None, directory: Directory | None = None, coding: Coding | None = None
+    ) -> None:
         self._member, self._coordinator, self._directory = member, coordinator, directory
+        self._coding = coding or FixedCoding("none")
         self._remotes: dict[str, asyncio.Task[Remote]] = {}
         self._waiting: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -152,11 +156,17 @@ class FabricTransport:
         try:
             remote = await self._remote(to)
             limit = None if isinstance(message, Forward | Backward | Part | SumChunk | StateChunk) else _SMALL_SECONDS
-            await asyncio.wrap_future(remote.call_soon(SwarmService.deliver, cast(AnyMessage, message), timeout_seconds=limit))
+            small = await self._coded(to, message)
+            await asyncio.wrap_future(remote.call_soon(SwarmService.deliver, cast(AnyMessage, small), timeout_seconds=limit))
         except FabricError:
             self.lost += 1
         finally:
             self._waiting[to] -= 1
+
+    async def _coded(self, to: str, message: Message) -> Message:
+        nbytes = coded_bytes(message)
+        codec = self._coding.choose(to, message, nbytes) if nbytes else None
+        return message if codec is None else await asyncio.to_thread(coded, message, codec)
 
     async def _remote(self, to: str) -> Remote:
         if to == COORDINATOR and self._coordinator is not None:

@@ -58,11 +58,11 @@ class _Call:
         self._fixed_seconds = timeout_seconds
         self._service = caller.service(method.name)
         self._started = link.loop.time()
-        self._received_bytes = 0
         self._done = False
         self._feeding: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._limit_seconds = 0.0
+        self._waiting = False
         if isinstance(request, AsyncIterable):
             self._sent_bytes = 0
             self._inbox = link.open(method.name, self._timeout(0), _NOTHING, end=False)
@@ -78,13 +78,14 @@ class _Call:
         if self._service.mean is not None and self._fixed_seconds is None:  # else its caller knows better how long it may take
             self._link.overdue_at[self] = self._link.loop.time() + 0.5 + 2 * self._expected()
         self._limit(timeout)
+        self._waiting = True
         self._inbox.announced = lambda size: self._limit(self._timeout(size))
         try:
             message = await self._inbox.get()
         except DeadlineError:  # whichever end noticed first
             raise DeadlineError(self._late_text(self._limit_seconds)) from None
         finally:
-            self._inbox.announced = None
+            self._inbox.announced, self._waiting = None, False
             if self._timer is not None:
                 self._timer.cancel()
             self._link.overdue_at.pop(self, None)
@@ -98,6 +99,12 @@ class _Call:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._link.loop.call_later(seconds, lambda: self._inbox.fail(DeadlineError()))
+
+    def _flows(self, outgoing_bytes: int) -> None:
+        """A request is about to go, or went."""
+        self._started, self._sent_bytes = self._link.loop.time(), outgoing_bytes
+        if self._waiting:
+            self._limit(self._timeout(0))
 
     def close(self) -> None:
         """The caller is done with it, one way or the other."""
@@ -137,10 +144,16 @@ class _Call:
         return f"{self._method.name} of {self._link.peer_name}{size}: no answer within {format_seconds(timeout_seconds)} ({why})"
 
     async def _feed(self, requests: AsyncIterable[object]) -> None:
-        """Sends the requests one by one, each when the one before is on the wire, as fast as the peer takes them."""
+        """Sends the requests one by one, each when the one before is on the wire, as fast as the peer takes them.
+
+        While requests flow the reply is not late: the deadline counts anew from each.
+        """
         try:
             async for request in requests:
-                await self._link.send(self._inbox, encode_payload(request))
+                payload = encode_payload(request)
+                self._flows(payload.size_bytes)
+                await self._link.send(self._inbox, payload)
+                self._flows(0)
             self._link.end(self._inbox)
         except Exception as error:  # the caller's own iterator failed: it is the caller who hears of it
             self._inbox.on_failed(error if isinstance(error, FabricError) else FabricError(f"{type(error).__name__}: {error}"))

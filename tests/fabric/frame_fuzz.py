@@ -4,7 +4,7 @@ python -m tests.fabric.frame_fuzz --inputs 1000000
 
 With `atheris` (pip install atheris) the inputs are guided by the coverage of `atoll.fabric`; without, they are drawn at random. Either way
 an input is a string of bytes: raw ones for the parser, or choices of which frames are built, right ones and nearly right ones. Prints the
-number of inputs, of crashes and the peak of memory; an input that crashed is kept and run again with `--input FILE`.
+number of inputs, of crashes, the slowest input and the peak of memory; an input that crashed is kept and run again with `--input FILE`.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import contextlib
 import mmap
 import os
 import random
+import resource
 import struct
 import subprocess
 import sys
@@ -23,9 +24,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import msgspec
 
-_COUNTERS = struct.Struct("<QQ")  # inputs, refused: shared with the process that fuzzes
+_COUNTERS = struct.Struct("<QQd")  # inputs, refused, processor seconds of the slowest: shared with the process that fuzzes
 _INSTRUMENT = ["atoll.fabric"]
-_SLOWEST_SECONDS = 20
+_SLOWEST_SECONDS = 10.0  # of processor time for one input: by the clock, a busy machine would look like a hang
 _MOST_MEMORY_MB = 2048
 
 
@@ -165,7 +166,7 @@ def fuzz_guided(inputs: int, seed: int, counters: mmap.mmap, folder: Path) -> No
     draw = random.Random(seed)
     for number in range(200):
         (corpus / str(number)).write_bytes(draw.randbytes(draw.randrange(1, 400)))
-    limits = [f"-timeout={_SLOWEST_SECONDS}", f"-rss_limit_mb={_MOST_MEMORY_MB}", "-max_len=700", "-verbosity=0"]
+    limits = ["-timeout=86400", f"-rss_limit_mb={_MOST_MEMORY_MB}", "-max_len=700", "-verbosity=0"]
     run = [f"-runs={inputs}", f"-seed={seed + 1}", f"-artifact_prefix={folder}/", "-print_final_stats=0"]
     atheris.Setup([sys.argv[0], *limits, *run, str(corpus)], lambda data: _counted(data, counters))
     atheris.Fuzz()
@@ -184,9 +185,10 @@ def fuzz_at_random(inputs: int, seed: int, counters: mmap.mmap, folder: Path) ->
 
 
 def _counted(data: bytes, counters: mmap.mmap) -> None:
+    start = time.thread_time()
     refused = run_input(data)
-    done, bad = _COUNTERS.unpack_from(counters)
-    _COUNTERS.pack_into(counters, 0, done + 1, bad + refused)
+    done, bad, slowest = _COUNTERS.unpack_from(counters)
+    _COUNTERS.pack_into(counters, 0, done + 1, bad + refused, max(slowest, time.thread_time() - start))
 
 
 def report(inputs: int, seed: int, engine: str) -> int:
@@ -196,17 +198,41 @@ def report(inputs: int, seed: int, engine: str) -> int:
     command = [sys.executable, "-m", "tests.fabric.frame_fuzz", "--inputs", str(inputs), "--seed", str(seed)]
     start = time.monotonic()
     child = subprocess.Popen([*command, "--engine", engine, "--folder", str(folder)])
-    _, status, usage = os.wait4(child.pid, 0)
-    child.returncode = os.waitstatus_to_exitcode(status)
-    done, refused = _COUNTERS.unpack((folder / "counters").read_bytes())
+    hung, usage = _watch(child, folder / "counters")
+    done, refused, slowest = _COUNTERS.unpack((folder / "counters").read_bytes())
     crashes = [path for path in folder.iterdir() if path.name.startswith(("crash", "timeout", "oom", "leak"))]
     print(
-        f"{done} inputs ({engine}), {refused} refused, {len(crashes)} crashes, peak memory {usage.ru_maxrss // 1024} MB, "
+        f"{done} inputs ({engine}), {refused} refused, {len(crashes)} crashes, {'1 hang' if hung else 'no hang'}, "
+        f"the slowest input {slowest * 1000:.0f} ms of processor time, peak memory {usage.ru_maxrss // 1024} MB, "
         f"{time.monotonic() - start:.0f} s"
     )
     for path in crashes:
         print(f"crashed: {path}")
-    return 0 if child.returncode == 0 and not crashes and done >= inputs else 1
+    return 0 if child.returncode == 0 and not hung and not crashes and done >= inputs else 1
+
+
+def _watch(child: "subprocess.Popen[bytes]", counters: Path) -> tuple[bool, resource.struct_rusage]:
+    """Until the engine ends; ends it when it computes without getting any further. Says whether it did, and what it used."""
+    before, since = -1, 0.0
+    while True:
+        pid, status, usage = os.wait4(child.pid, os.WNOHANG)
+        if pid:
+            child.returncode = os.waitstatus_to_exitcode(status)
+            return False, usage
+        done, used = _COUNTERS.unpack(counters.read_bytes())[0], _processor_seconds(child.pid)
+        if done != before or done == 0:  # the first is preceded by imports
+            before, since = done, used
+        elif used - since > _SLOWEST_SECONDS:
+            child.kill()
+            _, status, usage = os.wait4(child.pid, 0)
+            child.returncode = os.waitstatus_to_exitcode(status)
+            return True, usage
+        time.sleep(0.5)
+
+
+def _processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> int:

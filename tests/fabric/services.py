@@ -62,6 +62,15 @@ class Store:
             self.cancelled += 1
             raise
 
+    async def pace(self, request: Count, peer: Peer) -> AsyncIterator[Count]:
+        self.running += 1
+        try:
+            for number in range(request.number):
+                await asyncio.sleep(request.seconds)
+                yield Count(number)
+        finally:
+            self.running -= 1
+
     async def total(self, requests: AsyncIterator[Count], peer: Peer) -> Count:
         return Count(sum([request.number async for request in requests]))
 

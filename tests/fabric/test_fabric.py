@@ -228,3 +228,55 @@ def test_calls_under_way_fail_when_the_peer_leaves(pair: Pair) -> None:
 
 def streams_of(fabric: Fabric) -> int:
     return sum(link.connection.open_streams for link in list(fabric._links))
+
+
+def test_a_stream_goes_on_for_as_long_as_items_flow() -> None:
+    """Its limit is for each item: the whole takes several times as long, either way, and a reader may take its time."""
+    carrier, store = MemoryCarrier(), Store()
+    with Fabric("rome", services=[store], carrier=carrier) as rome, Fabric("oslo", carrier=carrier) as oslo:
+        remote = oslo.connect(rome.listen("rome"))
+
+        async def slowly() -> AsyncIterator[Count]:
+            for number in range(9):
+                await asyncio.sleep(0.25)
+                yield Count(number)
+
+        async def send() -> None:
+            assert await remote.call(Store.total, slowly(), timeout_seconds=2.0) == Count(36)
+
+        async def both() -> None:
+            assert [reply.number async for reply in remote.stream(Store.double, slowly(), timeout_seconds=2.0)] == list(range(0, 18, 2))
+
+        async def receive() -> None:
+            replies = remote.stream(Store.pace, Count(9, seconds=0.25), timeout_seconds=2.0)
+            assert [reply.number async for reply in replies] == list(range(9))
+
+        async def read_late() -> None:
+            taken = 0
+            async for _ in remote.stream(Store.count, Count(9, size=50_000), timeout_seconds=2.0):
+                await asyncio.sleep(0.25)
+                taken += 1
+            assert taken == 9
+
+        async def every_way() -> None:
+            await asyncio.gather(send(), both(), receive(), read_late())
+
+        oslo.run(every_way())
+
+
+def test_an_item_of_a_stream_that_takes_too_long_fails_it_on_both_sides(pair: Pair) -> None:
+    oslo, remote, store = pair
+
+    async def read() -> None:
+        async for _ in remote.stream(Store.pace, Count(2, seconds=1000), timeout_seconds=0.1):
+            pass
+
+    async def feed() -> AsyncIterator[Count]:
+        yield Count(1)
+        await asyncio.sleep(1000)
+
+    with pytest.raises(DeadlineError, match=r"Store.pace of rome.*no answer within 100 ms"):
+        oslo.run(read())
+    with pytest.raises(DeadlineError, match=r"Store.total of rome.*no answer within 100 ms"):
+        oslo.run(remote.call(Store.total, feed(), timeout_seconds=0.1))
+    eventually(lambda: store.running == 0 and streams_of(oslo) == 0)

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from atoll.cli.output import notes_view, print_json
 from atoll.cli.render import show
+from atoll.cli.swarm_report import swarm_view
 from atoll.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ def report(
 def report_view(found: "RunReport") -> RenderableType:
     """The whole report."""
     parts: list[RenderableType] = [_heading(found)]
+    if found.swarm is not None:
+        parts.append(swarm_view(found.swarm))
     if found.breakdown:
         parts.append(_section("A step, on the busiest device", _breakdown(found)))
     if any(stage.forward_seconds.measured is not None for stage in found.stages):

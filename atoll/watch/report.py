@@ -9,11 +9,14 @@ import msgspec
 from atoll.cluster import Cluster, load_cluster
 from atoll.cost import Cost
 from atoll.errors import AtollError, JobError
+from atoll.events import read_events
 from atoll.plan import Plan
 from atoll.runtime.lockstep.measuring import RankMeasured, read_measured
 from atoll.runtime.run_directory import RunDirectory
+from atoll.runtime.swarm.measured import read_members
 from atoll.watch.comparison import CollectiveReport, Compared, Comparison, Difference, LinkReport, StageReport, compare
 from atoll.watch.run_events import EventStory, Samples, tell_events
+from atoll.watch.swarm import SwarmReport, tell_swarm
 
 __all__ = ["RunReport", "StepSeconds", "read_report"]
 
@@ -49,6 +52,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     differs_most: Difference | None
     conclusion: str
     missing: list[str]  # what could not be reported, and why
+    swarm: SwarmReport | None = None
 
 
 def read_report(path: str | Path) -> RunReport:
@@ -88,6 +92,7 @@ def read_report(path: str | Path) -> RunReport:
         differs_most=comparison.differs_most,
         conclusion=_conclusion(directory, story, predicted, comparison),
         missing=missing,
+        swarm=_swarm(directory) if story.mode == "swarm" else None,
     )
 
 
@@ -104,8 +109,7 @@ def _found(
             missing.append("plan.json: without it nothing can be compared")
         return None
     if story.mode == "swarm":
-        missing.append("measured/: stages and links of a swarm are not measured yet; losses, steps and events are whole")
-        return None
+        return None  # told apart
     plan = directory.plan()
     cluster = load_cluster(directory.cluster) if directory.cluster.exists() else None
     if cluster is None or cluster.name != plan.cluster:
@@ -123,6 +127,14 @@ def _found(
     elif any(not rank.exchanges and len(ranks) > 1 for rank in ranks):
         missing.append("measured/: no exchanges were counted; a rank's second step is")
     return plan, cluster, predicted, ranks
+
+
+def _swarm(directory: RunDirectory) -> SwarmReport:
+    plan = directory.plan() if (directory.path / "plan.json").exists() else None
+    predicted = _predicted(directory)
+    events = list(read_events(directory.events))
+    micro_batches = -(-plan.batch_size // plan.micro_batch_size) if plan is not None else 0
+    return tell_swarm(events, read_members(directory), micro_batches, len(plan.stages) if plan is not None else 0, predicted)
 
 
 def _predicted_step(directory: RunDirectory) -> float | None:

@@ -1,0 +1,192 @@
+"""The report of a swarm: who came and went, what each stage and each link did, and what had to be done again. Read without PyTorch."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from atoll.cost import Cost
+from atoll.events import (
+    AnyEvent,
+    CoordinatorStarted,
+    MemberJoined,
+    MemberLeft,
+    MemberMoved,
+    MemberReturned,
+    MemberSilent,
+    StageLost,
+    StepFinished,
+    StepRepaired,
+)
+from atoll.runtime.swarm.measured import Kernels, Measured
+from atoll.watch.comparison import Compared
+
+__all__ = ["MemberReport", "SwarmLinkReport", "SwarmReport", "SwarmStageReport", "tell_swarm"]
+
+_MOST_LINKS = 24
+
+
+class SwarmStageReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What all workers of a stage did together. The last stage does forward and backward in one; both are then under backward."""
+
+    stage: int
+    workers: int  # that ever computed for it
+    micro_batches: int  # whose backward was computed, those done again included
+    micro_batches_per_second: float | None  # that were committed
+    forward_seconds: Compared  # of a micro-batch, the mean
+    backward_seconds: Compared
+
+
+class MemberReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One process of the swarm."""
+
+    name: str
+    stages: list[int]  # it was on, in order
+    joined_seconds: float  # the run's own time
+    ending: str  # "works", "left", "silent" (it died, stands still or is cut off)
+    ended_seconds: float | None
+    micro_batches: int
+    state_bytes: int
+    state_seconds: float | None  # from connecting until it had a state
+    work_seconds: float | None  # and until its first kernel was done
+
+
+class SwarmLinkReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process got from another."""
+
+    source: str
+    target: str
+    bytes: int
+    bytes_per_s: float | None  # while something was on its way
+    round_trip_seconds: float | None
+
+
+class SwarmReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a run in swarm mode."""
+
+    steps_per_second: float | None
+    micro_batches: int  # of a step
+    joined: int
+    left: int
+    silent: int  # times that somebody was not heard for too long
+    returned: int
+    moved: int
+    coordinators: int
+    stages_lost: int
+    steps_repaired: int
+    asked_again: list[int]  # micro-batches, by stage
+    computed_again: float | None  # share of all micro-batches computed that were not needed
+    stages: list[SwarmStageReport]
+    members: list[MemberReport]
+    links: list[SwarmLinkReport]  # the busiest first
+
+
+def tell_swarm(
+    events: Sequence[AnyEvent], measured: dict[str, Measured], micro_batches: int, stages: int, predicted: Cost | None
+) -> SwarmReport:
+    """What events and the workers' own accounts say."""
+    counts = Counter(type(event) for event in events)
+    steps = [event for event in events if isinstance(event, StepFinished)]
+    seconds = sum(event.seconds for event in steps[1:])
+    rate = (len(steps) - 1) / seconds if seconds else None
+    repaired = [event for event in events if isinstance(event, StepRepaired)]
+    return SwarmReport(
+        steps_per_second=rate,
+        micro_batches=micro_batches,
+        joined=counts[MemberJoined],
+        left=counts[MemberLeft],
+        silent=counts[MemberSilent],
+        returned=counts[MemberReturned],
+        moved=counts[MemberMoved],
+        coordinators=counts[CoordinatorStarted],
+        stages_lost=counts[StageLost],
+        steps_repaired=len({event.step for event in repaired}),
+        asked_again=[sum(event.micro_batches[stage] for event in repaired if stage < len(event.micro_batches)) for stage in range(stages)],
+        computed_again=_computed_again(measured, len({event.step for event in steps}) * micro_batches * stages),
+        stages=[_stage(stage, measured, predicted, None if rate is None else rate * micro_batches) for stage in range(stages)],
+        members=_members(events, measured),
+        links=_links(measured),
+    )
+
+
+def _done(kernels: Kernels) -> int:
+    return kernels.backwards + kernels.turns
+
+
+def _computed_again(measured: dict[str, Measured], needed: int) -> float | None:
+    """A killed worker's last seconds are in nobody's account, so this is a lower bound."""
+    computed = sum(_done(kernels) for account in measured.values() for kernels in account.kernels.values())
+    return max(0.0, 1 - needed / computed) if computed else None
+
+
+def _stage(stage: int, measured: dict[str, Measured], predicted: Cost | None, rate: float | None) -> SwarmStageReport:
+    rows = [account.kernels[stage] for account in measured.values() if stage in account.kernels]
+    price = predicted.stages[stage] if predicted is not None and stage < len(predicted.stages) else None
+    turning = any(row.turns for row in rows)
+    forward = None if turning else _mean(sum(row.forward_seconds for row in rows), sum(row.forwards for row in rows))
+    backward = _mean(sum(row.backward_seconds + row.turn_seconds for row in rows), sum(_done(row) for row in rows))
+    expected = None if price is None else price.backward_seconds + (price.forward_seconds if turning else 0.0)
+    return SwarmStageReport(
+        stage=stage,
+        workers=len(rows),
+        micro_batches=sum(_done(row) for row in rows),
+        micro_batches_per_second=rate,
+        forward_seconds=Compared(measured=forward, predicted=None if price is None or turning else price.forward_seconds),
+        backward_seconds=Compared(measured=backward, predicted=expected),
+    )
+
+
+def _mean(total: float, count: int) -> float | None:
+    return total / count if count else None
+
+
+def _members(events: Sequence[AnyEvent], measured: dict[str, Measured]) -> list[MemberReport]:
+    """Workers, in the order they came; one that came back as somebody new is one."""
+    stages: dict[str, list[int]] = {}
+    joined: dict[str, float] = {}
+    ending: dict[str, tuple[str, float | None]] = {}
+    for event in events:
+        match event:
+            case MemberJoined() if event.stage >= 0:
+                joined.setdefault(event.name, event.at_seconds)
+                stages.setdefault(event.name, []).append(event.stage)
+                ending[event.name] = "works", None
+            case MemberMoved() if event.name in stages:
+                stages[event.name].append(event.target)
+            case MemberLeft():
+                ending[event.name] = "left", event.at_seconds
+            case MemberSilent():
+                ending[event.name] = "silent", event.at_seconds
+            case MemberReturned():
+                ending[event.name] = "works", None
+    return [_member(name, stages[name], joined[name], ending[name], measured.get(name, Measured())) for name in joined]
+
+
+def _member(name: str, stages: list[int], joined: float, ending: tuple[str, float | None], account: Measured) -> MemberReport:
+    return MemberReport(
+        name=name,
+        stages=stages,
+        joined_seconds=joined,
+        ending=ending[0],
+        ended_seconds=ending[1],
+        micro_batches=sum(map(_done, account.kernels.values())),
+        state_bytes=account.state_bytes,
+        state_seconds=account.state_seconds,
+        work_seconds=account.work_seconds,
+    )
+
+
+def _links(measured: dict[str, Measured]) -> list[SwarmLinkReport]:
+    found = [
+        SwarmLinkReport(
+            source=source,
+            target=target,
+            bytes=size,
+            bytes_per_s=account.received_bytes_per_s.get(source),
+            round_trip_seconds=account.round_trip_seconds.get(source),
+        )
+        for target, account in measured.items()
+        for source, size in account.received_bytes.items()
+        if source != target
+    ]
+    return sorted(found, key=lambda link: -link.bytes)[:_MOST_LINKS]

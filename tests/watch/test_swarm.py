@@ -1,0 +1,130 @@
+"""The report of a swarm: who came and went, what stages and links did, from events and the workers' own accounts."""
+
+from io import StringIO
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from atoll.cli.report import report_view
+from atoll.events import (
+    AnyEvent,
+    CoordinatorStarted,
+    EventLog,
+    MemberJoined,
+    MemberLeft,
+    MemberMoved,
+    MemberReturned,
+    MemberSilent,
+    RunFinished,
+    RunStarted,
+    StageLost,
+    StepFinished,
+    StepRepaired,
+)
+from atoll.plan import parse_plan
+from atoll.runtime.run_directory import RunDirectory, RunSettings
+from atoll.runtime.swarm.measured import MEMBERS, Kernels, Measured
+from atoll.watch.report import RunReport, read_report
+
+PLAN = """plan v1 graph=g cluster=c mode=swarm schedule=1f1b batch=12 micro_batch=3
+stage 0: layers 0-1: h/0=12
+stage 1: layers 2-4: h/1=12
+"""
+
+
+def step(number: int, at: float, seconds: float) -> StepFinished:
+    return StepFinished(at_seconds=at, step=number, loss=1.0 / number, samples=12, weight=12.0, seconds=seconds, learning_rate=0.0)
+
+
+EVENTS: list[AnyEvent] = [
+    RunStarted(
+        at_seconds=0.0, name="g", mode="swarm", steps=3, batch_size=12, samples=96, parameters=9, devices=(), precision="fp32", seed=0,
+        unix_seconds=1.0,
+    ),
+    CoordinatorStarted(at_seconds=0.1, term=1, step=0),
+    MemberJoined(at_seconds=1.0, name="anna", stage=0),
+    MemberJoined(at_seconds=1.1, name="feeder", stage=-1),
+    MemberJoined(at_seconds=1.2, name="bert", stage=1),
+    step(1, 5.0, 4.0),
+    MemberJoined(at_seconds=5.5, name="cleo", stage=1),
+    MemberSilent(at_seconds=6.0, name="bert", stage=1, seconds=2.0),
+    StepRepaired(at_seconds=6.1, step=2, micro_batches=(0, 2), reason="somebody who had it is gone"),
+    step(2, 7.0, 2.0),
+    MemberReturned(at_seconds=7.5, name="bert", stage=1),
+    MemberMoved(at_seconds=7.6, name="bert", source=1, target=0, reason="it helps"),
+    StageLost(at_seconds=8.0, stage=0, step=2),
+    CoordinatorStarted(at_seconds=8.5, term=2, step=2),
+    step(3, 9.0, 2.0),
+    MemberLeft(at_seconds=9.5, name="anna", stage=0),
+    RunFinished(at_seconds=10.0, reason="done", steps=3, samples=36, seconds=10.0, loss=0.3),
+]  # fmt: skip
+ACCOUNTS = {
+    "anna": Measured(
+        kernels={0: Kernels(12, 1.2, 12, 2.4)}, received_bytes={"bert": 500, "anna": 1}, received_bytes_per_s={"bert": 50.0}, state_bytes=64
+    ),
+    "bert": Measured(kernels={1: Kernels(turns=9, turn_seconds=2.7), 0: Kernels(1, 0.1, 1, 0.2)}, received_bytes={"anna": 900}),
+    "cleo": Measured(kernels={1: Kernels(turns=5, turn_seconds=1.5)}, state_bytes=64, state_seconds=0.5, work_seconds=0.75),
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    directory = RunDirectory(tmp_path / "run")
+    directory.create(RunSettings(script="train.py", mode="swarm"))
+    directory.write_plan(parse_plan(PLAN))
+    with EventLog(directory.path) as log:
+        for event in EVENTS:
+            log(event)
+    return directory
+
+
+def text_of(report: RunReport) -> str:
+    out = StringIO()
+    Console(file=out, width=160).print(report_view(report))
+    return out.getvalue()
+
+
+def test_a_swarm_is_told_from_its_events_and_accounts(run: RunDirectory) -> None:
+    run.write(MEMBERS, msgspec.json.encode(ACCOUNTS))
+    report = read_report(run.path)
+    found = report.swarm
+    assert found is not None
+    assert found.steps_per_second == 0.5
+    assert (found.joined, found.left, found.silent, found.returned, found.moved) == (4, 1, 1, 1, 1)
+    assert (found.coordinators, found.stages_lost, found.steps_repaired, found.asked_again) == (2, 1, 1, [0, 2])
+    assert found.computed_again == pytest.approx(1 - 3 * 4 * 2 / 27)
+    first, last = found.stages
+    assert (first.workers, first.micro_batches, first.micro_batches_per_second) == (2, 13, 2.0)
+    assert first.forward_seconds.measured == pytest.approx(0.1)
+    assert first.backward_seconds.measured == pytest.approx(0.2)
+    assert last.forward_seconds.measured is None
+    assert last.backward_seconds.measured == pytest.approx(0.3)
+    assert [(member.name, member.stages, member.ending) for member in found.members] == [
+        ("anna", [0], "left"),
+        ("bert", [1, 0], "works"),
+        ("cleo", [1], "works"),
+    ]
+    assert [(link.source, link.target, link.bytes) for link in found.links] == [("anna", "bert", 900), ("bert", "anna", 500)]
+    assert msgspec.json.decode(msgspec.json.encode(report), type=RunReport) == report
+    shown = text_of(report)
+    for words in (
+        "0.5 steps/s of 4 micro-batches",
+        "4 joined",
+        "2 coordinators",
+        "asked for again",
+        "anna → bert",
+        "left at 9.5 s",
+        "750 ms",
+    ):
+        assert words in shown
+
+
+def test_without_accounts_the_events_are_told(run: RunDirectory) -> None:
+    found = read_report(run.path).swarm
+    assert found is not None
+    assert found.links == []
+    assert found.computed_again is None
+    assert [member.micro_batches for member in found.members] == [0, 0, 0]
+    assert "4 joined" in text_of(read_report(run.path))

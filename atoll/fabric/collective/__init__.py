@@ -2,7 +2,8 @@
 
 from atoll.fabric.collective.collective import Collective
 from atoll.fabric.collective.download import StateDonor, fetch_state
-from atoll.fabric.collective.link_codecs import AdaptiveCodecs, FixedCodecs, LinkCodecs
+from atoll.fabric.collective.feedback import SumFeedback
+from atoll.fabric.collective.link_codecs import FED_BACK_CODECS, SUMMED_CODECS, AdaptiveCodecs, FixedCodecs, LinkCodecs
 from atoll.fabric.collective.network import Network, PeerRates, equal_network
 from atoll.fabric.collective.outcome import PartOutcome, Reduction
 from atoll.fabric.collective.parts import Parts, WireRatios, parts
@@ -11,6 +12,8 @@ from atoll.fabric.collective.plan import Cell, Member, RoundPlan, broadcast_plan
 from atoll.fabric.collective.state import State, StateManifest
 
 __all__ = [
+    "FED_BACK_CODECS",
+    "SUMMED_CODECS",
     "AdaptiveCodecs",
     "Cell",
     "Collective",
@@ -29,6 +32,7 @@ __all__ = [
     "State",
     "StateDonor",
     "StateManifest",
+    "SumFeedback",
     "WireRatios",
     "broadcast_plan",
     "equal_network",

@@ -18,6 +18,7 @@ import torch
 
 from atoll.errors import CollectiveError, FabricError
 from atoll.events import AnyEvent, Observer, ReductionFinished
+from atoll.fabric.collective.feedback import SumFeedback
 from atoll.fabric.collective.link_codecs import AdaptiveCodecs, LinkCodecs
 from atoll.fabric.collective.messages import Item, Progress, Pull, Settled
 from atoll.fabric.collective.network import PeerRates
@@ -63,14 +64,21 @@ class Collective(Peers):
 
     # ---- for its own member
 
-    async def reduce(self, plan: RoundPlan, buffer: torch.Tensor | None = None, out: torch.Tensor | None = None) -> Reduction:
+    async def reduce(
+        self,
+        plan: RoundPlan,
+        buffer: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        feedback: SumFeedback | None = None,
+    ) -> Reduction:
         """Takes part in a round. `buffer` must not change until this returns; the result is apart from it (in `out` if given).
 
+        With `feedback`, what earlier rounds left out goes with it: `feedback.keep(reduction)` once the result is used.
         Returns whatever happens to other members, with what is missing named; `require_complete` raises if anything is.
         """
         self._rounds.check_new(plan.id)
         begin = self.clock()
-        round_ = Round(plan, self.name, buffer, self, self.codecs, self._work, out)
+        round_ = Round(plan, self.name, buffer, self, self.codecs, self._work, out, feedback)
         self._rounds.begin(round_)
         try:
             reduction = await round_.run()
@@ -82,11 +90,15 @@ class Collective(Peers):
         return reduction
 
     def reduce_soon(
-        self, plan: RoundPlan, buffer: torch.Tensor | None = None, out: torch.Tensor | None = None
+        self,
+        plan: RoundPlan,
+        buffer: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        feedback: SumFeedback | None = None,
     ) -> "concurrent.futures.Future[Reduction]":
         """As `reduce`, for code outside the loop: a future of the result."""
         assert self._fabric is not None, "attach a fabric first"
-        return self._fabric.submit(self.reduce(plan, buffer, out))
+        return self._fabric.submit(self.reduce(plan, buffer, out, feedback))
 
     async def confirm(self, plan: RoundPlan, reduction: Reduction, timeout_seconds: float | None = None) -> frozenset[str]:
         """Which receivers hold the very same result, this one included. Who is not in it holds another, or could not be asked.

@@ -8,10 +8,13 @@ from atoll.events import CodecChosen, Observer
 from atoll.fabric.collective.rates import BusyRate
 from atoll.fabric.deadline import LinkEstimate
 
-__all__ = ["AdaptiveCodecs", "FixedCodecs", "LinkCodecs", "SUMMED_CODECS"]
+__all__ = ["AdaptiveCodecs", "FixedCodecs", "LinkCodecs", "FED_BACK_CODECS", "SUMMED_CODECS"]
 
 SUMMED_CODECS = ("none", "bf16", "int8", "int4")
-"""What a sum may be sent as. Top-k and low rank leave out what only error feedback brings back; a round that may be repeated has none."""
+"""What a sum may be sent as by itself."""
+
+FED_BACK_CODECS = (*SUMMED_CODECS, "top-k:0.1", "top-k:0.03", "top-k:0.01", "top-k:0.003")
+"""What a sum may be sent as with error feedback. Low rank is not among them: parts of a flat row have no rows and columns of a matrix."""
 
 _ALL = "all receivers"
 _OBSERVE_SECONDS = 0.25
@@ -20,6 +23,8 @@ _UNKNOWN_CODEC_BYTES_PER_S = 8e9  # a plain copy on one core, until encoding was
 
 class LinkCodecs:
     """How chunks are encoded. `near`: the receiver is in the sender's site."""
+
+    needs_feedback = False  # some of them leave out so much that only error feedback makes up for it
 
     def towards(self, peer: str, *, near: bool) -> Codec:
         """For what goes to one peer."""
@@ -41,9 +46,7 @@ class FixedCodecs(LinkCodecs):
 
     def __init__(self, codec: str = "int8", inside: str | None = None) -> None:
         self._codec, self._inside = make_codec(codec), make_codec(codec if inside is None else inside)
-        for text in (codec, inside or codec):
-            if text not in (*SUMMED_CODECS, "fp16"):
-                raise CodecError(f"a collective cannot use {text!r}: without error feedback it loses most values; use {SUMMED_CODECS}")
+        self.needs_feedback = _need_feedback((codec, inside or codec))
 
     def towards(self, peer: str, *, near: bool) -> Codec:
         """The fixed one."""
@@ -58,7 +61,8 @@ class AdaptiveCodecs(LinkCodecs):
     """A LinkController for each link, fed with what the fabric measures of it; and one for results, which go by the slowest link.
 
     Chunks say themselves how they are encoded, so a link changes its codec between two chunks, in the middle of a round.
-    `nbytes` is what a link carries in a round; `first` is used until a link was measured.
+    `nbytes` is what a link carries in a round; `first` is used until a link was measured. `codecs` are chosen from: with `FED_BACK_CODECS`,
+    and an error budget that allows them, rounds need error feedback.
     """
 
     def __init__(
@@ -71,7 +75,10 @@ class AdaptiveCodecs(LinkCodecs):
         nbytes: float = 4e6,
         error_budget: float | None = None,
         first: str = "int8",
+        codecs: Sequence[str] = SUMMED_CODECS,
     ) -> None:
+        self.needs_feedback = _need_feedback((first, *codecs))
+        self._choice = tuple(codecs)
         self._estimate, self._clock, self._observer = estimate, clock, observer
         self._message = Message(role=role, nbytes=nbytes)
         self._error_budget, self._first = error_budget, first
@@ -127,7 +134,7 @@ class AdaptiveCodecs(LinkCodecs):
     def _observe(self, link: str, now: float, state: LinkState) -> None:
         controller = self._controllers.get(link)
         if controller is None:
-            controller = LinkController(self._message, codecs=SUMMED_CODECS, error_budget=self._error_budget)
+            controller = LinkController(self._message, codecs=self._choice, error_budget=self._error_budget)
             self._controllers[link] = controller
         before = controller.codec
         decision = controller.observe(now, state)
@@ -136,3 +143,11 @@ class AdaptiveCodecs(LinkCodecs):
             if self._observer is not None:
                 event = CodecChosen(at_seconds=now, link=link, codec=decision.codec, before=before or "", reason=decision.reason)
                 self._observer(event)
+
+
+def _need_feedback(codecs: Sequence[str]) -> bool:
+    """Whether one of them does; CodecError for one that no sum can be sent as."""
+    for text in codecs:
+        if text.startswith("low-rank"):
+            raise CodecError(f"a collective cannot use {text!r}: its parts are runs of a flat row, which have no rank; use top-k:0.01")
+    return any(text.startswith("top-k") for text in codecs)

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 import torch
 
 from atoll.codec.tensors import Codec
-from atoll.errors import CodecError, FabricError, RefusedError
+from atoll.errors import CodecError, FabricError, NonFiniteTensorError, RefusedError
 from atoll.fabric.collective.arrivals import Arrivals, Child
+from atoll.fabric.collective.feedback import SumFeedback
 from atoll.fabric.collective.link_codecs import FixedCodecs, LinkCodecs
 from atoll.fabric.collective.messages import Chunk, Failed, Item, Progress, Pull
 from atoll.fabric.collective.outcome import PartOutcome, Reduction
@@ -73,6 +74,7 @@ class Round:
         codecs: LinkCodecs,
         work: Executor,
         out: torch.Tensor | None,
+        feedback: SumFeedback | None = None,
     ) -> None:
         self.plan, self.name = plan, name
         self.cells = [ReducedCell(plan, cell) for cell in plan.cells]
@@ -82,6 +84,7 @@ class Round:
         self._out = _checked_out(plan, out) if self._me.receives or any(plan.wants(cell, name) for cell in plan.cells) else torch.empty(0)
         self._peers, self._work = peers, work
         self._codecs = FixedCodecs("none") if plan.exact else codecs
+        self._feedback = _begun_feedback(plan, name, self._codecs, feedback)
         self._watch = Watch(peers.clock)
         self._scratch = Scratch()
         self._outgoing = {True: Pacing(), False: Pacing()}  # contributions, by whether they stay inside the site
@@ -114,6 +117,8 @@ class Round:
             return reduction
         finally:
             self._buffer = None
+            if self._feedback is not None:
+                self._feedback.end()
             for task in [*tasks, *self._pulls]:
                 task.cancel()
             await asyncio.wait([*tasks, *self._pulls])
@@ -199,19 +204,23 @@ class Round:
         terms, places, failure = await self._terms(number, index)
         if failure is not None:
             return failure
-        return await self._run(self._encode_sum, index, places, codec, terms, 1.0)
+        return await self._run(self._encode_sum, number, index, places, codec, terms, 1.0)
 
     def _encode_own(self, number: int, index: int, codec: Codec) -> Chunk:
         assert self._me.weight is not None
         own = Term(self._own(number, index), self._me.weight)
-        return self._encode_sum(index, (self.plan.index[self.name],), codec, [own], 1.0)
+        return self._encode_sum(number, index, (self.plan.index[self.name],), codec, [own], 1.0)
 
-    def _encode_sum(self, index: int, places: tuple[int, ...], codec: Codec, terms: list[Term], divisor: float) -> Chunk:
-        value = weighted_sum(terms, divisor, self._scratch)
-        begin = time.perf_counter()
-        chunk = make_chunk(index, places, codec, value)
-        self._codecs.timed(codec, value.nbytes, time.perf_counter() - begin)
-        return chunk
+    def _encode_sum(self, number: int, index: int, places: tuple[int, ...], codec: Codec, terms: list[Term], divisor: float) -> Chunk:
+        def encode(value: torch.Tensor) -> Chunk:
+            begin = time.perf_counter()
+            chunk = make_chunk(index, places, codec, value)
+            self._codecs.timed(codec, value.nbytes, time.perf_counter() - begin)
+            return chunk
+
+        if self._feedback is None:
+            return encode(weighted_sum(terms, divisor, self._scratch))
+        return self._feedback.encode(self.cells[number].spans[index], weighted_sum(terms, 1.0, self._scratch), divisor, encode)
 
     def _own(self, number: int, index: int) -> torch.Tensor:
         start, stop = self.cells[number].spans[index]
@@ -284,11 +293,15 @@ class Round:
             weight = sum(self.plan.members[place].weight or 0.0 for place in places)
             divisor = weight if self.plan.mean and weight > 0 else 1.0
             codec = self._codecs.for_all(others)
-            chunk, digest = await self._run(self._seal, number, index, places, codec, terms, divisor)
+            try:
+                chunk, digest = await self._run(self._seal, number, index, places, codec, terms, divisor)
+            except NonFiniteTensorError as error:  # values that this codec cannot carry: nobody gets this part
+                state.fail(Failed((self.name,), f"the sum at {self.name}: {error}"))
+                return
             state.add(chunk, digest)
 
     def _seal(self, number: int, index: int, places: tuple[int, ...], codec: Codec, terms: list[Term], divisor: float) -> tuple[Chunk, str]:
-        chunk = self._encode_sum(index, places, codec, terms, divisor)
+        chunk = self._encode_sum(number, index, places, codec, terms, divisor)
         if not self._out.numel():
             return chunk, chunk_digest(chunk)
         start, stop = self.cells[number].spans[index]
@@ -431,6 +444,17 @@ def _checked_buffer(plan: RoundPlan, weight: float | None, buffer: torch.Tensor 
     if buffer.dtype not in ACCUMULATED and not (alone and buffer.dtype == DTYPES[plan.dtype]):
         raise FabricError(f"round {plan.id}: {buffer.dtype} cannot be summed; contribute float32, bfloat16 or float16")
     return buffer.detach().cpu().contiguous().view(-1)
+
+
+def _begun_feedback(plan: RoundPlan, name: str, codecs: LinkCodecs, feedback: SumFeedback | None) -> SumFeedback | None:
+    """The feedback, in use from now on; none where nothing is encoded."""
+    if plan.exact:
+        return None
+    if feedback is None and codecs.needs_feedback:
+        raise FabricError(f"round {plan.id}: its codecs leave most values out and need error feedback; give reduce a SumFeedback")
+    if feedback is not None:
+        feedback.begin(plan, name)
+    return feedback
 
 
 def _checked_out(plan: RoundPlan, out: torch.Tensor | None) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from atoll.errors import PeerLostError
-from atoll.fabric.collective import FixedCodecs, Reduction, RoundPlan
+from atoll.fabric.collective import FixedCodecs, Reduction, RoundPlan, SumFeedback
 from atoll.fabric.collective.messages import Item, Progress, Pull
 from atoll.fabric.collective.pulling import Pulling
 from atoll.fabric.collective.round import Peers, Round
@@ -163,7 +163,13 @@ Fault = tuple[float, str, str]  # when, what ("kill", "stop", "continue", "cut")
 
 
 async def run_round(
-    plan: RoundPlan, buffers: dict[str, torch.Tensor], seed: int, faults: list[Fault], codec: str = "none", latest_start: float = 1.0
+    plan: RoundPlan,
+    buffers: dict[str, torch.Tensor],
+    seed: int,
+    faults: list[Fault],
+    codec: str = "none",
+    latest_start: float = 1.0,
+    feedback: dict[str, SumFeedback] | None = None,
 ) -> dict[str, Reduction]:
     """A round with faults; results of those who lived to see one, stopped ones left out."""
     world = World(seed)
@@ -178,7 +184,8 @@ async def run_round(
 
     for each in plan.members:
         peers = SimulatedPeers(world, each.name)
-        world.rounds[each.name] = Round(plan, each.name, buffers.get(each.name), peers, FixedCodecs(codec), AtOnce(), None)
+        owed = (feedback or {}).get(each.name)
+        world.rounds[each.name] = Round(plan, each.name, buffers.get(each.name), peers, FixedCodecs(codec), AtOnce(), None, owed)
     tasks = {each.name: asyncio.create_task(member(each.name)) for each in plan.members}
     heap = list(faults)
     heapq.heapify(heap)

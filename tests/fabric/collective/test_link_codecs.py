@@ -6,7 +6,7 @@ import torch
 from atoll.errors import CodecError
 from atoll.events import AnyEvent, CodecChosen
 from atoll.fabric import LinkEstimate, ShapedLink
-from atoll.fabric.collective import AdaptiveCodecs, FixedCodecs, Member, equal_network, make_plan
+from atoll.fabric.collective import FED_BACK_CODECS, AdaptiveCodecs, FixedCodecs, Member, equal_network, make_plan
 from tests.fabric.collective.peers import party
 
 
@@ -63,9 +63,14 @@ def test_results_go_by_the_slowest_link_and_unmeasured_ones_start_with_int8() ->
     assert together == alone == "int4"
 
 
-def test_codecs_that_need_error_feedback_are_refused() -> None:
-    with pytest.raises(CodecError, match=r"cannot use .top-k:0.01."):
-        FixedCodecs("top-k:0.01")
+def test_codecs_say_what_they_need() -> None:
+    with pytest.raises(CodecError, match=r"cannot use .low-rank:4.*flat row"):
+        FixedCodecs("low-rank:4")
+    assert FixedCodecs("top-k:0.01").needs_feedback
+    assert FixedCodecs("int8", "top-k:0.01").needs_feedback
+    assert not FixedCodecs("int4").needs_feedback
+    assert AdaptiveCodecs({}.get, Clock(), codecs=FED_BACK_CODECS, error_budget=1.0).needs_feedback
+    assert not AdaptiveCodecs({}.get, Clock()).needs_feedback
 
 
 def test_a_running_collective_adapts_and_says_so() -> None:

@@ -100,10 +100,13 @@ class Coordinator:
         self._barred: set[str] = set()
         self._leases: dict[str, tuple[int, tuple[int, ...]]] = {}
         self._routes: tuple[tuple[Peer, ...], ...] = ()
+        self._routed: set[tuple[str, int]] = set()  # workers in the routes since this RUN began
+        self._lost: tuple[tuple[str, int], ...] = ()
         self._progress_at = 0.0
         self._progress: dict[str, int] = {}
         self._lost_since: dict[int, float] = {}
         self._rebalance_at = 0.0
+        self._step_seconds = 0.0
         self._wishes: dict[str, int] = {}
         self._stopping = False
         self._silent: dict[str, int] = {}  # incarnations of those not heard lately
@@ -245,8 +248,16 @@ class Coordinator:
         view = self._view()
         usable = self._usable(now)
         self._routes = Members.peers(usable, self.settings.stages)
+        if type(self.phase) is Run:
+            self._routed.update((member.name, member.incarnation) for member in usable)
+            self._lost = tuple(sorted(pair for pair in self._routed if not self._there(*pair, now)))
         for member in self.members:
             self._announce(member, view)
+
+    def _there(self, name: str, incarnation: int, now: float) -> bool:
+        """Whether a worker is heard and is still who it was."""
+        member = self.members.get(name)
+        return member is not None and member.incarnation == incarnation and self.members.heard(member, now)
 
     def _announce(self, member: Member, view: View) -> None:
         self.node.transport.send(member.name, Announce(self.node.name, view, self._assignment(member)))
@@ -255,7 +266,7 @@ class Coordinator:
         if not member.worker:
             incarnation, lease = self._leases.get(member.name, (0, ()))
             mine = lease if incarnation == member.incarnation else ()
-            return Assignment(member.nonce, member.incarnation, -1, lease=mine, window=self._window(), routes=self._routes)
+            return Assignment(member.nonce, member.incarnation, -1, lease=mine, window=self._window(), routes=self._routes, lost=self._lost)
         donors: tuple[str, ...] = ()
         if member.stage >= 0 and not Members.current(member, self.epoch, self.version, self._commit):
             donors = self._donors(member)
@@ -355,6 +366,7 @@ class Coordinator:
         self._leases = {feeder.name: (feeder.incarnation, tuple(todo[index :: len(feeders)])) for index, feeder in enumerate(feeders)}
         self._progress_at = now
         self._progress = {}
+        self._routed, self._lost = set(), ()
         self._enter(Run(missing, keep))
 
     def _run_or_seal(self) -> None:
@@ -568,7 +580,7 @@ class Coordinator:
         now = self.node.clock.now()
         self._commit = record
         self.version += 1
-        seconds = now - self._committed_at
+        seconds = self._step_seconds = now - self._committed_at
         self._observe(StepCommitted(record.epoch, record.version, record.loss, record.weight, record.skipped, seconds, self._rounds))
         self._committed_at = now
         self._rounds = 0
@@ -609,13 +621,12 @@ class Coordinator:
 
     def _rebalance(self, now: float) -> None:
         settings = self.settings
-        if settings.rebalance_seconds <= 0 or now < self._rebalance_at:
-            return
+        if settings.rebalance_seconds <= 0 or now + self._step_seconds / 2 < self._rebalance_at:
+            return  # at the end of the step that is nearest to the time set
         self._rebalance_at = now + settings.rebalance_seconds * self.node.random.uniform(0.9, 1.0)
-        usable = self._usable(now)
-        rows = [self.members.rated(stage, usable) for stage in range(settings.stages)]
+        usable = [member for member in self._usable(now) if not member.leaving]
         moves = plan_moves(
-            rows,
+            self.members.rated(usable, now),
             settings.work or (1.0,) * settings.stages,
             migration_seconds=settings.migration_seconds,
             horizon_seconds=20 * settings.migration_seconds,

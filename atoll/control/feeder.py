@@ -22,11 +22,12 @@ WORK = 1.0 + BACKWARD_WORK
 class _Sample:
     """One leased micro-batch: which stages seem to own it, and the attempt under way."""
 
-    __slots__ = ("micro_batch", "owned", "attempt", "path", "passed", "began", "deadline", "payload", "number", "starts")
+    __slots__ = ("micro_batch", "owned", "attempt", "path", "passed", "began", "deadline", "payload", "number", "starts", "owners")
 
     def __init__(self, micro_batch: int, owned: set[int]) -> None:
         self.micro_batch = micro_batch
         self.owned = owned
+        self.owners: dict[int, tuple[str, int]] = {}  # who (and which incarnation) acknowledged a stage, in this lease
         self.number = 0
         self.starts: list[float] = []  # of all attempts in this lease
         self.attempt: Attempt | None = None
@@ -67,8 +68,8 @@ class Feeder:
         self._version = 0
         self._waiting: deque[_Sample] = deque()
         self._active: dict[int, _Sample] = {}
+        self._finished: dict[int, _Sample] = {}
         self._window = 1
-        self._done = 0
         self._leased = 0
         self._progress = 0
         self._routes: tuple[object, ...] = ()
@@ -92,7 +93,7 @@ class Feeder:
 
     def _beat(self) -> None:
         beat = FeederBeat(
-            self.node.name, self.incarnation, self.node.nonce, self._echo[1], self._echo[0], self.round, self._done, self._progress
+            self.node.name, self.incarnation, self.node.nonce, self._echo[1], self._echo[0], self.round, len(self._finished), self._progress
         )
         for coordinator in self.coordinators:
             self.node.transport.send(coordinator, beat)
@@ -108,11 +109,14 @@ class Feeder:
         self._echo = max(self._echo, (view.term, view.beat))
         self.incarnation = yours.incarnation
         self._window = yours.window
+        gone: set[str] = set()
         if yours.routes and yours.routes != self._routes:
             self._routes = yours.routes
             gone = self.router.update(yours.routes)
-            if gone:
-                self._give_up_on(gone)
+        if yours.lost and self.round == order:
+            self._redo(frozenset(yours.lost))
+        if gone:
+            self._give_up_on(gone)
         phase = view.phase
         if type(phase) is Run:
             if self.round != order:
@@ -135,7 +139,7 @@ class Feeder:
     def _drop_lease(self) -> None:
         self._waiting.clear()
         self._active.clear()
-        self._done = 0
+        self._finished.clear()
         self._leased = 0
         self.round = None
 
@@ -184,6 +188,7 @@ class Feeder:
         if self._on_owned is not None:
             self._on_owned(self, ack)
         sample.owned.add(ack.stage)
+        sample.owners[ack.stage] = (ack.worker, ack.incarnation)
         if len(sample.owned) == self.settings.stages:
             self._finish(sample)
 
@@ -197,10 +202,11 @@ class Feeder:
 
     def _finish(self, sample: _Sample) -> None:
         del self._active[sample.micro_batch]
+        self._finished[sample.micro_batch] = sample
+        sample.payload = None
         self.patience.measured(self.node.clock.now() - sample.began)  # tokens tell attempts apart, so a retried one counts too
-        self._done += 1
         self._start_more()
-        if self._done == self._leased:
+        if len(self._finished) == self._leased:
             self._beat()
 
     def _give_up_on(self, gone: set[str]) -> None:
@@ -208,6 +214,21 @@ class Feeder:
         for sample in list(self._active.values()):
             if any(stage not in sample.owned and worker in gone for stage, worker in enumerate(sample.path)):
                 self._retry(sample)
+
+    def _redo(self, lost: frozenset[tuple[str, int]]) -> None:
+        """What only the lost have summed is done again while the step still runs, not after its SEAL.
+
+        Retries go to the small buffers of others: should the lost come back with their sums, those are taken and only the retries dropped.
+        """
+        for sample in [sample for sample in self._finished.values() if not lost.isdisjoint(sample.owners.values())]:
+            del self._finished[sample.micro_batch]
+            _disown(sample, lost)
+            sample.attempt, sample.path = None, ()
+            self._waiting.append(sample)
+        for sample in list(self._active.values()):
+            if _disown(sample, lost) and sample.attempt is not None:
+                self._retry(sample)
+        self._start_more()
 
     def _retry(self, sample: _Sample) -> None:
         self.retries += 1
@@ -231,3 +252,12 @@ class Feeder:
             return  # nobody in particular
         stage = sample.passed + 1 if sample.passed < last else max((s for s in range(last + 1) if s not in sample.owned), default=last)
         self.router.stages[stage].ban(sample.path[stage], now, self.settings.ban_seconds)
+
+
+def _disown(sample: _Sample, lost: frozenset[tuple[str, int]]) -> bool:
+    """Forgets stages owned by the lost; whether there were any."""
+    stages = [stage for stage, owner in sample.owners.items() if owner in lost]
+    for stage in stages:
+        del sample.owners[stage]
+        sample.owned.discard(stage)
+    return bool(stages)

@@ -157,11 +157,16 @@ class Members:
         work = settings.work or (1.0,) * settings.stages
         return [total / each for total, each in zip(totals, work, strict=True)]
 
-    def rated(self, stage: int, members: list[Member]) -> list[RatedPeer]:
-        """Workers of a stage with their speeds; one not measured yet counts as typical."""
-        speeds = [member.speed for member in members if member.speed > 0]
+    def rated(self, usable: list[Member], now: float) -> list[list[RatedPeer]]:
+        """Workers of every stage with their speeds; one not measured yet counts as typical, one that is still fetching as not ready."""
+        ready = {member.name for member in usable}
+        workers = [m for m in self if m.worker and m.stage >= 0 and not m.leaving and (m.name in ready or self.heard(m, now))]
+        speeds = [member.speed for member in workers if member.speed > 0]
         typical = sum(speeds) / len(speeds) if speeds else 1.0
-        return [RatedPeer(member.name, member.speed or typical) for member in members if member.stage == stage]
+        rows: list[list[RatedPeer]] = [[] for _ in range(self._settings.stages)]
+        for member in workers:
+            rows[member.stage].append(RatedPeer(member.name, member.speed or typical, member.name in ready))
+        return rows
 
     @staticmethod
     def peers(members: list[Member], stages: int) -> tuple[tuple[Peer, ...], ...]:

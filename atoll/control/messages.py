@@ -155,6 +155,7 @@ class Assignment(msgspec.Struct, frozen=True, gc=False):
     lease: tuple[int, ...] = ()
     window: int = 1  # micro-batches a feeder has under way at once
     routes: tuple[tuple[Peer, ...], ...] = ()
+    lost: tuple[tuple[str, int], ...] = ()  # (worker, incarnation) of those whose sums of this RUN seem lost
 
 
 class Announce(Message, frozen=True, gc=False):

@@ -14,10 +14,11 @@ CANDIDATES = 8  # peers of a stage that are tried for a move: those of distinct 
 
 
 class RatedPeer(msgspec.Struct, frozen=True):
-    """A worker and its measured speed."""
+    """A worker and its measured speed. One that is not `ready` is still fetching its stage: it counts, but it is not moved."""
 
     worker: str
     speed: float
+    ready: bool = True
 
 
 class Move(msgspec.Struct, frozen=True):
@@ -63,7 +64,7 @@ def plan_moves(
     """The moves, in order, whose gain over the horizon exceeds their cost by most; none where no gain passes the hysteresis.
 
     While a peer migrates it works nowhere, which costs throughput where its old stage becomes the slowest. No stage falls below
-    `minimum_replicas`, nor below one.
+    `minimum_replicas`, nor below one, of those who are ready.
     """
     rows = [list(row) for row in stages]
     before = _capacities(rows, work)
@@ -71,15 +72,13 @@ def plan_moves(
     path: list[Move] = []
     best: tuple[Move, ...] = ()
     best_gain = 0.0
-    moved: set[str] = set()
     while len(path) < most:
-        step = _best_step(rows, work, max(1, minimum_replicas), moved)
+        step = _best_step(rows, work, max(1, minimum_replicas))
         if step is None:
             break
         source, target, peer = step
         rows[source].remove(peer)
-        rows[target].append(peer)
-        moved.add(peer.worker)
+        rows[target].append(RatedPeer(peer.worker, peer.speed, ready=False))  # nobody is moved twice
         away[source] -= peer.speed / work[source]
         path.append(Move(peer.worker, source, target, ""))
         after = throughput(_capacities(rows, work))
@@ -97,17 +96,15 @@ def _capacities(rows: Sequence[Sequence[RatedPeer]], work: Sequence[float]) -> l
     return [sum(peer.speed for peer in row) / each for row, each in zip(rows, work, strict=True)]
 
 
-def _best_step(
-    rows: Sequence[Sequence[RatedPeer]], work: Sequence[float], minimum: int, moved: set[str]
-) -> tuple[int, int, RatedPeer] | None:
+def _best_step(rows: Sequence[Sequence[RatedPeer]], work: Sequence[float], minimum: int) -> tuple[int, int, RatedPeer] | None:
     """The single move after which the sorted capacities are greatest, compared from the slowest up; None where none improves them."""
     capacities = _capacities(rows, work)
     target = place(capacities)
     best: tuple[list[float], tuple[int, int, RatedPeer]] | None = None
     for source, row in enumerate(rows):
-        if source == target or len(row) <= minimum:
+        if source == target or sum(peer.ready for peer in row) <= minimum:
             continue
-        for peer in _candidates(row, moved):
+        for peer in _candidates(row):
             after = list(capacities)
             after[source] -= peer.speed / work[source]
             after[target] += peer.speed / work[target]
@@ -127,8 +124,8 @@ def _clearly_greater(first: Sequence[float], second: Sequence[float]) -> bool:
     return False
 
 
-def _candidates(row: Sequence[RatedPeer], moved: set[str]) -> list[RatedPeer]:
-    distinct = {peer.speed: peer for peer in sorted(row, key=lambda peer: (peer.speed, peer.worker)) if peer.worker not in moved}
+def _candidates(row: Sequence[RatedPeer]) -> list[RatedPeer]:
+    distinct = {peer.speed: peer for peer in sorted(row, key=lambda peer: (peer.speed, peer.worker)) if peer.ready}
     peers = list(distinct.values())
     if len(peers) <= CANDIDATES:
         return peers

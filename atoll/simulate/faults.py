@@ -2,9 +2,11 @@
 
 import random
 from collections.abc import Sequence
+from itertools import permutations
 
 import msgspec
 
+from atoll.control.messages import Phase, Reduce
 from atoll.simulate.network import LinkFaults
 from atoll.simulate.swarm import COORDINATORS, ExactSwarm, Shape
 
@@ -39,11 +41,12 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 KINDS = (
     ("kill", 5), ("kill-stage", 1), ("kill-feeder", 2), ("stop", 4), ("cut", 2), ("cut-one-way", 2), ("isolate", 1),
     ("restart-coordinator", 3), ("take-over", 2), ("stop-coordinator", 1), ("slow-disk", 2), ("slow-worker", 3), ("move", 2), ("leave", 1),
-    ("deafen", 2), ("split", 4), ("succeed", 3),
+    ("deafen", 2), ("split", 4), ("succeed", 3), ("stall", 3),
 )  # fmt: skip
 PHASES = {
     "split": ("reduce",),
     "succeed": ("reduce",),
+    "stall": ("seal",),
     "take-over": ("reduce", "reduce", ""),
     "restart-coordinator": ("reduce", "reduce", "seal", ""),
 }
@@ -99,13 +102,17 @@ def _draw_fault(draw: random.Random, shape: Shape) -> Fault:
         targets = (first, second)
     elif kind == "isolate":
         targets = (draw.choice([*workers, *feeders]),)
+    elif kind == "stall":
+        value = draw.random()
+        seconds = 20.0
     elif kind == "slow-disk":
         value = draw.choice((10.0, 40.0, 100.0))
     elif kind == "move":
         targets = (draw.choice(workers),)
         value = float(draw.randrange(shape.stages))
     phase = draw.choice(PHASES[kind]) if kind in PHASES else draw.choice(("", "", "seal", "reduce"))
-    return Fault(at, kind, targets, seconds, value, phase, round(1.5 * draw.random(), 2))
+    longest = 0.5 if kind == "stall" else 1.5
+    return Fault(at, kind, targets, seconds, value, phase, round(longest * draw.random(), 2))
 
 
 def schedule(swarm: ExactSwarm, scenario: Scenario) -> None:
@@ -147,6 +154,8 @@ def _strike(swarm: ExactSwarm, fault: Fault) -> None:
     elif fault.kind == "succeed":  # another coordinator begins while one member, with what it has just got, does not hear of it
         _cut(swarm, Fault(fault.at, "deafen", fault.targets), end + 5.0)
         _kill(swarm, [name for name in (_coordinator_name(swarm),) if name], swarm.loop.now + 0.5)
+    elif fault.kind == "stall":
+        _stall(swarm, fault.value, end)
     elif fault.kind == "restart-coordinator":
         name = _coordinator_name(swarm)
         if name:
@@ -208,6 +217,42 @@ def _cut(swarm: ExactSwarm, fault: Fault, end: float) -> None:
     swarm.loop.at(end, mend)
 
 
+def _stall(swarm: ExactSwarm, which: float, end: float) -> None:
+    """What was sent in one reduction arrives in a later one: bulk connections inside the largest stage hang, while one that has summed
+    something dies in the reduction, comes back with nothing and dies again."""
+    rows: dict[int, list[str]] = {}
+    for name, worker in sorted(swarm.workers.items()):
+        rows.setdefault(worker.stage, []).append(name)
+    mates = max(rows.values(), key=len, default=[])
+    contributors = [name for name in mates if swarm.workers[name].buffers.manifests()]
+    if not contributors:
+        return
+    victim = contributors[int(which * len(contributors))]
+    pairs = list(permutations([name for name in mates if name != victim], 2))
+    for pair in pairs:
+        swarm.network.hold(*pair)
+    first: Phase | None = None
+
+    def release(_: object) -> None:
+        for pair in pairs:
+            swarm.network.release(*pair)
+
+    def look(_: object) -> None:
+        nonlocal first
+        coordinator = swarm.coordinator()
+        phase = coordinator.phase if coordinator is not None else None
+        if swarm.loop.now >= end or (type(phase) is Reduce and first is not None and phase != first):
+            swarm.loop.at(swarm.loop.now + 0.6, release)  # when members have heard of that reduction
+            return
+        if type(phase) is Reduce and first is None:
+            first = phase
+            _kill(swarm, [victim], swarm.loop.now + 0.5)
+            swarm.loop.at(swarm.loop.now + 1.0, lambda _: _kill(swarm, [victim], end))
+        swarm.loop.at(swarm.loop.now + 0.25, look)
+
+    look(None)
+
+
 def _slow_disk(swarm: ExactSwarm, factor: float, end: float) -> None:
     disks = (swarm.journal_disk, swarm.checkpoint_disk)
     for disk in disks:
@@ -225,6 +270,7 @@ def _heal(swarm: ExactSwarm) -> None:
     swarm.network.faults = None
     for disk in (swarm.journal_disk, swarm.checkpoint_disk):
         disk.slowness = 1.0
+    swarm.network.release_all()
     for name in swarm.names():
         swarm.slow_down(name, 1.0)
         gone = swarm.workers.get(name)

@@ -3,6 +3,7 @@
 A process is a group of coroutines that can be killed (they end where they stand), stopped (nothing of it runs) and continued.
 """
 
+import gc
 import heapq
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
@@ -10,6 +11,9 @@ from types import coroutine
 from typing import Any
 
 __all__ = ["Loop", "Process", "SimulatedMailbox"]
+
+COLLECT_AFTER = 100_000
+"""Objects made before the collector looks for cycles: a simulation makes very many small objects and few cycles."""
 
 
 class _Task:
@@ -46,9 +50,10 @@ class SimulatedMailbox:
         """The oldest thing, as soon as there is one."""
         if self.items:
             return self.items.popleft()
-        return (yield self._wait)
+        return (yield self)
 
-    def _wait(self, task: _Task) -> None:
+    def wakes(self, task: _Task) -> None:
+        """The loop's: whatever is put in next goes to this task."""
         self._taker = task
 
 
@@ -72,12 +77,7 @@ class Process:
     @coroutine
     def sleep(self, seconds: float) -> Generator[Any, Any, None]:
         """Comes back after so long, later if the process is stopped."""
-        loop = self.loop
-
-        def wait(task: _Task) -> None:
-            loop.resume_at(loop.now + seconds, task)
-
-        yield wait
+        yield float(seconds)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs it beside everything else of this process."""
@@ -134,15 +134,18 @@ class Loop:
         self._count += 1
         heapq.heappush(self._heap, (time, self._count, call, argument))
 
-    def resume_at(self, time: float, task: _Task) -> None:
-        """Continues a coroutine at a time."""
-        self._count += 1
-        heapq.heappush(self._heap, (time, self._count, None, task))
-
     def run(self, until: float, stop: Callable[[], bool] | None = None) -> None:
         """Until that time, until nothing is left to happen, or until `stop` says so."""
+        collecting = gc.get_threshold()
+        gc.set_threshold(COLLECT_AFTER, *collecting[1:])
+        try:
+            self._run(until, stop)
+        finally:
+            gc.set_threshold(*collecting)
+
+    def _run(self, until: float, stop: Callable[[], bool] | None) -> None:
         heap, ready = self._heap, self.ready
-        pop = heapq.heappop
+        pop, push = heapq.heappop, heapq.heappush
         events = 0
         while True:
             while ready:
@@ -158,14 +161,17 @@ class Loop:
                     wait = task.send(value)
                 except StopIteration:
                     continue
-                wait(task)
+                if wait.__class__ is float:
+                    self._count += 1
+                    push(heap, (self.now + wait, self._count, None, task))
+                else:
+                    wait.wakes(task)
             if stop is not None and stop():
                 break
             if not heap or heap[0][0] > until:
                 self.now = max(self.now, until)
                 break
-            time, _, call, argument = pop(heap)
-            self.now = time
+            self.now, _, call, argument = pop(heap)
             if call is None:
                 ready.append((argument, None))
             else:

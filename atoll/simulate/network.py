@@ -7,9 +7,12 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from atoll.control.messages import Backward, Forward, Part, StateChunk, SumChunk
 from atoll.simulate.loop import Loop, Process, SimulatedMailbox
 
 __all__ = ["LinkFaults", "Network", "Port"]
+
+BULK = (Forward, Backward, Part, SumChunk, StateChunk)
 
 
 class LinkFaults:
@@ -49,6 +52,7 @@ class Network:
         self._random = randomness
         self._ports: dict[str, Port] = {}
         self._cut: dict[tuple[str, str], int] = {}
+        self._held: dict[tuple[str, str], list[Any]] = {}
         self._sizes = dict(sizes or {})
         self._bytes_per_s = bytes_per_s
         self._free_at: dict[str, float] = {}
@@ -70,6 +74,20 @@ class Network:
         else:
             self._cut.pop((source, target), None)
 
+    def hold(self, source: str, target: str) -> None:
+        """From now on bulk sent in this direction waits, as in a connection that hangs. Small messages have a connection of their own."""
+        self._held.setdefault((source, target), [])
+
+    def release(self, source: str, target: str) -> None:
+        """The connection recovers: what waited arrives now, in order."""
+        for message in self._held.pop((source, target), ()):
+            self.loop.at(self.loop.now, self._deliver, (target, message))
+
+    def release_all(self) -> None:
+        """Every connection that hangs recovers."""
+        for pair in list(self._held):
+            self.release(*pair)
+
     def send(self, source: str, target: str, message: Any) -> None:
         """What `Port.send` does."""
         self.sent += 1
@@ -78,6 +96,9 @@ class Network:
             return
         if self.watch is not None:
             self.watch(source, target, message)
+        if self._held and (source, target) in self._held and isinstance(message, BULK):
+            self._held[source, target].append(message)
+            return
         arrival = self.loop.now + self.latency_seconds
         if self.jitter_seconds:
             arrival += self.jitter_seconds * self._random.random()

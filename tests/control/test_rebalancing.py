@@ -50,6 +50,13 @@ def test_a_gain_smaller_than_its_cost_moves_nobody() -> None:
     assert plan_moves(rows(3, 1), [1.0, 1.0], migration_seconds=100, horizon_seconds=90) == ()
 
 
+def test_whoever_is_on_its_way_counts_and_is_left_alone() -> None:
+    balanced = [[*rows(2)[0]], [RatedPeer("x", 1.0), RatedPeer("joining", 1.0, ready=False)]]
+    assert plan(balanced) == ()
+    on_its_way = [[RatedPeer(f"j{i}", 1.0, ready=False) for i in range(3)] + [RatedPeer("a", 1.0)], [RatedPeer("b", 1.0)]]
+    assert plan(on_its_way) == ()  # "a" alone has the state of its stage
+
+
 def test_an_idle_fast_peer_goes_where_the_work_is() -> None:
     stages = [[RatedPeer("a", 3.0), RatedPeer("b", 1.0)], [RatedPeer("c", 1.0)]]
     (move,) = plan(stages, [1.0, 3.0])

@@ -9,6 +9,7 @@ from atoll.control.messages import (
     Committed,
     Contributor,
     FetchState,
+    Forward,
     Manifest,
     Part,
     Pull,
@@ -73,6 +74,21 @@ def test_a_doubled_forward_is_summed_once(broken: bool) -> None:
         bench.announce(Seal((1, 2)), 2)
         assert bench.reported() == {0}
     assert (once.value() != twice.value()) == broken
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_doubled_backward_is_summed_once(copies: int) -> None:
+    bench = Bench(stage=0)
+    bench.open()
+    attempt = Attempt((1, 1), "f", 1, 0)
+    bench.inbox.put(Forward(0, 0, 0, 0, attempt, ("w", "x"), frozenset(), 1000))
+    bench.run(KERNEL)
+    for _ in range(copies):
+        bench.inbox.put(Backward(0, 0, 0, 0, attempt, 5))
+    bench.run(2 * (KERNEL + LANDING))
+    bench.announce(Seal((1, 2)), 2)
+    assert bench.reported() == {0}
+    assert [total.value for total in bench.worker.buffers.get(0, 0).value] == [5000, 5]
 
 
 def test_a_backward_without_its_forward_is_nothing() -> None:

@@ -3,8 +3,9 @@
 import pytest
 
 from atoll.control import Checks, Settings
+from atoll.control.happenings import StepCommitted
 from atoll.control.journal import Epoch, Term
-from atoll.control.messages import Committed, Reduce, Seal, StateChunk
+from atoll.control.messages import Committed, Reduce, Run, Seal, StateChunk
 from atoll.simulate.swarm import COORDINATORS, ExactSwarm, Shape
 
 
@@ -76,6 +77,33 @@ def test_a_contributor_that_dies_in_the_reduction_is_replaced() -> None:
         swarm.kill(name)
         swarm.loop.at(swarm.loop.now + 1.0, swarm.start, name)
         goes_on(swarm)
+
+
+def test_what_a_dead_worker_had_summed_is_redone_while_the_step_still_runs() -> None:
+    """The coordinator names the lost; feeders do not wait for a SEAL to show what is missing. One round is enough."""
+    shape = Shape(stages=2, workers=6, micro_batches=30)
+    steps: list[StepCommitted] = []
+    swarm = ExactSwarm(shape, 1, observe=lambda it: steps.append(it) if isinstance(it, StepCommitted) else None)
+    swarm.start_all()
+    goes_on(swarm, 1)
+    until(swarm, Run, 1)
+    swarm.run(swarm.loop.now + 60.0, lambda: bool(swarm.workers["w0"].buffers.manifests()))
+    swarm.kill("w0")
+    swarm.run(swarm.loop.now + 300.0, lambda: len(steps) == 2)
+    assert not swarm.checker.violations
+    assert steps[1].rounds == 1
+
+
+def test_whoever_falls_silent_for_a_while_still_contributes() -> None:
+    """Its work is redone in the small buffers of others; once it is heard again, its own large one is taken."""
+    shape = Shape(stages=2, workers=6, micro_batches=30)
+    swarm = started(shape)
+    goes_on(swarm, 1)
+    until(swarm, Run, 1)
+    swarm.run(swarm.loop.now + 60.0, lambda: bool(swarm.workers["w0"].buffers.manifests()))
+    swarm.stop("w0")
+    swarm.loop.at(swarm.loop.now + 9.0, swarm.go_on, "w0")
+    goes_on(swarm, 2)
 
 
 @pytest.mark.parametrize("broken", [False, True])

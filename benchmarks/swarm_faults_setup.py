@@ -62,15 +62,15 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     hosts: tuple[str, ...]  # of the workers
 
 
-def prepare(folder: Path, workers: int, seconds: float, *, width: int = 256, share: float = SHARE_WITH_FAULTS) -> Setup:
-    """Writes cluster and plan; as many steps as should fill the seconds."""
+def prepare(folder: Path, workers: int, seconds: float, *, width: int = 256, share: float = SHARE_WITH_FAULTS, rome: int = -1) -> Setup:
+    """Writes cluster and plan; as many steps as should fill the seconds. `rome` workers are there, half of them if not given."""
     folder.mkdir(parents=True, exist_ok=True)
     job = load_job(SCRIPT, ("1", str(width)))
     size = job.micro_batch_size or job.batch_size
     micro_batches = job.batch_size // size
     step_seconds = micro_batches * MICRO_BATCH_SECONDS / (workers / 2) + OVERHEAD_SECONDS
     steps = max(4, round(seconds * share / step_seconds))
-    cluster, stages = _layout(folder, job, workers)
+    cluster, stages = _layout(folder, job, workers, workers // 2 if rome < 0 else rome)
     plan = Plan(graph=job.name, cluster=cluster.name, batch_size=job.batch_size, micro_batch_size=size, stages=stages, mode="swarm")
     (folder / "swarm.plan").write_text(to_text(plan))
     return Setup(
@@ -87,20 +87,19 @@ def prepare(folder: Path, workers: int, seconds: float, *, width: int = 256, sha
     )
 
 
-def _layout(folder: Path, job: Job, workers: int) -> tuple[Cluster, tuple[Stage, ...]]:
+def _layout(folder: Path, job: Job, workers: int, rome: int) -> tuple[Cluster, tuple[Stage, ...]]:
     """Devices of the speed that makes a micro-batch take as long as it shall; both stages at both sites."""
     graph = capture_program(job).graph
     layers = len(graph.layers)
     bounds = (0, layers // 2, layers)
-    half = workers // 2
     file = folder / "cluster.toml"
     flops = 1e9
     for _ in range(2):  # time is not quite proportional
-        cluster = parse_cluster(CLUSTER.format(oslo=1 + workers - half, rome=half, flops=flops))
+        cluster = parse_cluster(CLUSTER.format(oslo=1 + workers - rome, rome=max(1, rome), flops=flops))
         file.write_text(dump_cluster(cluster))
         pace = Pace(Imposed(str(file), "oslo-0/0"), graph, bounds, [(0, job.micro_batch_size or 1)])
         flops *= sum(pace.seconds(stage, 0, backward=back) for stage in (0, 1) for back in (False, True)) / 2 / MICRO_BATCH_SECONDS
-    names = [f"oslo-{1 + index}/0" for index in range(workers - half)], [f"rome-{index}/0" for index in range(half)]
+    names = [f"oslo-{1 + index}/0" for index in range(workers - rome)], [f"rome-{index}/0" for index in range(rome)]
     mixed = [name for pair in zip(*names, strict=False) for name in pair] + names[0][len(names[1]) :]
     rows = mixed[: workers // 2], mixed[workers // 2 :]
     return cluster, tuple(

@@ -42,7 +42,7 @@ __all__ = ["Ending", "check_divisible", "take_part"]
 Ending: TypeAlias = Literal["over", "left"]
 """How taking part ended: with the run, or because this process asked to leave."""
 
-_PATIENT = Backoff(attempts=60)  # a coordinator that is started anew is waited for: about ten minutes
+_PATIENT = Backoff(largest_seconds=1.0, attempts=800)  # a coordinator that is started anew is waited for: about ten minutes
 _REGISTER_SECONDS = 3.0  # a coordinator that is started anew does not know where we are
 _ANSWER_SECONDS = 30.0
 _ACCOUNT_SECONDS = 3.0
@@ -238,9 +238,9 @@ async def _account(measuring: Measuring, member: Member, coordinator: Remote) ->
 
 
 def _own_address(coordinator: str, listening: str) -> Place:
-    """Where peers dial this process: the address it has on the way to the coordinator."""
+    """Where peers dial this process: the address it has on the way to the coordinator (the first, where others stand by)."""
     if not listening:
         return Place("")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(split_address(coordinator))
+        probe.connect(split_address(coordinator.partition(",")[0]))
         return Place(f"{probe.getsockname()[0]}:{listening.rpartition(':')[2]}")

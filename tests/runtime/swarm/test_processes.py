@@ -6,13 +6,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from atoll.cli.export import export
 
 from . import swarm_job
 
@@ -21,8 +25,8 @@ pytestmark = pytest.mark.timeout(600)
 ATOLL = [sys.executable, "-c", "from atoll.cli import main; main()"]
 JOIN = re.compile(r"atoll join (\S+) --token (\S+)")
 PLAN = """plan v1 graph="swarm job" cluster=here mode=swarm schedule=1f1b batch=12 micro_batch=3
-stage 0: layers 0-1: 2x(h/[0-1])=6
-stage 1: layers 2-4: 2x(h/[2-3])=6
+stage 0: layers 0-1: h/0=12
+stage 1: layers 2-4: h/1=12
 """
 
 
@@ -40,15 +44,22 @@ def plain() -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, model.state_dict()
 
 
-def losses_of(run: Path) -> dict[int, float]:
+def events_of(run: Path) -> list[dict[str, Any]]:
     lines = (run / "events.jsonl").read_text("utf-8").splitlines() if (run / "events.jsonl").exists() else []
-    events = [json.loads(line) for line in lines if line.endswith("}")]
-    return {event["step"]: event["loss"] for event in events if event["event"] == "step_finished"}
+    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def until(condition: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
+def losses_of(run: Path) -> dict[int, float]:
+    return {event["step"]: event["loss"] for event in events_of(run) if event["event"] == "step_finished"}
+
+
+def stages_of(run: Path) -> dict[str, int]:
+    return {event["name"]: event["stage"] for event in events_of(run) if event["event"] == "member_joined"}
+
+
+def until(condition: Callable[[], bool], process: "subprocess.Popen[str]", log: Path) -> None:
     while not condition():
-        assert process.poll() is None, "the run ended early"
+        assert process.poll() is None, f"the run ended early:\n{log.read_text()}"
         time.sleep(0.05)
 
 
@@ -58,36 +69,57 @@ def kill(run: "subprocess.Popen[str]", name: str) -> None:
             child.send_signal(signal.SIGKILL)
 
 
+@contextmanager
+def started(command: list[str], out: IO[str]) -> Iterator["subprocess.Popen[str]"]:
+    """A process, and nothing left of it or its children when the test fails."""
+    with subprocess.Popen(command, stdout=out, stderr=out, text=True) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                for child in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+                    with suppress(psutil.NoSuchProcess):
+                        child.kill()
+
+
 def test_whoever_is_killed_or_joins_a_swarm_trains_what_one_process_does(tmp_path: Path) -> None:
     (tmp_path / "p.plan").write_text(PLAN)
-    run = tmp_path / "run"
-    command = [*ATOLL, "run", swarm_job.__file__, "--plan", str(tmp_path / "p.plan"), "--mode", "swarm", "--checkpoint-every", "10"]
-    log = tmp_path / "log"
-    with log.open("w") as out, subprocess.Popen([*command, "--out", str(run)], stdout=out, stderr=out, text=True) as swarm:
-        until(lambda: JOIN.search(log.read_text()) is not None, swarm)
+    run, log, allowed = tmp_path / "run", tmp_path / "log", tmp_path / "allowed"
+    allowed.write_text("3")
+    command = [*ATOLL, "run", swarm_job.__file__, "--plan", str(tmp_path / "p.plan"), "--mode", "swarm", "--checkpoint-every", "5"]
+    with log.open("w") as out, started([*command, "--out", str(run), "--", str(allowed)], out) as swarm:
+        until(lambda: JOIN.search(log.read_text()) is not None, swarm, log)
         found = JOIN.search(log.read_text())
         assert found is not None
-        command = [*ATOLL, "join", found[1], "--token", found[2], "--name", "late"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as joined:
-            assert joined.stdout is not None
-            assert any(line.startswith("Working for") for line in joined.stdout)
-            until(lambda: len(losses_of(run)) >= 5, swarm)
-            kill(swarm, "worker-1")
-            seen = len(losses_of(run))
-            until(lambda: len(losses_of(run)) >= seen + 25, swarm)
+        with (
+            (tmp_path / "late").open("w") as told,
+            started([*ATOLL, "join", found[1], "--token", found[2], "--name", "late"], told) as late,
+        ):
+            until(lambda: {"late", "worker-0", "worker-1"} <= stages_of(run).keys() and len(losses_of(run)) == 3, swarm, log)
+            stages = stages_of(run)
+            victim = next(name for name in ("worker-0", "worker-1") if list(stages.values()).count(stages[name]) == 2)
+            allowed.write_text("5")
+            kill(swarm, victim)
+            until(lambda: len(losses_of(run)) == 5, swarm, log)
             kill(swarm, "coordinator")
+            allowed.write_text(str(swarm_job.STEPS))
             assert swarm.wait() == 0, log.read_text()
-            assert joined.stdout.read().endswith("The run is over\n")
+            assert late.wait() == 0
+    check_trained(run, tmp_path)
+    assert (tmp_path / "late").read_text().endswith("The run is over\n")
+    assert f"{victim} died (signal 9); the run goes on without it" in log.read_text()
+    assert "the coordinator died (signal 9) and is started again" in log.read_text()
+
+
+def check_trained(run: Path, folder: Path, since: int = 1) -> None:
+    """Losses and exported weights are those of a plain loop, and every step since then was made once."""
     expected, weights = plain()
-    losses = losses_of(run)
-    assert sorted(losses) == list(range(1, swarm_job.STEPS + 1))
-    torch.testing.assert_close(
-        torch.tensor([losses[step + 1] for step in range(swarm_job.STEPS)]), torch.tensor(expected), rtol=1e-5, atol=0
-    )
-    subprocess.run([*ATOLL, "export", str(run), "--to", str(tmp_path / "w.safetensors")], check=True, capture_output=True)
-    exported = load_file(tmp_path / "w.safetensors")
+    made = [event["step"] for event in events_of(run) if event["event"] == "step_finished"]
+    assert made == list(range(since, swarm_job.STEPS + 1))
+    losses = torch.tensor([losses_of(run)[step] for step in made])
+    torch.testing.assert_close(losses, torch.tensor(expected[since - 1 :]), rtol=1e-5, atol=0)
+    export(run, folder / "w.safetensors")
+    exported = load_file(folder / "w.safetensors")
     assert exported.keys() == weights.keys()
     for name, value in weights.items():
         torch.testing.assert_close(exported[name], value, rtol=1e-5, atol=1e-6)
-    assert "worker-1 died (signal 9); the run goes on without it" in log.read_text()
-    assert "the coordinator died (signal 9) and is started again" in log.read_text()

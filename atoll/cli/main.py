@@ -26,6 +26,7 @@ from atoll.cli.presets import presets
 from atoll.cli.probe import probe
 from atoll.cli.report import report
 from atoll.cli.run import run as run_command
+from atoll.cli.standby import standby
 from atoll.errors import AtollError
 
 __all__ = ["build_app", "main", "run"]
@@ -52,6 +53,7 @@ def build_app() -> typer.Typer:
     app.command()(presets)
     app.command()(diff)
     app.command()(join)
+    app.command()(standby)
     app.command(hidden=True)(authority)
     app.command()(lab)
     return app

@@ -50,6 +50,12 @@ def run(
     listen: Annotated[
         str | None, typer.Option(help="Swarm: where the coordinator listens; others join there.", metavar="HOST:PORT")
     ] = None,
+    nats: Annotated[
+        str | None, typer.Option(help="Swarm: keep the journal on these NATS servers, so that another can coordinate.", metavar="URL,…")
+    ] = None,
+    standby: Annotated[
+        list[str] | None, typer.Option(help="Swarm with --nats: where `atoll standby` will listen; may be repeated.", metavar="HOST:PORT")
+    ] = None,
     codec: Annotated[
         SwarmCodec, typer.Option(help="Swarm: how activations and their gradients are sent; `auto` chooses for each link as it is.")
     ] = "none",
@@ -59,20 +65,28 @@ def run(
     if alone:
         _run_alone(script, arguments, out, cluster, plan, resume)
         return
+    _check_swarm_options(mode, codec, nats, standby)
     directory, settings = _directory(script, arguments, out, resume, checkpoint_every, keep_last)
     devices = _cluster(cluster, plan, directory if resume else None)
     constants = load_calibration(calibration) if calibration else None
     model = load_target(script, None, arguments)
     chosen, predicted = _plan(model, devices, plan, constants, directory if resume and not cluster else None, mode)
-    if codec != "none" and mode != "swarm":
-        raise JobError(f"--codec {codec}: only `--mode swarm` sends with codecs; leave it out")
-    settings = msgspec.structs.replace(settings, mode=mode, codec=codec)
+    settings = msgspec.structs.replace(settings, mode=mode, codec=codec, nats=nats)
     _write(directory, settings, chosen, devices, predicted, resumed=resume is not None)
     _show(chosen, predicted, model, devices)
     if mode == "swarm":
-        launch_swarm(directory, settings, chosen, model.graph.parameters, max_restarts, listen)
+        launch_swarm(directory, settings, chosen, model.graph.parameters, max_restarts, listen, tuple(standby or ()))
     else:
         _launch(directory, chosen, max_restarts)
+
+
+def _check_swarm_options(mode: RunMode, codec: str, nats: str | None, standby: list[str] | None) -> None:
+    if codec != "none" and mode != "swarm":
+        raise JobError(f"--codec {codec}: only `--mode swarm` sends with codecs; leave it out")
+    if nats is not None and mode != "swarm":
+        raise JobError("--nats: only `--mode swarm` has a journal; leave it out")
+    if standby and nats is None:
+        raise JobError("--standby: another machine can only coordinate where the journal is on NATS; give --nats URL too")
 
 
 def _run_alone(script: str, arguments: tuple[str, ...], out: Path | None, *contradicting: Path | None) -> None:

@@ -22,7 +22,13 @@ _INTERRUPTED = 130
 
 
 def launch_swarm(
-    directory: RunDirectory, settings: RunSettings, plan: Plan, parameters: int, max_restarts: int, listen: str | None
+    directory: RunDirectory,
+    settings: RunSettings,
+    plan: Plan,
+    parameters: int,
+    max_restarts: int,
+    listen: str | None,
+    standby: tuple[str, ...] = (),
 ) -> None:
     """Starts the swarm, or goes on with one that was begun, and waits for its end."""
     _check(plan)
@@ -52,14 +58,16 @@ def launch_swarm(
         say(_going_on(resumed.committed, resumed.checkpoint))
     say(f"starting a coordinator, a feeder and {len(hosts)} workers {where}; the run is in {directory.path}")
     token = authority.issue_token("worker", uses=_JOIN_USES, lifetime_seconds=_JOIN_SECONDS)
-    say(f"others join with: atoll join {_dialled(address)} --token {token}")
+    say(f"others join with: atoll join {','.join((_dialled(address), *standby))} --token {token}")
+    for other in standby:
+        say(f"to stand by at {other}, copy {directory.path} there and start: atoll standby {directory.path.name} --listen {other}")
 
     def place(number: int, command: list[str]) -> list[str]:
         return command if lab is None else remote_command(hosts[number], command)
 
     generation = resumed.starts if resumed is not None else 0
     processes = SwarmProcesses(
-        directory.path, address, workers=len(hosts), max_restarts=max_restarts, say=say, generation=generation, place=place
+        directory.path, address, workers=len(hosts), max_restarts=max_restarts, say=say, generation=generation, place=place, standby=standby
     )
     _end(processes.run(), directory, settings)
 

@@ -34,6 +34,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     keep_last: int = 2
     profile: bool = False
     codec: str = "none"  # swarm: of activations and their gradients on links
+    nats: str | None = None  # swarm: servers that keep its journal, with commas between
     speeds: str | None = None  # a cluster file: ranks compute no faster than its devices would
 
 

@@ -6,20 +6,21 @@ It may be killed at any moment and started again on the same directory: members 
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from atoll.control.coordinator import Coordinator
 from atoll.control.happenings import Happening
-from atoll.control.journal import Record, replay
+from atoll.control.journal import FencedError, Record, Term, replay
 from atoll.control.messages import Committed, Message
-from atoll.control.world import Node
+from atoll.control.world import Journal, Node
 from atoll.errors import JobFailedError
 from atoll.events import AnyEvent, EventLog, Observer, RunFinished, RunStarted
 from atoll.fabric.security import Authority, serve
 from atoll.job import Job
 from atoll.runtime.run_directory import RunDirectory
 from atoll.runtime.swarm.clock import LoopClock
-from atoll.runtime.swarm.files import CheckpointFiles, CheckpointService, FileJournal, Key
+from atoll.runtime.swarm.files import CheckpointFiles, CheckpointService, FileJournal, Key, States
+from atoll.runtime.swarm.jetstream import JetStream, connect_jetstream
 from atoll.runtime.swarm.measuring import MeasureService
 from atoll.runtime.swarm.run_files import JOURNAL, STOP, Start, newest_term, read_start
 from atoll.runtime.swarm.spec import JobService, SwarmSpec
@@ -30,23 +31,90 @@ from atoll.runtime.swarm.weights import save_weights, whole_state
 __all__ = ["coordinate"]
 
 _MEASURES_SECONDS = 5.0  # between two writings of what workers measured
+_LOOK_SECONDS = 0.5  # between looks at who leads
 _FINAL_SECONDS = 120.0  # how long the last states are waited for
 
 
-def coordinate(directory: RunDirectory, spec: SwarmSpec, job: Job, address: str, *, observers: tuple[Observer, ...] = ()) -> bool:
-    """Coordinates until the run is over and its weights are in the directory. False: it was asked to stop before its last step."""
-    return asyncio.run(_Coordinating(directory, spec, job, observers).run(address))
+def coordinate(
+    directory: RunDirectory,
+    spec: SwarmSpec,
+    job: Job,
+    address: str,
+    *,
+    observers: tuple[Observer, ...] = (),
+    say: Callable[[str], None] = print,
+) -> bool:
+    """Coordinates until the run is over and its weights are in the directory. False: it was asked to stop before its last step.
+
+    With NATS in the run's settings it stands by while another coordinates.
+    """
+    servers = directory.settings().nats
+    if servers is None:
+        return asyncio.run(_coordinate_from_files(directory, spec, job, address, observers))
+    return asyncio.run(_coordinate_from_nats(directory, spec, job, address, observers, servers, say))
+
+
+async def _coordinate_from_files(directory: RunDirectory, spec: SwarmSpec, job: Job, address: str, observers: tuple[Observer, ...]) -> bool:
+    journal, states = FileJournal(directory.path / JOURNAL), CheckpointFiles(directory.path / "swarm")
+    try:
+        return await _Coordinating(directory, spec, job, observers, journal, states).run(address)
+    except FencedError:
+        raise JobFailedError(f"{directory.path}: another coordinator runs on the same directory; this one stops") from None
+
+
+async def _coordinate_from_nats(
+    directory: RunDirectory,
+    spec: SwarmSpec,
+    job: Job,
+    address: str,
+    observers: tuple[Observer, ...],
+    servers: str,
+    say: Callable[[str], None],
+) -> bool:
+    run = Authority.open(directory.path).run
+    async with connect_jetstream(servers, run, address) as kept:
+        while await _wait_to_lead(kept, address, say):
+            keeping = asyncio.ensure_future(kept.leadership.keep())
+            try:
+                done = await _Coordinating(directory, spec, job, observers, kept.journal, kept.checkpoints).run(address)
+                await kept.checkpoints.end(address)
+                return done
+            except FencedError:
+                say("another coordinator has taken over; this one stands by")
+            finally:
+                keeping.cancel()
+        return True
+
+
+async def _wait_to_lead(kept: JetStream, address: str, say: Callable[[str], None]) -> bool:
+    """Until nobody else coordinates. False: the run is over, and whoever coordinated has its weights."""
+    said = None
+    while True:
+        ended = await kept.checkpoints.ended()
+        if ended is not None:
+            say(f"the run is over; its weights are where the coordinator at {ended} ran")
+            return False
+        if await kept.leadership.take():
+            return True
+        holder = await kept.leadership.holder()
+        if holder == address:  # who was here before us and died
+            await kept.leadership.release()
+        elif holder != said and holder is not None:
+            say(f"standing by: {holder} coordinates")
+            said = holder
+        await asyncio.sleep(_LOOK_SECONDS)
 
 
 class _Coordinating:
-    def __init__(self, directory: RunDirectory, spec: SwarmSpec, job: Job, observers: tuple[Observer, ...]) -> None:
+    def __init__(
+        self, directory: RunDirectory, spec: SwarmSpec, job: Job, observers: tuple[Observer, ...], journal: Journal, states: States
+    ) -> None:
         self.directory, self.spec, self.job = directory, spec, job
         self.observers = observers
         self._start = read_start(directory) or Start(directory.last_moment(), time.time(), newest_term(directory.path), "")
         self._teller = Teller(self._now, job.batch_size)
         self._errors: list[BaseException] = []
-        self.files = CheckpointFiles(directory.path / "swarm")
-        self.journal = FileJournal(directory.path / JOURNAL)
+        self.journal, self.states = journal, states
 
     async def run(self, address: str) -> bool:
         loop = asyncio.get_running_loop()
@@ -58,11 +126,13 @@ class _Coordinating:
 
         places = Directory()
         self._measures = MeasureService(self.directory)
-        services = [SwarmService(arrived), places, CheckpointService(self.files), JobService(self.spec), self._measures]
+        services = [SwarmService(arrived), places, CheckpointService(self.states, loop), JobService(self.spec), self._measures]
         authority = await asyncio.to_thread(Authority.open, self.directory.path)
-        with EventLog(self.directory.path, resume=self.directory.events.exists()) as log:
+        events = self.directory.events
+        begun = events.exists() and events.stat().st_size > 0
+        with EventLog(self.directory.path, resume=events.exists()) as log:
             self._log = log
-            self._begin()
+            self._begin(await self.journal.read(), begun=begun)
             member, _ = await asyncio.to_thread(lambda: serve(authority, address, services=services, fingerprint=self.spec.fingerprint))
             try:
                 transport = FabricTransport(member, None, places)
@@ -71,7 +141,7 @@ class _Coordinating:
                 clock.spawn(self._keep_measures())
                 await self._until(asyncio.ensure_future(coordinator.run()), coordinator)
                 if coordinator.deposed:
-                    raise JobFailedError(f"{self.directory.path}: another coordinator runs on the same directory; this one stops")
+                    raise FencedError("another coordinator has taken over")
                 await self._write_weights(coordinator.version)
                 return not coordinator.stopped
             finally:
@@ -99,9 +169,10 @@ class _Coordinating:
     def _now(self) -> float:
         return self._start.at_seconds + max(0.0, time.time() - self._start.unix_seconds)
 
-    def _begin(self) -> None:
+    def _begin(self, records: Sequence[Record], *, begun: bool) -> None:
         """The first coordinator since `atoll run` was started says so in the run's events; one in its place only to those who watch."""
-        if newest_term(self.directory.path) > self._start.term:
+        newest = max((record.term for record in records if isinstance(record, Term)), default=0)
+        if begun and newest > self._start.term:
             for observer in self.observers:
                 observer(self._started())
         else:
@@ -145,16 +216,19 @@ class _Coordinating:
         epoch, saved = _where_states_are(records, version)
         keys = [Key(epoch, version, stage) for stage in range(self.spec.settings.stages)] if version else []
         until = time.monotonic() + _FINAL_SECONDS
-        while not saved and not all(self.files.path(key).exists() for key in keys):
+        while not saved and not await self._all_stored(keys):
             if time.monotonic() > until:
                 raise JobFailedError("the last states did not all arrive; `--resume` goes on from the last checkpoint")
             await asyncio.sleep(0.2)
-        tensors = await asyncio.to_thread(whole_state, self.files, keys)
+        tensors = await whole_state(self.states, keys)
         if tensors is None:
             raise JobFailedError(f"{self.directory.path / 'swarm'}: a state after step {version} is damaged; `--resume` trains it again")
         if version:
             await asyncio.to_thread(save_weights, self.directory, self.job, tensors, version)
         self._tell(self._finished(version, records))
+
+    async def _all_stored(self, keys: Sequence[Key]) -> bool:
+        return all([await self.states.exists(key) for key in keys])
 
     def _finished(self, version: int, records: Sequence[Record]) -> RunFinished:
         losses = {record.version: record.loss / record.weight for record in records if isinstance(record, Committed)}

@@ -4,8 +4,9 @@ import asyncio
 import fcntl
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -17,9 +18,11 @@ from atoll.fabric import Remote
 from atoll.fabric.method import Peer
 from atoll.fabric.roles import allowed
 
-__all__ = ["CheckpointFiles", "CheckpointService", "FileJournal", "Key", "RemoteCheckpoints", "Snapshot"]
+__all__ = ["CheckpointFiles", "CheckpointService", "FileJournal", "Key", "RemoteCheckpoints", "Snapshot", "States"]
 
 _DIGEST_BYTES = 32
+
+Answer = TypeVar("Answer")
 
 
 class FileJournal:
@@ -83,8 +86,11 @@ class CheckpointFiles:
         """Where a state is."""
         return self._directory / f"epoch-{key.epoch}-step-{key.version}-stage-{key.stage}.state"
 
-    def write(self, key: Key, content: Tensor) -> None:
-        """On the disk when it returns; a second write of the same key changes nothing."""
+    async def write(self, key: Key, content: Tensor) -> None:
+        """On the disk when it comes back; a second write of the same key changes nothing."""
+        await asyncio.to_thread(self._write, key, content)
+
+    def _write(self, key: Key, content: Tensor) -> None:
         target = self.path(key)
         if target.exists():
             return
@@ -96,8 +102,15 @@ class CheckpointFiles:
             os.fsync(file.fileno())
         os.replace(temporary, target)
 
-    def read(self, key: Key) -> Tensor | None:
+    async def read(self, key: Key) -> Tensor | None:
         """The state, or None where nothing whole is stored."""
+        return await asyncio.to_thread(self._read, key)
+
+    async def exists(self, key: Key) -> bool:
+        """Whether it was stored."""
+        return self.path(key).exists()
+
+    def _read(self, key: Key) -> Tensor | None:
         try:
             data = self.path(key).read_bytes()
         except FileNotFoundError:
@@ -113,22 +126,38 @@ class CheckpointFiles:
                 file.unlink(missing_ok=True)
 
 
-class CheckpointService:
-    """The files, for workers elsewhere."""
+class States(Protocol):
+    """Where stages' states are kept."""
 
-    def __init__(self, files: CheckpointFiles) -> None:
-        self._files = files
+    async def write(self, key: Key, content: Tensor) -> None:
+        """Comes back when durable; a second write of the same key changes nothing."""
+
+    async def read(self, key: Key) -> Tensor | None:
+        """The state, or None where nothing whole is stored."""
+
+    async def exists(self, key: Key) -> bool:
+        """Whether it was stored."""
+
+
+class CheckpointService:
+    """The states, for workers elsewhere. They are read and written in the loop they belong to, which is not the fabric's."""
+
+    def __init__(self, states: States, loop: asyncio.AbstractEventLoop) -> None:
+        self._states, self._loop = states, loop
 
     @allowed("worker")
     async def write(self, snapshot: Snapshot, peer: Peer) -> None:
         """Comes back when durable."""
         if snapshot.content is not None:
-            await asyncio.to_thread(self._files.write, snapshot.key, snapshot.content)
+            await self._there(self._states.write(snapshot.key, snapshot.content))
 
     @allowed("worker")
     async def read(self, key: Key, peer: Peer) -> Snapshot:
         """What is stored."""
-        return Snapshot(key, await asyncio.to_thread(self._files.read, key))
+        return Snapshot(key, await self._there(self._states.read(key)))
+
+    async def _there(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
 
 class RemoteCheckpoints:

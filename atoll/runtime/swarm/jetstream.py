@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from atoll.control.journal import Record, Term, admit, decode, encode
-from atoll.control.messages import Committed
 from atoll.errors import AtollError
 from atoll.runtime.swarm.files import Key
 
@@ -30,6 +29,7 @@ __all__ = ["JetStream", "JetStreamCheckpoints", "JetStreamJournal", "Leadership"
 
 LEASE_SECONDS = 5.0
 _KEY = "leader"
+_OVER = "over"
 _WRONG_SEQUENCE = 10071  # the server's code for "somebody wrote in between"
 _AGAIN_SECONDS = 0.5
 _ANSWER_SECONDS = 2.0
@@ -139,12 +139,6 @@ class JetStreamJournal:
                 return True
         return identity in await self._catch_up()
 
-    async def finished(self, steps: int) -> bool:
-        """Whether the last step is committed."""
-        await self._catch_up()
-        last = next((record for record in reversed(self._records) if isinstance(record, Committed)), None)
-        return last is not None and last.version + 1 >= steps
-
     def _note(self, record: Record) -> None:
         self._records.append(record)
         if isinstance(record, Term):
@@ -196,6 +190,19 @@ class JetStreamCheckpoints:
         except NotFoundError:
             return False
         return True
+
+    async def end(self, who: str) -> None:
+        """The run is over; who coordinated has its weights."""
+        await _until_answered(lambda: self._objects.put(_OVER, who.encode()))
+
+    async def ended(self) -> str | None:
+        """Who has the weights of a run that is over."""
+        from nats.js.errors import NotFoundError
+
+        try:
+            return ((await _until_answered(lambda: self._objects.get(_OVER))).data or b"").decode()
+        except NotFoundError:
+            return None
 
 
 def _object(key: Key) -> str:

@@ -61,7 +61,9 @@ class SwarmProcesses:
         say: Callable[[str], None],
         generation: int = 0,
         place: Callable[[int, list[str]], list[str]] = lambda number, command: command,
+        standby: tuple[str, ...] = (),
     ) -> None:
+        self._everywhere = ",".join((address, *standby))  # where whoever coordinates may be
         self._run, self._address, self._say, self._place = run, address, say, place
         self._workers, self._restarts_left, self._generation = workers, max_restarts, generation
         self._asked_to_stop = False
@@ -98,7 +100,8 @@ class SwarmProcesses:
         called = called if not restarts else f"{called}-{restarts}"
         if role != "coordinator":
             environment[TOKEN] = self._authority.issue_token(role, lifetime_seconds=_TOKEN_SECONDS)
-        command = [sys.executable, "-m", "atoll.cli.swarm_process", role, str(self._run.resolve()), self._address, called]
+        address = self._address if role == "coordinator" else self._everywhere
+        command = [sys.executable, "-m", "atoll.cli.swarm_process", role, str(self._run.resolve()), address, called]
         if role == "worker":
             command = self._place(int(name.removeprefix("worker-")), command)
         self._children[name] = _Child(name, role, subprocess.Popen(command, env=environment, start_new_session=True), restarts)

@@ -9,17 +9,17 @@ from atoll.job import Job
 from atoll.runtime.checkpoint import Checkpointer, Held, RunIdentity
 from atoll.runtime.run_directory import RunDirectory
 from atoll.runtime.stage.holding import Holding
-from atoll.runtime.swarm.files import CheckpointFiles, Key
+from atoll.runtime.swarm.files import Key, States
 from atoll.runtime.swarm.packing import unpack
 
 __all__ = ["save_weights", "whole_state"]
 
 
-def whole_state(files: CheckpointFiles, keys: Sequence[Key]) -> dict[str, Tensor] | None:
+async def whole_state(states: States, keys: Sequence[Key]) -> dict[str, Tensor] | None:
     """Parameters and buffers of all stages; None where one is not stored whole."""
     tensors: dict[str, Tensor] = {}
     for key in keys:
-        packed = files.read(key)
+        packed = await states.read(key)
         if packed is None:
             return None
         saved = unpack(packed)

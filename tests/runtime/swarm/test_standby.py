@@ -1,0 +1,63 @@
+"""A coordinator that is lost for good: another, at another address, goes on from the journal on a real nats-server."""
+
+import shutil
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.runtime.swarm import swarm_job
+from tests.runtime.swarm.nats_server import nats_server, needs_nats
+from tests.runtime.swarm.test_processes import ATOLL, PLAN, check_trained, events_of, losses_of, until
+
+pytestmark = [needs_nats, pytest.mark.timeout(600)]
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_another_coordinates_when_the_first_is_lost_for_good(tmp_path: Path) -> None:
+    (tmp_path / "p.plan").write_text(PLAN)
+    run, copy, log, log_of_standby = tmp_path / "run", tmp_path / "copy", tmp_path / "log", tmp_path / "log of standby"
+    allowed, second = tmp_path / "allowed", free_address()
+    allowed.write_text("3")
+    with nats_server(tmp_path / "nats") as server:
+        swarm_is = ["--mode", "swarm", "--checkpoint-every", "5", "--nats", server.address, "--standby", second]
+        command = [*ATOLL, "run", swarm_job.__file__, "--plan", str(tmp_path / "p.plan"), *swarm_is, "--out", str(run), "--", str(allowed)]
+        with (
+            log.open("w") as out,
+            log_of_standby.open("w") as said,
+            subprocess.Popen(command, stdout=out, stderr=out, text=True) as swarm,
+        ):
+            until(lambda: len(losses_of(run)) == 3, swarm, log)
+            shutil.copytree(run, copy)
+            (copy / "events.jsonl").unlink()
+            command = [*ATOLL, "standby", str(copy), "--listen", second]
+            with subprocess.Popen(command, stdout=said, stderr=said, text=True) as standby:
+                until(lambda: "standing by: " in log_of_standby.read_text(), standby, log_of_standby)
+                members = psutil.Process(swarm.pid).children()
+                swarm.kill()  # the machine of the first coordinator; its workers are on others
+                next(member for member in members if member.cmdline()[-1] == "coordinator").send_signal(signal.SIGKILL)
+                allowed.write_text(str(swarm_job.STEPS))
+                assert standby.wait() == 0, log_of_standby.read_text()
+            psutil.wait_procs(members)
+    made = [event["step"] for event in events_of(copy) if event["event"] == "step_finished"]
+    assert made == list(range(made[0], swarm_job.STEPS + 1))
+    assert made[0] <= 5
+    check_trained(copy, tmp_path, since=made[0])
+
+
+def test_what_cannot_be_is_said(tmp_path: Path) -> None:
+    def error(*arguments: str) -> str:
+        return subprocess.run([*ATOLL, *arguments], capture_output=True, text=True, timeout=120).stderr
+
+    script = swarm_job.__file__
+    assert "--nats: only `--mode swarm` has a journal" in error("run", script, "--cluster", "c.toml", "--nats", "nats://127.0.0.1:9")
+    assert "give --nats URL too" in error("run", script, "--cluster", "c.toml", "--mode", "swarm", "--standby", "h:1")
+    assert "run.json" in error("standby", str(tmp_path), "--listen", "127.0.0.1:0")

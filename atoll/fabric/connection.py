@@ -580,7 +580,7 @@ class Connection:
         sent_at = self._pings.pop(pong.number, None)
         if sent_at is not None:
             now = self._clock()
-            self.estimate.round_trip.add(now - sent_at)
+            self.estimate.answered(now - sent_at)
             self.detector.answered(now, now - sent_at)
 
     def _peer_name(self) -> str:

@@ -1,5 +1,7 @@
 """How long a call may take: from measured round trips, throughput and the method's own times, not from a guess. No clocks here."""
 
+from collections import deque
+
 import msgspec
 
 __all__ = ["DeadlineRule", "LinkEstimate", "RateMeter", "Smoothed"]
@@ -65,9 +67,20 @@ class LinkEstimate:
 
     def __init__(self) -> None:
         self.round_trip = Smoothed()
+        self._round_trips: deque[float] = deque(maxlen=8)  # the last ones
         self.incoming = RateMeter()
         self.outgoing_bytes_per_s = 0.0  # as the peer reports it; 0: not yet
         self.queued_bytes = 0  # handed over for sending and not sent
+
+    def answered(self, round_trip_seconds: float) -> None:
+        """A heart-beat came back."""
+        self.round_trip.add(round_trip_seconds)
+        self._round_trips.append(round_trip_seconds)
+
+    @property
+    def latency_seconds(self) -> float:
+        """There and back without waiting in queues: the shortest of late; 0 before the first."""
+        return min(self._round_trips, default=0.0)
 
 
 class DeadlineRule(msgspec.Struct, frozen=True, kw_only=True):

@@ -152,7 +152,7 @@ def faults(directory: Path, fault_seconds: float, speed: float, seed: int) -> tu
     """Four peers with traffic between all of them, and faults on every way."""
     with FaultyParty(directory, random.Random(seed)) as party:
         look: Callable[[], Counts] = lambda: counts(*party.fabrics())  # noqa: E731
-        party.play(60.0, speed)  # what is made once is made
+        party.play(fault_seconds / 2, speed)  # what is made once is made, and the allocator has what it needs
         before = party.quiet(look)
         start = time.monotonic()
         party.happened.clear()

@@ -38,14 +38,15 @@ __all__ = ["Collective"]
 class Collective(Peers):
     """One peer's part in reductions. Rounds may run side by side; `keep_rounds` of those that ended serve members that are late.
 
-    `codecs` None: adapted to each link. `threads` encode, decode and sum; the fabric's loop never does.
+    `codecs` None: adapted to each link, by `AdaptiveCodecs(self.estimate, self.clock)`; others may be set between rounds.
+    `threads` encode, decode and sum; the fabric's loop never does.
     """
 
     def __init__(
         self, name: str, *, codecs: LinkCodecs | None = None, observer: Observer | None = None, threads: int = 2, keep_rounds: int = 2
     ) -> None:
         self.name = name
-        self.codecs: LinkCodecs = codecs or AdaptiveCodecs(self._estimate, self.clock, observer)
+        self.codecs: LinkCodecs = codecs or AdaptiveCodecs(self.estimate, self.clock, observer)
         self.up, self.down = RateWindow(), RateWindow()
         self._observer = observer
         self._work = ThreadPoolExecutor(threads, thread_name_prefix=f"collective {name}")
@@ -131,6 +132,11 @@ class Collective(Peers):
             down_bytes_per_s=self.down.bytes_per_s or default_bytes_per_s,
         )
 
+    def estimate(self, name: str) -> LinkEstimate | None:
+        """What the fabric measured of the way to a peer; None while it is not connected. For `AdaptiveCodecs`."""
+        remote = self._fabric.peers.get(name) if self._fabric is not None else None
+        return None if remote is None else remote.estimate
+
     # ---- Peers
 
     def contributions(self, peer: str, pull: Pull) -> AsyncIterator[Item]:
@@ -172,10 +178,6 @@ class Collective(Peers):
     def _remote(self, name: str) -> Remote:
         assert self._fabric is not None, "attach a fabric first"
         return self._fabric.peer(name)
-
-    def _estimate(self, name: str) -> LinkEstimate | None:
-        remote = self._fabric.peers.get(name) if self._fabric is not None else None
-        return None if remote is None else remote.estimate
 
     def _tell(self, plan: RoundPlan, reduction: Reduction, seconds: float) -> None:
         if self._observer is None:

@@ -62,7 +62,8 @@ class AdaptiveCodecs(LinkCodecs):
 
     Chunks say themselves how they are encoded, so a link changes its codec between two chunks, in the middle of a round.
     `nbytes` is what a link carries in a round; `first` is used until a link was measured. `codecs` are chosen from: with `FED_BACK_CODECS`,
-    and an error budget that allows them, rounds need error feedback.
+    and an error budget that allows them, rounds need error feedback. `hidden_seconds` of those bytes' way nobody waits for, as computing
+    goes on: the most exact codec that is done by then is taken.
     """
 
     def __init__(
@@ -76,11 +77,12 @@ class AdaptiveCodecs(LinkCodecs):
         error_budget: float | None = None,
         first: str = "int8",
         codecs: Sequence[str] = SUMMED_CODECS,
+        hidden_seconds: float = 0.0,
     ) -> None:
         self.needs_feedback = _need_feedback((first, *codecs))
         self._choice = tuple(codecs)
         self._estimate, self._clock, self._observer = estimate, clock, observer
-        self._message = Message(role=role, nbytes=nbytes)
+        self._message = Message(role=role, nbytes=nbytes, hidden_s=hidden_seconds)
         self._error_budget, self._first = error_budget, first
         self._controllers: dict[str, LinkController] = {}
         self._observed: dict[str, float] = {}
@@ -121,8 +123,8 @@ class AdaptiveCodecs(LinkCodecs):
             return None
         rate, peer = min(found)
         estimate = self._estimate(peer)
-        round_trip = estimate.round_trip.mean if estimate is not None else None
-        return LinkState(bytes_per_s=rate, round_trip_s=round_trip or 0.0, codec_bytes_per_s=self._codec_bytes_per_s)
+        round_trip = estimate.latency_seconds if estimate is not None else 0.0  # queues are what the rate tells of
+        return LinkState(bytes_per_s=rate, round_trip_s=round_trip, codec_bytes_per_s=self._codec_bytes_per_s)
 
     def _rate(self, peer: str) -> float:
         measured = self._rates.get(peer)

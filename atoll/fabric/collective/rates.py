@@ -1,12 +1,15 @@
 """How fast a peer sends and receives, from transfers that overlap. Pure: no clock."""
 
+import math
 from collections import deque
 
 __all__ = ["BusyRate", "RateWindow"]
 
 _BIN_SECONDS = 0.05
 _WINDOW_BINS = 8
-_SAMPLE_SECONDS, _SAMPLE_BYTES = 0.1, 4_000_000
+_RECENT_SECONDS = 1.0
+_NO_SECONDS, _FILLED_SECONDS = 0.0015, 1.0
+_SAMPLE_SECONDS, _SAMPLE_BYTES = 0.05, 2_000_000
 
 
 class RateWindow:
@@ -49,19 +52,42 @@ class RateWindow:
 
 
 class BusyRate:
-    """The throughput of one link: bytes over the time in which some were on their way, of late. Transfers may overlap."""
+    """The throughput of one link: bytes over the time in which some were on their way, of the last second. Transfers may overlap.
+
+    Where less than a sample went in that second, older transfers count too. A transfer that took no time went into buffers and says nothing
+    of the link, unless all do: then the link is faster than what is sent.
+    """
 
     def __init__(self) -> None:
-        self.bytes_per_s = 0.0  # 0: nothing measured yet
         self._until = 0.0
+        self._filled_at = -math.inf  # when buffers were last seen to be full
+        self._transfers: deque[tuple[float, float, int]] = deque()  # when each ended, the time that only it was busy, bytes
         self._busy_seconds, self._bytes = 0.0, 0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The rate; 0: too little was measured yet."""
+        return self._bytes / max(self._busy_seconds, 1e-6) if self._enough(self._busy_seconds, self._bytes) else 0.0
 
     def add(self, begin: float, end: float, nbytes: int) -> None:
         """A transfer ended."""
-        self._busy_seconds += max(0.0, end - max(begin, self._until))
+        busy = max(0.0, end - max(begin, self._until))
         self._until = max(self._until, end)
+        if end - begin >= _NO_SECONDS:
+            self._filled_at = end
+        elif end - self._filled_at < _FILLED_SECONDS:
+            return
+        self._transfers.append((end, busy, nbytes))
+        self._busy_seconds += busy
         self._bytes += nbytes
-        if self._bytes >= _SAMPLE_BYTES or (self._busy_seconds >= _SAMPLE_SECONDS and self._bytes):
-            sample = self._bytes / max(self._busy_seconds, 1e-6)
-            self.bytes_per_s = sample if not self.bytes_per_s else 0.5 * (self.bytes_per_s + sample)
-            self._busy_seconds, self._bytes = 0.0, 0
+        while self._transfers[0][0] < end - _RECENT_SECONDS:
+            _, busy, nbytes = self._transfers[0]
+            if not self._enough(self._busy_seconds - busy, self._bytes - nbytes):
+                break
+            self._transfers.popleft()
+            self._busy_seconds -= busy
+            self._bytes -= nbytes
+
+    @staticmethod
+    def _enough(busy_seconds: float, nbytes: int) -> bool:
+        return nbytes >= _SAMPLE_BYTES or (busy_seconds >= _SAMPLE_SECONDS and nbytes > 0)

@@ -61,3 +61,26 @@ def test_the_rate_of_a_link_counts_busy_time_once() -> None:
         rate.add(number * 10.0, number * 10.0 + 0.1, 100_000)
         rate.add(number * 10.0, number * 10.0 + 0.1, 100_000)
     assert abs(rate.bytes_per_s / 2e6 - 1) < 0.1
+
+
+def test_a_link_that_changes_is_believed_within_a_second_or_two() -> None:
+    rate, now = BusyRate(), 0.0
+    for speed in (25e6, 2.5e6, 25e6):
+        end = now + 2.0
+        while now < end:
+            rate.add(now, now + 100_000 / speed, 100_000)
+            now += 100_000 / speed + 0.01
+        assert abs(rate.bytes_per_s / speed - 1) < 0.05
+
+
+def test_what_only_went_into_buffers_says_nothing_of_a_link_that_filled_them() -> None:
+    rate, now = BusyRate(), 0.0
+    for _ in range(50):
+        rate.add(now, now + 0.0001, 100_000)  # swallowed
+        rate.add(now + 0.0001, now + 0.0401, 100_000)
+        now += 0.05
+    assert abs(rate.bytes_per_s / 2.5e6 - 1) < 0.05
+    for _ in range(100):  # nothing fills them any more: the link is faster than what is sent
+        rate.add(now, now + 0.0005, 100_000)
+        now += 0.05
+    assert rate.bytes_per_s > 1e8

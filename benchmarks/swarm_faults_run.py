@@ -24,7 +24,7 @@ from atoll.control.messages import Committed
 from atoll.lab import Lab
 from atoll.lab.lab import LabProcess
 
-__all__ = ["Measurements", "SwarmRun", "judge"]
+__all__ = ["Measurements", "SwarmRun", "join_row", "judge"]
 
 ATOLL = (sys.executable, "-c", "from atoll.cli import main; main()")
 JOIN = re.compile(r"atoll join (\S+) --token (\S+)")
@@ -174,6 +174,15 @@ class SwarmRun:
         self.workers[worker.name] = worker
         return worker
 
+    def leave(self, worker: Worker) -> None:
+        """Ctrl-C on a machine that joined, and its end."""
+        self._signal(worker.host, signal.SIGINT)
+        process = self._joining[worker.name]
+        until = self.now() + END_SECONDS
+        while process.returncode is None and self.now() < until:
+            self.follow(0.2)
+        worker.ended = self.now()
+
     def stop(self, worker: Worker, seconds: float) -> None:
         """SIGSTOP, and SIGCONT after a while."""
         now = self.now()
@@ -277,7 +286,7 @@ def judge(run: SwarmRun) -> Measurements:
         faulty_rate=_rate(run, run.faults_from, last),
         step_seconds=_median_step(run),
         faults=_recoveries(run),
-        joins=[row for worker in run.workers.values() if (row := _join(run, worker)) is not None],
+        joins=[row for worker in run.workers.values() if (row := join_row(run, worker, SITE_BYTES_PER_S)) is not None],
     )
 
 
@@ -326,24 +335,19 @@ def _recoveries(run: SwarmRun) -> list[tuple[float, str, float | None]]:
     return [(at - begin, what, next((commit - at for commit, _ in run.commits if commit > at), None)) for at, what in run.faults]
 
 
-def _join(run: SwarmRun, worker: Worker) -> dict[str, Any] | None:
+def join_row(run: SwarmRun, worker: Worker, bytes_per_s: float) -> dict[str, Any] | None:
     """From the account the worker gave the coordinator; None for those of the beginning and those that had no time."""
     members = json.loads((run.directory / "measured" / "swarm.json").read_text())
     account = members.get(worker.name)
     if not worker.name.startswith("joined") or account is None or account["work_seconds"] is None:
         return None
-    copy = _copy_seconds(run, worker, account["state_bytes"])
+    copy = account["state_bytes"] / bytes_per_s
     return {
         "worker": worker.name,
-        "connected_s": (worker.joined or 0.0) - worker.started,
+        "joined_s": (worker.joined or 0.0) - worker.started,
         "state_mb": account["state_bytes"] / 1e6,
         "copy_s": copy,
         "state_s": account["state_seconds"],
         "work_s": account["work_seconds"],
-        "ratio": account["work_seconds"] / copy,
+        "times_copy": account["work_seconds"] / copy,
     }
-
-
-def _copy_seconds(run: SwarmRun, worker: Worker, size: int) -> float:
-    """Of the state's bytes over the joiner's own link, which is also what its neighbours' add up to at most."""
-    return size / SITE_BYTES_PER_S

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from atoll.control.coordinator import Coordinator
-from atoll.control.happenings import Happening
+from atoll.control.happenings import Happening, Saved
 from atoll.control.journal import FencedError, Record, Term, replay
 from atoll.control.messages import Committed, Message
 from atoll.control.world import Journal, Node
@@ -112,7 +112,8 @@ class _Coordinating:
         self.directory, self.spec, self.job = directory, spec, job
         self.observers = observers
         self._start = read_start(directory) or Start(directory.last_moment(), time.time(), newest_term(directory.path), "")
-        self._teller = Teller(self._now, job.batch_size)
+        self._teller = Teller(self._now, job.batch_size, self._stored_bytes)
+        self._kept: int | None = None  # the newest checkpoint this coordinator knows of
         self._errors: list[BaseException] = []
         self.journal, self.states = journal, states
 
@@ -201,12 +202,23 @@ class _Coordinating:
 
     def _observe(self, happening: Happening) -> None:
         event = self._teller.event(happening)
+        if isinstance(happening, Saved):
+            self._forget_old(happening.version)
         if event is None:
             return
         line = say_event(event)
         if line is not None:
             print(f"  {line}", flush=True)
         self._tell(event)
+
+    def _forget_old(self, version: int) -> None:
+        """Two checkpoints are kept: the newest, and the one before, which a rollback may just be reading."""
+        if isinstance(self.states, CheckpointFiles) and self._kept is not None and self._kept < version:
+            asyncio.get_running_loop().run_in_executor(None, self.states.forget_before, self._kept)
+        self._kept = version
+
+    def _stored_bytes(self, step: int) -> int:
+        return self.states.stored_bytes(step) if isinstance(self.states, CheckpointFiles) else 0
 
     # ---- the end
 

@@ -119,6 +119,10 @@ class CheckpointFiles:
             return None
         return torch.frombuffer(bytearray(data[_DIGEST_BYTES:]), dtype=torch.uint8)
 
+    def stored_bytes(self, version: int) -> int:
+        """What the states of a step weigh, of whichever epoch."""
+        return sum(file.stat().st_size for file in self._directory.glob(f"epoch-*-step-{version}-stage-*.state"))
+
     def forget_before(self, version: int) -> None:
         """Removes states of steps before this one."""
         for file in self._directory.glob("epoch-*-step-*-stage-*.state"):

@@ -11,12 +11,14 @@ from atoll.control.happenings import (
     Resealed,
     Returned,
     RolledBack,
+    Saved,
     Silent,
     StepCommitted,
     TookOver,
 )
 from atoll.events import (
     AnyEvent,
+    CheckpointSaved,
     CoordinatorStarted,
     MemberJoined,
     MemberLeft,
@@ -33,11 +35,12 @@ __all__ = ["Teller", "say_event"]
 
 
 class Teller:
-    """Makes events of happenings. `now` is the run's own time, `samples` how many a step has."""
+    """Makes events of happenings. `now` is the run's own time, `samples` how many a step has, `stored_bytes` what a step's states weigh."""
 
-    def __init__(self, now: Callable[[], float], samples: int) -> None:
-        self._now, self._samples = now, samples
+    def __init__(self, now: Callable[[], float], samples: int, stored_bytes: Callable[[int], int] = lambda step: 0) -> None:
+        self._now, self._samples, self._stored_bytes = now, samples, stored_bytes
         self._reason = ""
+        self._made: dict[int, float] = {}  # when steps were made that may be stored now
 
     def event(self, happening: Happening) -> AnyEvent | None:
         """None for what only explains something that follows, or is told elsewhere."""
@@ -62,6 +65,8 @@ class Teller:
             case Repaired():
                 reason, self._reason = self._reason or "somebody who had it is gone", ""
                 return StepRepaired(at_seconds=now, step=happening.version + 1, micro_batches=happening.missing, reason=reason)
+            case Saved():
+                return self._saved(happening.version)
             case RolledBack():
                 return StageLost(at_seconds=now, stage=happening.stage, step=happening.version)
             case TookOver():
@@ -69,9 +74,10 @@ class Teller:
         return None
 
     def _step(self, happening: StepCommitted) -> StepFinished:
-        self._reason = ""
+        self._reason, now = "", self._now()
+        self._made[happening.version + 1] = now
         return StepFinished(
-            at_seconds=self._now(),
+            at_seconds=now,
             step=happening.version + 1,
             loss=happening.loss / happening.weight,
             samples=self._samples,
@@ -80,6 +86,13 @@ class Teller:
             learning_rate=0.0,
             applied=not happening.skipped,
         )
+
+    def _saved(self, step: int) -> CheckpointSaved:
+        now = self._now()
+        began = self._made.get(step, now)
+        self._made = {other: at for other, at in self._made.items() if other > step}
+        size = self._stored_bytes(step)
+        return CheckpointSaved(at_seconds=now, step=step, path="swarm", size_bytes=size, blocked_seconds=0.0, seconds=now - began)
 
 
 def say_event(event: AnyEvent) -> str | None:

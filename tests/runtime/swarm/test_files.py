@@ -1,42 +1,40 @@
-"""The journal's file: whatever two coordinators and crashes do, what `append` came back from is there, and no old term follows a newer."""
+"""A swarm's states on disk: whole or not there, written once, and not for ever."""
 
 import asyncio
-import tempfile
 from pathlib import Path
 
-from hypothesis import given
-from hypothesis import strategies as st
+import torch
 
-from atoll.control.journal import Checkpointed, FencedError, Record, Term
-from atoll.runtime.swarm.files import FileJournal
-
-what = st.sampled_from(["append", "take over", "crash", "open anew"])
+from atoll.runtime.swarm.files import CheckpointFiles, Key
 
 
-@given(st.lists(st.tuples(st.integers(0, 1), what), max_size=30))
-def test_a_file_holds_what_was_appended(actions: list[tuple[int, str]]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "journal.jsonl"
-        journals, terms = [FileJournal(path), FileJournal(path)], [0, 0]
-        expected: list[Record] = []
-        newest = 0
-        for number, (who, action) in enumerate(actions):
-            if action == "crash":  # in the middle of a write of somebody
-                with path.open("ab") as file:
-                    file.write(b'0badc0de {"type":"ter')
-                continue
-            if action == "open anew":
-                journals[who] = FileJournal(path)
-                continue
-            if action == "take over":
-                terms[who] = newest + 1
-            record: Record = Term(terms[who]) if action == "take over" else Checkpointed(0, number)
-            try:
-                asyncio.run(journals[who].append(terms[who], record))
-            except FencedError:
-                assert terms[who] < newest
-            else:
-                assert terms[who] >= newest
-                newest = max(newest, terms[who])
-                expected.append(record)
-        assert asyncio.run(FileJournal(path).read()) == expected
+def state(value: int) -> torch.Tensor:
+    return torch.full((5,), value, dtype=torch.uint8)
+
+
+def test_states_are_written_once_and_damaged_ones_are_not_there(tmp_path: Path) -> None:
+    async def use() -> None:
+        files, key = CheckpointFiles(tmp_path), Key(0, 5, 1)
+        assert await files.read(key) is None
+        await files.write(key, state(1))
+        await files.write(key, state(2))
+        found = await files.read(key)
+        assert found is not None
+        assert found.tolist() == [1] * 5
+        files.path(key).write_bytes(files.path(key).read_bytes()[:-1] + b"\0")
+        assert await files.read(key) is None
+
+    asyncio.run(use())
+
+
+def test_old_states_are_forgotten_and_counted_by_their_step(tmp_path: Path) -> None:
+    async def use() -> None:
+        files = CheckpointFiles(tmp_path)
+        for version in (5, 10, 15):
+            for stage in (0, 1):
+                await files.write(Key(0, version, stage), state(version))
+        assert files.stored_bytes(10) == 2 * (32 + 5)
+        files.forget_before(10)
+        assert [await files.exists(Key(0, version, 0)) for version in (5, 10, 15)] == [False, True, True]
+
+    asyncio.run(use())

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from atoll.control import happenings
-from atoll.control.happenings import Joined, Left, Moved, Repaired, Resealed, Returned, RolledBack, Silent, StepCommitted, TookOver
-from atoll.events import AnyEvent, StepFinished, StepRepaired
+from atoll.control.happenings import Joined, Left, Moved, Repaired, Resealed, Returned, RolledBack, Saved, Silent, StepCommitted, TookOver
+from atoll.events import AnyEvent, CheckpointSaved, StepFinished, StepRepaired
 from atoll.runtime.swarm.telling import Teller, say_event
 
 LINES = [
@@ -49,7 +49,17 @@ def test_a_step_has_its_mean_loss() -> None:
     assert (event.step, event.loss, event.samples, event.applied) == (1, 1.5, 8, True)
 
 
+def test_a_checkpoint_took_from_its_step_until_it_was_stored() -> None:
+    moments = iter([1.0, 1.0, 3.5, 3.5, 4.0, 4.0])
+    teller = Teller(lambda: next(moments), 8, lambda step: 100 * step)
+    teller.event(StepCommitted(0, 4, 6.0, 4.0, False, 0.5, 1))
+    event = teller.event(Saved(0, 5))
+    assert event == CheckpointSaved(at_seconds=3.5, step=5, path="swarm", size_bytes=500, blocked_seconds=0.0, seconds=2.5)
+    unknown = teller.event(Saved(0, 9))  # made under the coordinator before
+    assert isinstance(unknown, CheckpointSaved)
+    assert unknown.seconds == 0.0
+
+
 def test_no_happening_is_forgotten() -> None:
-    told_elsewhere = {"Resealed", "Saved"}
-    known = {type(happening).__name__ for happening, _ in LINES} | {"Repaired", "StepCommitted"} | told_elsewhere
+    known = {type(happening).__name__ for happening, _ in LINES} | {"Repaired", "Resealed", "Saved", "StepCommitted"}
     assert known == set(happenings.__all__) - {"Happening"}

@@ -40,6 +40,7 @@ class Network:
         jitter_seconds: float = 0.1,
         sizes: Mapping[type, float] | None = None,
         bytes_per_s: float = 0.0,
+        unlimited: frozenset[str] = frozenset(),
     ) -> None:
         self.loop = loop
         self.latency_seconds = latency_seconds
@@ -55,6 +56,7 @@ class Network:
         self._held: dict[tuple[str, str], list[Any]] = {}
         self._sizes = dict(sizes or {})
         self._bytes_per_s = bytes_per_s
+        self._unlimited = unlimited  # senders whose messages count as nothing
         self._free_at: dict[str, float] = {}
 
     def open(self, process: Process) -> "Port":
@@ -103,7 +105,7 @@ class Network:
         if self.jitter_seconds:
             arrival += self.jitter_seconds * self._random.random()
         size = self._sizes.get(type(message)) if self._sizes else None
-        if size:
+        if size and source not in self._unlimited:
             begins = max(self.loop.now, self._free_at.get(source, 0.0))
             self._free_at[source] = begins + size / self._bytes_per_s
             arrival += self._free_at[source] - self.loop.now

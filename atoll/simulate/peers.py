@@ -7,7 +7,7 @@ import msgspec
 
 from atoll.control import Coordinator, Feeder, Node, Settings, Worker
 from atoll.control.happenings import Happening, Moved, RolledBack, StepCommitted
-from atoll.control.messages import Part, StateChunk, SumChunk
+from atoll.control.messages import Backward, Forward, Part, StateChunk, SumChunk
 from atoll.simulate.disks import CheckpointDisk, CheckpointStore, JournalDisk, JournalHandle
 from atoll.simulate.loop import Loop, Process
 from atoll.simulate.modelled import ModelledCompute, ModelledFeed
@@ -24,6 +24,7 @@ class PeerModel(msgspec.Struct, frozen=True, kw_only=True):
     forward_seconds: float
     backward_seconds: float
     latency_seconds: float = 0.02
+    activation_bytes: float = 0.0  # between stages, each way; what feeders send is small
     state_bytes: float = 0.0
     gradient_bytes: float = 0.0
     bytes_per_s: float = 1.25e8
@@ -45,7 +46,13 @@ class PeerSwarm:
         self.loop = Loop()
         self.random = random.Random(model.seed)
         chunks = settings.chunks
-        sizes = {StateChunk: model.state_bytes / chunks, Part: model.gradient_bytes / chunks, SumChunk: model.gradient_bytes / chunks}
+        sizes = {
+            Forward: model.activation_bytes,
+            Backward: model.activation_bytes,
+            StateChunk: model.state_bytes / chunks,
+            Part: model.gradient_bytes / chunks,
+            SumChunk: model.gradient_bytes / chunks,
+        }
         self.network = Network(
             self.loop,
             self.random,
@@ -53,6 +60,7 @@ class PeerSwarm:
             jitter_seconds=0.0,
             sizes={kind: size for kind, size in sizes.items() if size},
             bytes_per_s=model.bytes_per_s,
+            unlimited=frozenset(f"feeder{index}" for index in range(model.feeders)),
         )
         self.journal_disk = JournalDisk(self.loop, self.random, fence=True)
         self.journal_disk.seconds = 0.01

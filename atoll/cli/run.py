@@ -65,6 +65,8 @@ def run(
     if alone:
         _run_alone(script, arguments, out, cluster, plan, resume)
         return
+    if resume is not None:
+        mode, codec, nats = _as_before(context, RunDirectory(resume).settings(), mode, codec, nats)
     _check_swarm_options(mode, codec, nats, standby)
     directory, settings = _directory(script, arguments, out, resume, checkpoint_every, keep_last)
     devices = _cluster(cluster, plan, directory if resume else None)
@@ -78,6 +80,20 @@ def run(
         launch_swarm(directory, settings, chosen, model.graph.parameters, max_restarts, listen, tuple(standby or ()))
     else:
         _launch(directory, chosen, max_restarts)
+
+
+def _as_before(
+    context: typer.Context, before: RunSettings, mode: RunMode, codec: SwarmCodec, nats: str | None
+) -> tuple[RunMode, SwarmCodec, str | None]:
+    """What a resumed run does not say anew stays as it was."""
+
+    def given(option: str) -> bool:
+        source = context.get_parameter_source(option)
+        return source is not None and source.name != "DEFAULT"
+
+    if before.mode != "swarm" or (given("mode") and mode != "swarm"):
+        return mode, codec, nats
+    return "swarm", codec if given("codec") else msgspec.convert(before.codec, SwarmCodec), nats if given("nats") else before.nats
 
 
 def _check_swarm_options(mode: RunMode, codec: str, nats: str | None, standby: list[str] | None) -> None:

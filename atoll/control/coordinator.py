@@ -109,6 +109,7 @@ class Coordinator:
         self._step_seconds = 0.0
         self._wishes: dict[str, int] = {}
         self._stopping = False
+        self._dismissed: dict[str, Member] = {}  # those let go; a late heart-beat does not bring them back
         self._silent: dict[str, int] = {}  # incarnations of those not heard lately
         beat = settings.heartbeat_seconds
         self._seal_patience = Patience(settings.patience_seconds, 2 * beat)
@@ -186,6 +187,11 @@ class Coordinator:
 
     async def _on_worker_beat(self, beat: WorkerBeat) -> None:
         before = self.members.get(beat.worker)
+        dismissed = self._dismissed.get(beat.worker)
+        if before is None and dismissed is not None and beat.nonce <= dismissed.nonce:
+            if beat.nonce == dismissed.nonce:
+                self._announce(dismissed, self._view())  # it has not heard yet
+            return
         if before is None and beat.incarnation == 0 and self.node.clock.now() < self._gathered_at:
             return  # where it helps is known once those who have a stage were heard
         contributed = before is not None and self._contributes(before)
@@ -609,6 +615,7 @@ class Coordinator:
                 self.members.move(member, -1)
                 self._announce(member, self._view())
                 self.members.remove(member.name)
+                self._dismissed[member.name] = member
 
     def _grant_wishes(self, now: float) -> None:
         for name, stage in self._wishes.items():

@@ -28,6 +28,7 @@ TOKEN = "ATOLL_TOKEN"  # how a process this machine starts gets its token: not i
 _LOOK_SECONDS = 0.1
 _LEAVE_SECONDS = 30.0
 _MOST_RESTARTS = 1000  # of the coordinator and the feeder: more is no accident
+_MOST_ERRORS = 3  # of the feeder: what it complains of again and again is the job's own
 _TOKEN_SECONDS = 600.0
 
 
@@ -44,6 +45,7 @@ class _Child:
     role: str
     process: "subprocess.Popen[bytes]"
     restarts: int = 0
+    errors: int = 0
 
 
 class SwarmProcesses:
@@ -133,10 +135,14 @@ class SwarmProcesses:
         if child.role != "worker":
             if code == 0:
                 return
+            errors = child.errors + 1 if code > 0 else 0
+            if errors >= _MOST_ERRORS:
+                raise JobFailedError(f"the {child.role} failed {errors} times one after another; what it said is above")
             if child.restarts >= _MOST_RESTARTS:
                 raise JobFailedError(f"the {child.role} died {_MOST_RESTARTS} times; the last time by {how}")
             self._say(f"the {child.role} died ({how}) and is started again")
             self._start(child.name, child.role, child.restarts + 1)
+            self._children[child.name].errors = errors
         elif code:
             again = self._restarts_left > 0
             self._say(f"{child.name} died ({how}); " + ("it is started again" if again else "the run goes on without it"))
@@ -145,8 +151,10 @@ class SwarmProcesses:
                 self._start(child.name, child.role, child.restarts + 1)
 
     def _end(self) -> None:
-        """Members leave by themselves when the run is over; whoever does not is ended."""
-        until = time.monotonic() + (_LEAVE_SECONDS if "coordinator" in self._children else 0.0)
+        """Members leave by themselves when the run is over; whoever does not is ended, and everybody where the coordinator still runs."""
+        coordinator = self._children.get("coordinator")
+        over = coordinator is not None and coordinator.process.poll() is not None
+        until = time.monotonic() + (_LEAVE_SECONDS if over else 0.0)
         for child in self._children.values():
             with suppress(subprocess.TimeoutExpired):
                 child.process.wait(max(0.0, until - time.monotonic()))

@@ -27,7 +27,7 @@ class Data:
         return STEPS * BATCH
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        while self.allowed is not None and self.first.get(index, 0) > int(self.allowed.read_text()):
+        while self.allowed is not None and self.first.get(index, 0) > int(self.allowed.read_text() or 0):
             time.sleep(0.02)
         generator = torch.Generator().manual_seed(index)
         return torch.randn(6, generator=generator), torch.randn(3, generator=generator), torch.rand((), generator=generator) + 0.5

@@ -1,0 +1,49 @@
+"""Which processes of a swarm are started again, and when that is no use."""
+
+import subprocess
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from atoll.errors import JobFailedError
+from atoll.fabric.security import Authority
+from atoll.runtime.swarm.launching import SwarmProcesses, _Child
+
+
+class Noted(SwarmProcesses):
+    """Starts nothing."""
+
+    def __init__(self, run: Path, max_restarts: int) -> None:
+        Authority.create(run)
+        self.said: list[str] = []
+        super().__init__(run, "127.0.0.1:1", workers=1, max_restarts=max_restarts, say=self.said.append)
+
+    def _start(self, name: str, role: str, restarts: int = 0) -> None:
+        self._children[name] = _Child(name, role, cast("subprocess.Popen[bytes]", None), restarts)
+
+    def end(self, name: str, code: int) -> bool:
+        """Whether it is started again."""
+        self._ended(self._children[name], code)
+        return name in self._children
+
+
+def test_a_feeder_that_complains_again_and_again_ends_the_run(tmp_path: Path) -> None:
+    swarm = Noted(tmp_path, 0)
+    swarm._start("feeder", "feeder")
+    assert swarm.end("feeder", 1)
+    assert swarm.end("feeder", -9)  # a kill is no complaint
+    assert swarm.end("feeder", 1)
+    assert swarm.end("feeder", 1)
+    with pytest.raises(JobFailedError, match="the feeder failed 3 times"):
+        swarm.end("feeder", 1)
+
+
+def test_workers_are_started_again_as_often_as_asked_for(tmp_path: Path) -> None:
+    swarm = Noted(tmp_path, 1)
+    for name in ("worker-0", "worker-1"):
+        swarm._start(name, "worker")
+    assert swarm.end("worker-0", -9)
+    assert not swarm.end("worker-1", -9)
+    assert not swarm.end("worker-0", 0)  # it left politely
+    assert swarm.said == ["worker-0 died (signal 9); it is started again", "worker-1 died (signal 9); the run goes on without it"]

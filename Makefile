@@ -50,8 +50,12 @@ nats:
 		&& apt-get install -y --no-install-recommends nats-server >/dev/null 2>&1; } \
 		|| echo "nats-server is not installed: the tests that need it are skipped"
 
+# Tests that compute in their own process run two at a time; those that start processes need the cores to themselves.
+PURE := tests/cluster tests/codec tests/control tests/cost tests/graph tests/plan tests/planner tests/simulate tests/watch
+
 unit: install nats
-	@$(BIN)/python -m pytest
+	@COLUMNS= $(BIN)/python -m pytest -n 2 --dist worksteal $(PURE)
+	@$(BIN)/python -m pytest $(addprefix --ignore=,$(PURE))
 
 # Measured rows are not part of the project: give a file in the format benchmarks/README.md describes to have predictions checked.
 ROWS ?=

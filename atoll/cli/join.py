@@ -34,6 +34,7 @@ def join(
     script: Annotated[
         Path | None, typer.Option(help="Use this copy of the training script instead of the one the run sends.", metavar="FILE")
     ] = None,
+    timeout: Annotated[float, typer.Option(help="How long to try where nobody answers yet.", metavar="SECONDS", min=0)] = 60.0,
     behind_nat: Annotated[
         bool, typer.Option("--behind-nat", help="Nobody can dial this machine; reach it through the coordinator.")
     ] = False,
@@ -46,7 +47,7 @@ def join(
     text = sys.stdin.readline() if token == "-" else token
     from atoll.fabric.security import Member, enrol  # PyTorch takes seconds to load: `--help` does not wait for it
 
-    credentials = enrol(address, text, name or _own_name(), patience_seconds=_CONNECT_SECONDS, say=_print)
+    credentials = enrol(address, text, name or _own_name(), patience_seconds=timeout, say=_print)
     if keys is not None:
         credentials.save(keys)
     print(_enrolled(credentials), flush=True)

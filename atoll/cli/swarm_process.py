@@ -4,6 +4,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+import msgspec
+
 from atoll.cli.output import show_what_the_terminal_can
 from atoll.errors import AtollError
 from atoll.runtime.run_directory import RunDirectory
@@ -14,11 +16,13 @@ _PATIENCE_SECONDS = 120.0  # the coordinator may just be starting again
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Coordinate, feed or work until the run is over."""
+    """Coordinate, feed or work until the run is over; or evaluate the states named in place of an address."""
     role, run, address, name = arguments
     try:
         if role == "coordinator":
             return 0 if _coordinate(RunDirectory(run), address) else 130
+        elif role == "evaluate":
+            _evaluate(RunDirectory(run), address)
         else:
             _take_part(RunDirectory(run), address, name)
     except AtollError as error:
@@ -37,6 +41,17 @@ def _coordinate(directory: RunDirectory, address: str) -> bool:
     job = load_job(settings.script, settings.arguments)
     with Progress() as progress:
         return coordinate(directory, read_spec(directory.path), job, address, observers=(progress, *job.callbacks))
+
+
+def _evaluate(directory: RunDirectory, keys: str) -> None:
+    from atoll.runtime.swarm.evaluating import evaluate_state
+    from atoll.runtime.swarm.files import Key
+    from atoll.script import load_job
+
+    settings = directory.settings()
+    job = load_job(settings.script, settings.arguments)
+    found = evaluate_state(directory, job, msgspec.json.decode(keys, type=list[Key]))
+    print(msgspec.json.encode(found).decode(), flush=True)
 
 
 def _take_part(directory: RunDirectory, address: str, name: str) -> None:

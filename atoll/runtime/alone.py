@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +26,7 @@ from atoll.randomness import mix, own_randomness, seed_everything
 from atoll.runtime.peak import peak_memory_bytes
 from atoll.runtime.stage.drawing import DrawKey, EagerDraws
 
-__all__ = ["train_alone"]
+__all__ = ["evaluate", "train_alone"]
 
 _Reason = Literal["done", "stopped", "interrupted"]
 
@@ -231,42 +232,41 @@ class _Trainer:
             self.evaluations.append(self._evaluate(step, dataset))
             self.emit(self.evaluations[-1])
 
-    @torch.no_grad()
     def _evaluate(self, step: int, dataset: Dataset) -> Evaluated:
-        began = time.perf_counter()
-        functions: dict[str, LossFunction] = {"": self.job.eval_loss or self.job.loss, **self.job.metrics}
-        sums = {name: [0.0, 0.0] for name in functions}
-        size = self.job.micro_batch_size or self.job.batch_size
-        with users_code(f"evaluation after step {step}: the length of eval_data", JobFailedError):
-            length = len(dataset)
-        self.model.eval()
-        for start in range(0, length, size):
-            indices = range(start, min(start + size, length))
-            with users_code(f"evaluation after step {step}: loading samples {indices[0]} to {indices[-1]}", JobFailedError):
-                batch = to_device(self.job.collate([dataset[i] for i in indices]), self.device)
-            for name, function in functions.items():
-                value, weight = self._measured(step, name, function, batch)
-                amount = len(indices) if weight is None else float(weight)
-                sums[name][0] += float(value) * (amount if weight is None else 1.0)
-                sums[name][1] += amount
-        self.model.train()
-        means = {name: _finite(total / _checked_weight(f"evaluation {name}".strip(), amount)) for name, (total, amount) in sums.items()}
-        loss = means.pop("")
-        return Evaluated(
-            at_seconds=self.elapsed(),
-            step=step,
-            loss=loss,
-            metrics=means,
-            samples=length,
-            seconds=time.perf_counter() - began,
-        )
+        return msgspec.structs.replace(evaluate(self.job, self.model, self.device, step, dataset), at_seconds=self.elapsed())
 
-    def _measured(self, step: int, name: str, function: LossFunction, batch: Any) -> LossValue:
-        """What the evaluation loss (its name is empty) or a metric says of a batch; here a plain number will do."""
-        known = f"metrics[{name!r}]" if name else "eval_loss" if self.job.eval_loss else "loss"
-        with self.job.autocast(self.device), users_code(f"evaluation after step {step}: {known}", JobFailedError):
-            result: object = function(self.model, batch)
-        return read_loss(torch.tensor(float(result)) if isinstance(result, (int, float)) else result, known)
+
+@torch.no_grad()
+def evaluate(job: Job, model: nn.Module, device: torch.device, step: int, dataset: Dataset) -> Evaluated:
+    """The losses and metrics of a model after `step` steps. It is in training mode afterwards; `at_seconds` is the caller's to set."""
+    began = time.perf_counter()
+    functions: dict[str, LossFunction] = {"": job.eval_loss or job.loss, **job.metrics}
+    sums = {name: [0.0, 0.0] for name in functions}
+    size = job.micro_batch_size or job.batch_size
+    with users_code(f"evaluation after step {step}: the length of eval_data", JobFailedError):
+        length = len(dataset)
+    model.eval()
+    for start in range(0, length, size):
+        indices = range(start, min(start + size, length))
+        with users_code(f"evaluation after step {step}: loading samples {indices[0]} to {indices[-1]}", JobFailedError):
+            batch = to_device(job.collate([dataset[i] for i in indices]), device)
+        for name, function in functions.items():
+            value, weight = _measured(job, model, device, step, name, function, batch)
+            amount = len(indices) if weight is None else float(weight)
+            sums[name][0] += float(value) * (amount if weight is None else 1.0)
+            sums[name][1] += amount
+    model.train()
+    means = {name: _finite(total / _checked_weight(f"evaluation {name}".strip(), amount)) for name, (total, amount) in sums.items()}
+    loss = means.pop("")
+    return Evaluated(at_seconds=0.0, step=step, loss=loss, metrics=means, samples=length, seconds=time.perf_counter() - began)
+
+
+def _measured(job: Job, model: nn.Module, device: torch.device, step: int, name: str, function: LossFunction, batch: Any) -> LossValue:
+    """What the evaluation loss (its name is empty) or a metric says of a batch; here a plain number will do."""
+    known = f"metrics[{name!r}]" if name else "eval_loss" if job.eval_loss else "loss"
+    with job.autocast(device), users_code(f"evaluation after step {step}: {known}", JobFailedError):
+        result: object = function(model, batch)
+    return read_loss(torch.tensor(float(result)) if isinstance(result, (int, float)) else result, known)
 
 
 def _share(value: LossValue, *, samples: int, batch_size: int, alone: bool) -> tuple[Tensor, bool]:

@@ -8,6 +8,8 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from atoll.control.coordinator import Coordinator
 from atoll.control.happenings import Happening, Saved
 from atoll.control.journal import FencedError, Record, Term, replay
@@ -19,6 +21,7 @@ from atoll.fabric.security import Authority, serve
 from atoll.job import Job
 from atoll.runtime.run_directory import RunDirectory
 from atoll.runtime.swarm.clock import LoopClock
+from atoll.runtime.swarm.evaluating import evaluate_elsewhere, evaluates_after
 from atoll.runtime.swarm.files import CheckpointFiles, CheckpointService, FileJournal, Key, States
 from atoll.runtime.swarm.jetstream import JetStream, connect_jetstream
 from atoll.runtime.swarm.measuring import MeasureService
@@ -113,6 +116,7 @@ class _Coordinating:
         self.observers = observers
         self._start = read_start(directory) or Start(directory.last_moment(), time.time(), newest_term(directory.path), "")
         self._teller = Teller(self._now, job.batch_size, self._stored_bytes)
+        self._evaluations: list[asyncio.Future[None]] = []
         self._kept: int | None = None  # the newest checkpoint this coordinator knows of
         self._errors: list[BaseException] = []
         self.journal, self.states = journal, states
@@ -204,6 +208,7 @@ class _Coordinating:
         event = self._teller.event(happening)
         if isinstance(happening, Saved):
             self._forget_old(happening.version)
+            self._evaluate_when_due(happening.epoch, happening.version)
         if event is None:
             return
         line = say_event(event)
@@ -216,6 +221,24 @@ class _Coordinating:
         if isinstance(self.states, CheckpointFiles) and self._kept is not None and self._kept < version:
             asyncio.get_running_loop().run_in_executor(None, self.states.forget_before, self._kept)
         self._kept = version
+
+    def _evaluate_when_due(self, epoch: int, version: int) -> None:
+        """In a process of its own, one after another; training does not wait."""
+        if not evaluates_after(self.job, version, self.spec.settings.steps):
+            return
+        keys = [Key(epoch, version, stage) for stage in range(self.spec.settings.stages)]
+        self._evaluations.append(asyncio.ensure_future(self._evaluate(keys, tuple(self._evaluations))))
+
+    async def _evaluate(self, keys: Sequence[Key], before: Sequence["asyncio.Future[None]"]) -> None:
+        await asyncio.gather(*before)
+        try:
+            if not isinstance(self.states, CheckpointFiles):
+                raise JobFailedError("states kept on NATS are not evaluated")
+            found = await evaluate_elsewhere(self.directory, keys)
+        except JobFailedError as error:
+            print(f"  step {keys[0].version}: not evaluated: {error}", flush=True)
+            return
+        self._tell(msgspec.structs.replace(found, at_seconds=self._now()))
 
     def _stored_bytes(self, step: int) -> int:
         return self.states.stored_bytes(step) if isinstance(self.states, CheckpointFiles) else 0
@@ -237,6 +260,9 @@ class _Coordinating:
             raise JobFailedError(f"{self.directory.path / 'swarm'}: a state after step {version} is damaged; `--resume` trains it again")
         if version:
             await asyncio.to_thread(save_weights, self.directory, self.job, tensors, version)
+        if version == self.spec.settings.steps:
+            self._evaluate_when_due(epoch, version)
+        await asyncio.gather(*self._evaluations)
         self._tell(self._finished(version, records))
 
     async def _all_stored(self, keys: Sequence[Key]) -> bool:

@@ -1,5 +1,6 @@
 """Spec: what somebody who joins a swarm must know of the job. The coordinator tells it to members only."""
 
+import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from atoll.job import Job
 from atoll.plan import Plan
 from atoll.script import load_job
 
-__all__ = ["JobService", "Nothing", "SwarmSpec", "load_spec_job", "spec_of"]
+__all__ = ["JobService", "Nothing", "SwarmSpec", "load_spec_job", "spec_of", "stored_every"]
 
 _CHUNK_BYTES = 4 << 20  # about what a part of a stage's gradient weighs
 _MOST_CHUNKS = 64
@@ -65,7 +66,7 @@ def spec_of(
         heartbeat_seconds=0.5,
         patience_seconds=10.0,
         gather_seconds=2.0,
-        checkpoint_every=checkpoint_every or 0,
+        checkpoint_every=stored_every(checkpoint_every, job),
         max_norm=job.max_grad_norm,
         rebalance_seconds=60.0,
     )
@@ -82,6 +83,11 @@ def spec_of(
         codec=codec,
         parameters=parameters,
     )
+
+
+def stored_every(checkpoint_every: int | None, job: Job) -> int:
+    """How often states are stored, so that there is one after every step that is evaluated; 0: never."""
+    return math.gcd(checkpoint_every or 0, (job.eval_every or 0) if job.eval_data is not None else 0)
 
 
 def load_spec_job(spec: SwarmSpec) -> Job:

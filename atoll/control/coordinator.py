@@ -54,6 +54,7 @@ __all__ = ["Coordinator"]
 
 TICK = object()
 DONORS = 4
+NEARLY = 0.75  # of a joiner's chunks
 
 
 class Coordinator:
@@ -539,14 +540,24 @@ class Coordinator:
             self._barred.add(name)
 
     def _hold(self, now: float) -> bool:
-        """Whether the commit waits for a joiner: for its next chunk, and not for ever."""
+        """Whether the commit waits for a joiner: for its next chunk, and not for ever.
+
+        Nobody waits for one that came in the middle of this step, unless it has most of it already: it has all of the next step to fetch.
+        Only whoever has missed a commit before would perhaps never catch up.
+        """
+        assert type(self.phase) is Reduce
         settings = self.settings
+        taking_part = {name for stage in self.phase.stages for name, _ in stage.members}
         held = False
         for member in self.members:
-            if not member.worker or member.stage < 0 or member.name in self._reports[member.stage]:
+            if not member.worker or member.stage < 0 or member.name in self._reports[member.stage] or member.name in self._barred:
                 continue
-            fetching = member.fetched >= 0 or (member.held_at_most > now and member.version == self.version)
-            if not fetching or not self.members.heard(member, now):
+            collecting = member.version == self.version and member.name not in taking_part and self.members.live(member, now, self._beat)
+            if not (member.fetched >= 0 or collecting) or not self.members.heard(member, now):
+                continue
+            if member.missed < 0:
+                member.missed = self.version
+            if member.missed == self.version and 0 <= member.fetched < NEARLY * settings.chunks:
                 continue
             if member.held_at_most == 0.0:
                 member.held_at_most = now + settings.hold_limit_seconds

@@ -16,7 +16,7 @@ class Member:
 
     __slots__ = (
         "name", "worker", "incarnation", "nonce", "stage", "heard_at", "echo", "epoch", "version", "fetched", "speed", "holds", "digest",
-        "stored", "leaving", "held_until", "held_at_most", "done", "progress", "round",
+        "stored", "leaving", "held_until", "held_at_most", "missed", "done", "progress", "round",
     )  # fmt: skip
 
     def __init__(self, name: str, worker: bool, incarnation: int, nonce: int, stage: int, now: float) -> None:
@@ -37,6 +37,7 @@ class Member:
         self.leaving = False
         self.held_until = 0.0
         self.held_at_most = 0.0
+        self.missed = -1  # the first version that was ready to be committed while this worker was still fetching
         self.done = 0
         self.progress = 0
         self.round: Round | None = None
@@ -119,6 +120,7 @@ class Members:
         member.holds = None
         member.fetched = -1
         member.held_until = member.held_at_most = 0.0
+        member.missed = -1
 
     # --- who can be relied on ------------------------------------------------------------------------------------------------
 

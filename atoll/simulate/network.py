@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from atoll.control.messages import Backward, Forward, Part, StateChunk, SumChunk
+from atoll.simulate.links import SharedLinks
 from atoll.simulate.loop import Loop, Process, SimulatedMailbox
 
 __all__ = ["LinkFaults", "Network", "Port"]
@@ -41,6 +42,7 @@ class Network:
         sizes: Mapping[type, float] | None = None,
         bytes_per_s: float = 0.0,
         unlimited: frozenset[str] = frozenset(),
+        shared: SharedLinks | None = None,
     ) -> None:
         self.loop = loop
         self.latency_seconds = latency_seconds
@@ -56,6 +58,7 @@ class Network:
         self._held: dict[tuple[str, str], list[Any]] = {}
         self._sizes = dict(sizes or {})
         self._bytes_per_s = bytes_per_s
+        self._shared = shared  # in place of uplinks that send one message after another
         self._unlimited = unlimited  # senders whose messages count as nothing
         self._free_at: dict[str, float] = {}
 
@@ -105,7 +108,9 @@ class Network:
         if self.jitter_seconds:
             arrival += self.jitter_seconds * self._random.random()
         size = self._sizes.get(type(message)) if self._sizes else None
-        if size and source not in self._unlimited:
+        if size and self._shared is not None and source not in self._unlimited:
+            arrival += self._shared.arrives_at(self.loop.now, source, target, size) - self.loop.now
+        elif size and source not in self._unlimited:
             begins = max(self.loop.now, self._free_at.get(source, 0.0))
             self._free_at[source] = begins + size / self._bytes_per_s
             arrival += self._free_at[source] - self.loop.now

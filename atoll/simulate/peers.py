@@ -9,6 +9,7 @@ from atoll.control import Coordinator, Feeder, Node, Settings, Worker
 from atoll.control.happenings import Happening, Moved, RolledBack, StepCommitted
 from atoll.control.messages import Backward, Forward, Part, StateChunk, SumChunk
 from atoll.simulate.disks import CheckpointDisk, CheckpointStore, JournalDisk, JournalHandle
+from atoll.simulate.links import SharedLinks
 from atoll.simulate.loop import Loop, Process
 from atoll.simulate.modelled import ModelledCompute, ModelledFeed
 from atoll.simulate.network import Network
@@ -28,6 +29,7 @@ class PeerModel(msgspec.Struct, frozen=True, kw_only=True):
     state_bytes: float = 0.0
     gradient_bytes: float = 0.0
     bytes_per_s: float = 1.25e8
+    shared_links: bool = False  # connections share a host's bandwidth up and down; otherwise uplinks send one message after another
     feeders: int = 1
     seed: int = 0
 
@@ -60,6 +62,7 @@ class PeerSwarm:
             jitter_seconds=0.0,
             sizes={kind: size for kind, size in sizes.items() if size},
             bytes_per_s=model.bytes_per_s,
+            shared=SharedLinks(model.bytes_per_s) if model.shared_links else None,
             unlimited=frozenset(f"feeder{index}" for index in range(model.feeders)),
         )
         self.journal_disk = JournalDisk(self.loop, self.random, fence=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 from atoll.errors import DeadlineError, FabricError
 from atoll.fabric.deadline import DeadlineRule, Smoothed
+from atoll.fabric.headers import LONGEST_SECONDS
 from atoll.fabric.link import Link
 from atoll.fabric.method import Method
 from atoll.fabric.payload import Payload, decode_payload, encode_payload
@@ -55,7 +56,7 @@ class _Call:
 
     def __init__(self, caller: Caller, link: Link, method: Method, request: object, timeout_seconds: float | None) -> None:
         self._caller, self._link, self._method = caller, link, method
-        self._fixed_seconds = timeout_seconds
+        self._fixed_seconds = None if timeout_seconds is None else min(timeout_seconds, LONGEST_SECONDS)
         self._service = caller.service(method.name)
         self._started = link.loop.time()
         self._done = False
@@ -133,7 +134,8 @@ class _Call:
     def _timeout(self, incoming_bytes: int) -> float:
         if self._fixed_seconds is not None:
             return self._fixed_seconds
-        return self._caller.rule.timeout_seconds(self._link.connection.estimate, self._service, self._sent_bytes, incoming_bytes)
+        estimate = self._link.connection.estimate
+        return min(self._caller.rule.timeout_seconds(estimate, self._service, self._sent_bytes, incoming_bytes), LONGEST_SECONDS)
 
     def _expected(self) -> float:
         return self._caller.rule.expected_seconds(self._link.connection.estimate, self._service, self._sent_bytes)

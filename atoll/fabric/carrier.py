@@ -26,6 +26,9 @@ class Outlet(Protocol):
     def sent(self, count: int) -> None:
         """So much of it went."""
 
+    def commit(self, count: int) -> None:
+        """So much of what is left of it goes next, whatever else there may be by then."""
+
 
 class Wire(Protocol):
     """One end of a wire, driving one connection."""

@@ -195,6 +195,14 @@ class Connection:
             if frame.on_sent is not None:
                 frame.on_sent()
 
+    def commit(self, count: int) -> None:
+        """So many of the bytes handed out last will go before anything else, as the wire holds them already."""
+        for frame in self._pending:
+            if count <= 0:
+                return
+            frame.touched = True
+            count -= sum(map(len, frame.parts))
+
     def tick(self, now: float, acknowledged: bool | None = None) -> float:
         """Heart-beats and judgement; returns when to call again at the latest."""
         if self.ended is None and not self.finishing and now >= self._next_ping:
@@ -519,8 +527,9 @@ class Connection:
         self.estimate.queued_bytes += size_bytes
 
         def sent() -> None:
-            self.estimate.queued_bytes -= size_bytes
-            stream.unsent_bytes -= size_bytes
+            counted = min(size_bytes, stream.unsent_bytes)  # nothing, where the stream was given up meanwhile
+            self.estimate.queued_bytes -= counted
+            stream.unsent_bytes -= counted
             if on_sent is not None:
                 on_sent()
             if end:
@@ -550,7 +559,20 @@ class Connection:
             self._bulk_arrived()
             self.taken(message)
 
+    def _withdraw(self, stream_id: int) -> None:
+        """Takes back what of a stream was handed out and not begun: what ends the stream goes first, and must not pass what opens it."""
+        back = {id(frame.message): frame.message for frame in self._pending if frame.first and not frame.touched}
+        messages = {key: message for key, message in back.items() if message is not None and message.stream == stream_id}
+        if messages:
+            self._pending = [frame for frame in self._pending if id(frame.message) not in messages]
+            self._pending_bytes = sum(len(part) for frame in self._pending for part in frame.parts)
+            for message in messages.values():
+                self._queue.unsent(message)
+        self._queue.withdraw(stream_id)
+
     def _drop_unsent(self, stream: Stream) -> None:
+        if stream.unsent_bytes:
+            self._withdraw(stream.id)
         self._queue.drop(stream.id)
         self.estimate.queued_bytes -= stream.unsent_bytes
         stream.unsent_bytes = 0

@@ -94,10 +94,11 @@ class DeadlineRule(msgspec.Struct, frozen=True, kw_only=True):
     unknown_bytes_per_s: float = 125_000.0  # 1 Mbit/s
     unknown_round_trip_seconds: float = 0.5
     unknown_service_seconds: float = 30.0
+    slowest_bytes_per_s: float = 1000.0  # whatever a peer claims
 
     def expected_seconds(self, link: LinkEstimate, service: Smoothed, outgoing_bytes: int, incoming_bytes: int = 0) -> float:
         """What a call with this much to send and to receive should take."""
-        out = (outgoing_bytes + link.queued_bytes) / (link.outgoing_bytes_per_s or self.unknown_bytes_per_s)
+        out = (outgoing_bytes + link.queued_bytes) / max(link.outgoing_bytes_per_s or self.unknown_bytes_per_s, self.slowest_bytes_per_s)
         back = incoming_bytes / (link.incoming.bytes_per_s or self.unknown_bytes_per_s)
         return link.round_trip.upper(self.unknown_round_trip_seconds) + out + back + service.upper(self.unknown_service_seconds)
 

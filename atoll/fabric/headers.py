@@ -9,6 +9,7 @@ from atoll.fabric.frame import Kind, pack_prefix
 
 __all__ = [
     "LATE",
+    "LONGEST_SECONDS",
     "Credit",
     "Failure",
     "Goodbye",
@@ -41,11 +42,14 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
     end: bool = True
 
 
+LONGEST_SECONDS = 1e9  # that a caller may wait
+
+
 class Open(msgspec.Struct, frozen=True, array_like=True):
     """A call: the method, how long the caller waits, and the first message."""
 
     method: Text
-    timeout_seconds: Annotated[float, msgspec.Meta(gt=0)]
+    timeout_seconds: Annotated[float, msgspec.Meta(gt=0, le=LONGEST_SECONDS)]
     message: Message
 
 
@@ -75,7 +79,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     control_window_bytes: Count
     stream_window_bytes: Count
     message_bytes: Count
-    heartbeat_seconds: Annotated[float, msgspec.Meta(gt=0)]
+    heartbeat_seconds: Annotated[float, msgspec.Meta(ge=0.001, le=3600)]  # more would be a promise never to be missed
     fingerprint: Annotated[dict[Text, Text], msgspec.Meta(max_length=64)] = {}  # of the job; empty: it has none
 
 
@@ -83,7 +87,7 @@ class Ping(msgspec.Struct, frozen=True, array_like=True):
     """A heart-beat, with the throughput this side measured on what it received (0: not yet)."""
 
     number: Count
-    incoming_bytes_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    incoming_bytes_per_s: Annotated[float, msgspec.Meta(ge=0, le=1e15)] = 0.0
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True):

@@ -18,10 +18,19 @@ INLINE_BYTES = 64 * 1024
 class OutgoingFrame:
     """A frame handed out for sending, and whom to tell once it is sent."""
 
-    __slots__ = ("bulk", "on_sent", "parts", "size_bytes", "touched")
+    __slots__ = ("bulk", "first", "message", "on_sent", "parts", "size_bytes", "touched")
 
-    def __init__(self, parts: Sequence[bytes | memoryview], on_sent: Callable[[], None] | None = None, *, bulk: bool = False) -> None:
-        self.bulk = bulk
+    def __init__(
+        self,
+        parts: Sequence[bytes | memoryview],
+        on_sent: Callable[[], None] | None = None,
+        *,
+        message: "OutgoingMessage | None" = None,
+        first: bool = False,
+    ) -> None:
+        self.message = message  # whose bytes these are; None: the protocol's own
+        self.first = first  # of the message's frames
+        self.bulk = message is not None and message.bulk
         self.parts = [memoryview(part) for part in parts]
         self.size_bytes = sum(map(len, parts))
         self.on_sent = on_sent
@@ -176,13 +185,23 @@ class SendQueue:
                 ready.remove(stream_id)
         self._admit()
 
+    def withdraw(self, stream_id: int) -> None:
+        """Small messages of a stream that was given up are not sent: its end would pass its beginning."""
+        for message in [message for message in self._small if message.stream == stream_id]:
+            self._small.remove(message)
+            self.unsent(message)
+
+    def unsent(self, message: OutgoingMessage) -> None:
+        """A message that was admitted is not sent after all: its credit is free again."""
+        self._windows[message.bulk].give(message.cost)
+
     def take_small(self) -> OutgoingFrame | None:
         """The next frame that passes bulk."""
         if self._urgent:
             return OutgoingFrame([self._urgent.popleft()])
         if self._small:
             message = self._small.popleft()
-            return OutgoingFrame([message.head], message.on_sent)
+            return OutgoingFrame([message.head], message.on_sent, message=message, first=True)
         return None
 
     def take_bulk(self) -> OutgoingFrame | None:
@@ -190,11 +209,12 @@ class SendQueue:
         if not self._turns:
             return None
         message = self._turns.popleft()
+        first = bool(message.head)
         parts = message.take_chunk(self.chunk_bytes)
         if message.buffers:
             self._turns.append(message)
-            return OutgoingFrame(parts, bulk=True)
-        return OutgoingFrame(parts, lambda: self._bulk_sent(message), bulk=True)
+            return OutgoingFrame(parts, message=message, first=first)
+        return OutgoingFrame(parts, lambda: self._bulk_sent(message), message=message, first=first)
 
     def _bulk_sent(self, message: OutgoingMessage) -> None:
         """The last byte of a message is on the wire: only now may its stream go on, as small messages pass what is handed out."""

@@ -87,6 +87,9 @@ class ShapedOutlet:
             count -= len(data)
             self._line.popleft()
 
+    def commit(self, count: int) -> None:
+        """What is in the line stays in order anyway."""
+
     def _fill(self, now: float) -> None:
         """Lets bytes enter the line as far as its bandwidth allows."""
         while self._connection.waiting and not self._link.entry_seconds(now):

@@ -326,6 +326,7 @@ class TcpPump:
                     rest = rest[sock.send(rest) :]
             except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
                 self._sent_tls(rest)
+                self._outlet.commit(len(rest))
                 return True
             budget -= len(self._joined)
             self._sent_tls(rest)

@@ -104,18 +104,16 @@ class FaultyParty:
     # ---- faults
 
     def play(self, fault_seconds: float, speed: float) -> None:
-        """Traffic and faults, an hour of them in an hour divided by `speed`; then traffic until nothing fails any more."""
+        """Traffic, and as many faults as so many seconds would have, `speed` times as often."""
         over = threading.Event()
         traffic = threading.Thread(target=self._traffic, args=(over,), name="traffic")
         traffic.start()
         try:
-            end = time.monotonic() + fault_seconds / speed
-            while time.monotonic() < end:
+            for _ in range(round(fault_seconds / _FAULT_EVERY_SECONDS)):
                 time.sleep(self._draw.expovariate(1.0) * _FAULT_EVERY_SECONDS / speed)
                 self._end_faults(time.monotonic())
-                self._fault(
-                    self._draw.choices(self.FAULTS, weights=(3, 3, 2, 2, 1))[0], self._draw.random() * _LONGEST_FAULT_SECONDS / speed
-                )
+                what = self._draw.choices(self.FAULTS, weights=(3, 3, 2, 2, 1))[0]
+                self._fault(what, self._draw.random() * _LONGEST_FAULT_SECONDS / speed)
         finally:
             self._end_faults(float("inf"))
             over.set()

@@ -280,3 +280,29 @@ def test_an_item_of_a_stream_that_takes_too_long_fails_it_on_both_sides(pair: Pa
     with pytest.raises(DeadlineError, match=r"Store.total of rome.*no answer within 100 ms"):
         oslo.run(remote.call(Store.total, feed(), timeout_seconds=0.1))
     eventually(lambda: store.running == 0 and streams_of(oslo) == 0)
+
+
+def test_a_storm_of_cancelled_calls_leaves_nothing_and_harms_nobody(pair: Pair) -> None:
+    """Small and large, before and after they were sent: every method ends, every stream is gone, all credit is back."""
+    oslo, remote, store = pair
+    bulk = torch.zeros(100_000)
+
+    async def storm() -> None:
+        for number in range(6):
+            calls = [asyncio.ensure_future(remote.call(Store.sleep, Count(1, seconds=1000), timeout_seconds=1000)) for _ in range(100)]
+            calls += [asyncio.ensure_future(remote.call(Store.echo, Named("x", [bulk]), timeout_seconds=1000)) for _ in range(5)]
+            await asyncio.sleep(0.002 * number)
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+
+    oslo.run(storm())
+    eventually(lambda: store.running == 0 and streams_of(oslo) == 0)
+    assert torch.equal(remote.call_sync(Store.echo, Named("after", [bulk])).tensors[0], bulk)
+    eventually(lambda: unread_of(oslo) == 0)
+
+
+def unread_of(fabric: Fabric) -> int:
+    """Bytes a fabric has sent that nobody took."""
+    windows = [window for link in list(fabric._links) for window in link.connection._queue._windows.values()]
+    return sum(window.used_bytes for window in windows if window.limit_bytes)

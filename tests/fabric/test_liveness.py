@@ -160,3 +160,9 @@ def test_a_starved_process_is_slow_but_neither_stopped_nor_dead(watched: Watched
         done.set()
         starver.join()
     assert {change.state for change in watched.changes} <= {"slow", "alive"}
+
+
+def test_no_claim_of_a_peer_makes_its_callers_wait_for_ever() -> None:
+    link, service, rule = LinkEstimate(), Smoothed(), DeadlineRule()
+    link.outgoing_bytes_per_s = 5e-324  # as the peer says
+    assert rule.timeout_seconds(link, service, 4096) < 300

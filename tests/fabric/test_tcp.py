@@ -1,6 +1,7 @@
 """Real sockets: TLS, malformed bytes refused on both sides, nothing left behind."""
 
 import gc
+import math
 import os
 import socket
 import ssl
@@ -16,7 +17,7 @@ from atoll.events import AnyEvent, PeerChanged, PeerRetried
 from atoll.fabric import Backoff, ConnectionSettings, Fabric, TcpCarrier
 from atoll.fabric.carrier import split_address
 from atoll.fabric.frame import Kind, pack_prefix
-from atoll.fabric.headers import Hello, encode_frame
+from atoll.fabric.headers import Hello, Message, Open, Ping, encode_frame
 from tests.fabric.certificates import make_certificate
 from tests.fabric.services import Named, Store
 from tests.fabric.test_fabric import eventually
@@ -33,8 +34,12 @@ HELLO = encode_frame(Kind.HELLO, 0, Hello("mallory", "worker", 1 << 20, 1 << 20,
         (HELLO + pack_prefix(Kind.CHUNK, 77, 0, 10) + bytes(10), b"stream 77, which was never opened"),
         (HELLO + pack_prefix(Kind.CREDIT, 0, 4, 0) + b"\xc1\xc1\xc1\xc1", b"a header that is no Credit"),
         (HELLO + pack_prefix(Kind.CHUNK, 1, 0, 2**31), b"a body of 2147483648 bytes; at most"),
+        (encode_frame(Kind.HELLO, 0, Hello("mallory", "worker", 1, 1, 1, 1, math.inf)), b"a header that is no Hello"),
+        (HELLO + encode_frame(Kind.OPEN, 1, Open("Store.echo", math.inf, Message(0))), b"a header that is no Open"),
+        (HELLO + encode_frame(Kind.OPEN, 1, Open("Store.echo", math.nan, Message(0))), b"a header that is no Open"),
+        (HELLO + encode_frame(Kind.PING, 0, Ping(1, math.inf)), b"a header that is no Ping"),
     ],
-    ids=["http", "no hello", "two hellos", "chunk of nothing", "bad header", "too long"],
+    ids=["http", "no hello", "two hellos", "chunk of nothing", "bad header", "too long", "never late", "for ever", "no time", "no rate"],
 )
 def test_malformed_bytes_are_refused_with_a_reason_and_harm_nobody(data: bytes, said: bytes) -> None:
     with Fabric("rome", services=[Store()]) as rome, Fabric("oslo") as oslo:

@@ -253,7 +253,7 @@ class Coordinator:
     def _broadcast(self) -> None:
         now = self.node.clock.now()
         view = self._view()
-        usable = self._usable(now)
+        usable = self._answering(now)  # who wants to leave works until it is let go, after the step: what it has begun counts
         self._routes = Members.peers(usable, self.settings.stages)
         if type(self.phase) is Run:
             self._routed.update((member.name, member.incarnation) for member in usable)

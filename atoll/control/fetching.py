@@ -9,7 +9,7 @@ from atoll.control.patience import Patience
 
 __all__ = ["Fetch"]
 
-WINDOW = 2  # chunks asked of each donor at once: the next is on its way while one arrives, and a busy donor is not drowned
+WINDOW = 4  # chunks asked of each donor at once: the next is on its way while one arrives, and a busy donor is not drowned
 
 
 class Fetch:

@@ -99,7 +99,7 @@ class _Text:
         return row[:-1], row[1:]
 
 
-def gpt_job(shape: Shape, name: str = "gpt") -> Job:
+def gpt_job(shape: Shape, name: str = "gpt", *, batch: int | None = None, steps: int = _STEPS) -> Job:
     """Training it with fused AdamW, as whoever wants speed on these devices would."""
     optimizer = partial(torch.optim.AdamW, lr=3e-4, fused=True)
     return Job(
@@ -108,6 +108,6 @@ def gpt_job(shape: Shape, name: str = "gpt") -> Job:
         loss=_loss,
         data=partial(_Text, shape),
         optimizer=optimizer,
-        batch_size=shape.batch,
-        steps=_STEPS,
+        batch_size=batch or shape.batch,
+        steps=steps,
     )

@@ -33,7 +33,7 @@ from atoll.runtime.swarm.weights import save_weights, whole_state
 
 __all__ = ["coordinate"]
 
-_MEASURES_SECONDS = 5.0  # between two writings of what workers measured
+_MEASURES_SECONDS = 3.0  # between two writings of what workers measured
 _LOOK_SECONDS = 0.5  # between looks at who leads
 _FINAL_SECONDS = 120.0  # how long the last states are waited for
 

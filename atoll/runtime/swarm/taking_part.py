@@ -45,7 +45,7 @@ Ending: TypeAlias = Literal["over", "left"]
 _PATIENT = Backoff(largest_seconds=1.0, attempts=800)  # a coordinator that is started anew is waited for: about ten minutes
 _REGISTER_SECONDS = 3.0  # a coordinator that is started anew does not know where we are
 _ANSWER_SECONDS = 30.0
-_ACCOUNT_SECONDS = 3.0
+_ACCOUNT_SECONDS = 2.0
 
 
 def check_divisible(job: Job, captured: Captured, bounds: tuple[int, ...]) -> None:

@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from atoll.cli.export import export
+from atoll.runtime.run_directory import RunDirectory
+from atoll.runtime.swarm.measured import read_members
 
 from . import swarm_job
 
@@ -57,6 +59,11 @@ def stages_of(run: Path) -> dict[str, int]:
     return {event["name"]: event["stage"] for event in events_of(run) if event["event"] == "member_joined"}
 
 
+def having_a_state(run: Path) -> set[str]:
+    """Workers a stage can go on with when others die."""
+    return {name for name, account in read_members(RunDirectory(run)).items() if account.state_seconds is not None}
+
+
 def until(condition: Callable[[], bool], process: "subprocess.Popen[str]", log: Path) -> None:
     while not condition():
         assert process.poll() is None, f"the run ended early:\n{log.read_text()}"
@@ -95,7 +102,7 @@ def test_whoever_is_killed_or_joins_a_swarm_trains_what_one_process_does(tmp_pat
             (tmp_path / "late").open("w") as told,
             started([*ATOLL, "join", found[1], "--token", found[2], "--name", "late"], told) as late,
         ):
-            until(lambda: {"late", "worker-0", "worker-1"} <= stages_of(run).keys() and len(losses_of(run)) == 3, swarm, log)
+            until(lambda: {"late", "worker-0", "worker-1"} <= having_a_state(run) and len(losses_of(run)) == 3, swarm, log)
             stages = stages_of(run)
             victim = next(name for name in ("worker-0", "worker-1") if list(stages.values()).count(stages[name]) == 2)
             allowed.write_text("5")

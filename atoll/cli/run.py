@@ -237,6 +237,8 @@ def _launch(directory: RunDirectory, plan: Plan, max_restarts: int) -> None:
         host="127.0.0.1" if lab is None else lab.address,
         newest_checkpoint=newest_checkpoint,
     )
+    if result.interrupted and newest_checkpoint() is not None:
+        say(f"to go on: atoll run {directory.settings().script} --resume {directory.path}")
     if result.exit_code or result.interrupted:
         raise typer.Exit(130 if result.interrupted and not result.exit_code else result.exit_code)
     show(short_view(read_report(directory.path), directory.path))

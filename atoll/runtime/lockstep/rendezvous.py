@@ -151,6 +151,15 @@ class Run:
         if step is not None:
             self._watcher.step = step
 
+    @contextmanager
+    def still_doing(self) -> Iterator[None]:
+        """For what is done after a failure: what failed stays what this rank was doing."""
+        action, step = self._watcher.action, self._watcher.step
+        try:
+            yield
+        finally:
+            self._watcher.action, self._watcher.step = action, step
+
     def saved(self, step: int) -> None:
         """The checkpoint after `step` steps is complete: a failure's sentence will say so."""
         self._watcher.checkpoint = step

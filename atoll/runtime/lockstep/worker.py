@@ -155,13 +155,16 @@ class _Session:
             self.trainer.observers = observers
             try:
                 reason = self.trainer.train(lambda: self.run.stop_asked, lambda step: self._after_step(checkpoints, step))
-            except AtollError as error:
-                self.trainer.finish("failed", str(error))
+            except BaseException as error:
+                with self.run.still_doing():
+                    if isinstance(error, AtollError):
+                        self.trainer.finish("failed", str(error))
+                    if self.measured is not None:
+                        self.measured.write()
                 raise
-            finally:
-                if self.measured is not None:
-                    self.run.doing("writing down what was measured")
-                    self.measured.write()
+            if self.measured is not None:
+                self.run.doing("writing down what was measured")
+                self.measured.write()
             if checkpoints is not None and self.trainer.last_step:
                 self.run.doing("saving the last checkpoint")
                 checkpoints.save(

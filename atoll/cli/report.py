@@ -1,6 +1,5 @@
 """`atoll report RUN`: predicted against measured, for the step, each stage, collective and link."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,10 +13,10 @@ from rich.text import Text
 from atoll.cli.output import notes_view, print_json
 from atoll.cli.render import show
 from atoll.cli.swarm_report import swarm_view
+from atoll.cli.tables import figures, section, table_of
 from atoll.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from atoll.watch.comparison import Compared
     from atoll.watch.report import RunReport
 
 __all__ = ["report", "report_view", "short_view"]
@@ -54,15 +53,15 @@ def report_view(found: "RunReport") -> RenderableType:
     if found.swarm is not None:
         parts.append(swarm_view(found.swarm))
     if found.breakdown:
-        parts.append(_section("A step, on the busiest device", _breakdown(found)))
+        parts.append(section("A step, on the busiest device", _breakdown(found)))
     if any(stage.forward_seconds.measured is not None for stage in found.stages):
-        parts.append(_section("Stages: a micro-batch forward and backward, and waiting in a step", _stages(found)))
+        parts.append(section("Stages: a micro-batch forward and backward, and waiting in a step", _stages(found)))
     if found.collectives:
-        parts.append(_section("Collectives of a step", _collectives(found)))
+        parts.append(section("Collectives of a step", _collectives(found)))
     if found.links:
-        parts.append(_section("Links, a step", _links(found)))
+        parts.append(section("Links, a step", _links(found)))
     if found.memory_bytes:
-        parts.append(_section("Memory at the peak (on a CPU, of the whole process)", _memory(found)))
+        parts.append(section("Memory at the peak (on a CPU, of the whole process)", _memory(found)))
     if found.events:
         parts.append(Text.assemble(("Events  ", "bold"), ", ".join(f"{count} {kind}" for kind, count in found.events.items()) + "\n"))
     if found.conclusion:
@@ -111,61 +110,43 @@ def _step_line(found: "RunReport") -> Text:
     return text
 
 
-def _section(title: str, table: Table) -> RenderableType:
-    return Group(Text(title, style="bold"), Padding(table, (0, 0, 1, 2)))
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
-    return table
-
-
-def _figures(row: "Compared", form: Callable[[float], str] = format_seconds) -> tuple[str, str, str]:
-    """Measured, predicted and how far apart they are."""
-    measured, predicted = ("" if value is None else form(value) for value in (row.measured, row.predicted))
-    apart = f"{row.measured / row.predicted - 1:+.0%}" if row.measured is not None and row.predicted else ""
-    return measured, predicted, apart
-
-
 def _breakdown(found: "RunReport") -> Table:
-    table = _table("", "measured", "predicted", "")
+    table = table_of("", "measured", "predicted", "")
     for name, row in found.breakdown.items():
         if row.measured or row.predicted:
-            table.add_row(name, *_figures(row))
+            table.add_row(name, *figures(row))
     return table
 
 
 def _stages(found: "RunReport") -> Table:
-    table = _table("stage", "samples", "forward", "predicted", "", "backward", "predicted", "", "waiting", "predicted")
+    table = table_of("stage", "samples", "forward", "predicted", "", "backward", "predicted", "", "waiting", "predicted")
     for stage in found.stages:
-        wait = _figures(stage.wait_seconds)[:2]
+        wait = figures(stage.wait_seconds)[:2]
         size = f"{stage.micro_batches} × {stage.micro_batch_samples}"
-        table.add_row(str(stage.stage), size, *_figures(stage.forward_seconds), *_figures(stage.backward_seconds), *wait)
+        table.add_row(str(stage.stage), size, *figures(stage.forward_seconds), *figures(stage.backward_seconds), *wait)
     return table
 
 
 def _collectives(found: "RunReport") -> Table:
-    table = _table("", "", "devices", "calls", "bytes", "measured", "predicted", "", "not hidden")
+    table = table_of("", "", "devices", "calls", "bytes", "measured", "predicted", "", "not hidden")
     for row in found.collectives:
         exposed = "" if row.exposed_seconds is None else format_seconds(row.exposed_seconds)
         kind = row.kind.replace("_", "-")
-        table.add_row(row.what, kind, str(len(row.devices)), f"{row.calls:,}", format_bytes(row.bytes), *_figures(row.seconds), exposed)
+        table.add_row(row.what, kind, str(len(row.devices)), f"{row.calls:,}", format_bytes(row.bytes), *figures(row.seconds), exposed)
     return table
 
 
 def _links(found: "RunReport") -> Table:
-    table = _table("", "bytes", "predicted", "", "busy", "predicted", "")
+    table = table_of("", "bytes", "predicted", "", "busy", "predicted", "")
     for link in found.links:
-        table.add_row(Text(link.name), *_figures(link.bytes, format_bytes), *_figures(link.seconds))
+        table.add_row(Text(link.name), *figures(link.bytes, format_bytes), *figures(link.seconds))
     return table
 
 
 def _memory(found: "RunReport") -> Table:
-    table = _table("", "measured", "predicted", "")
+    table = table_of("", "measured", "predicted", "")
     for device, row in list(found.memory_bytes.items())[:_MOST_DEVICES]:
-        table.add_row(Text(device), *_figures(row, format_bytes))
+        table.add_row(Text(device), *figures(row, format_bytes))
     if len(found.memory_bytes) > _MOST_DEVICES:
         table.add_row(f"… and {len(found.memory_bytes) - _MOST_DEVICES} more", "", "", "")
     return table

@@ -3,9 +3,8 @@
 import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -18,20 +17,19 @@ from atoll.cli.status import say
 from atoll.cli.swarm import launch_swarm
 from atoll.cli.target import Target, load_target
 from atoll.cluster import Cluster, dump_cluster, load_cluster
+from atoll.codec import SwarmCodec
 from atoll.cost import Calibration, Cost, cost, load_calibration
 from atoll.errors import JobError, PlanError
 from atoll.events import EventLog
-from atoll.lab.environment import LabView, find_lab
+from atoll.lab.environment import lab_of
 from atoll.lab.remote import remote_command
 from atoll.plan import Plan, load_plan, validate
-from atoll.runtime.run_directory import RunDirectory, RunSettings
+from atoll.runtime.run_directory import SPEEDS, RunDirectory, RunSettings
 
 if TYPE_CHECKING:
     from atoll.events import AnyEvent
 
 __all__ = ["run"]
-
-SwarmCodec = Literal["none", "bf16", "fp16", "int8", "int4", "auto"]
 
 
 def run(
@@ -126,7 +124,7 @@ def _directory(
         arguments=arguments,
         checkpoint_every=checkpoint_every,
         keep_last=keep_last,
-        speeds=os.environ.get("ATOLL_SPEEDS") or None,
+        speeds=os.environ.get(SPEEDS) or None,
     )
     if resume is not None:
         if out is not None and out.resolve() != resume.resolve():
@@ -212,7 +210,7 @@ def _launch(directory: RunDirectory, plan: Plan, max_restarts: int) -> None:
     from atoll.watch.report import read_report
 
     devices = Layout(plan).devices
-    lab = _lab_with(devices)
+    lab = lab_of([_host_of(device) for device in devices], os.environ)
     where = "on this machine" if lab is None else f"on hosts of {lab.name}"
     say(f"starting {len(devices)} processes {where}, one a device; the run is in {directory.path}")
 
@@ -242,12 +240,6 @@ def _launch(directory: RunDirectory, plan: Plan, max_restarts: int) -> None:
     if result.exit_code or result.interrupted:
         raise typer.Exit(130 if result.interrupted and not result.exit_code else result.exit_code)
     show(short_view(read_report(directory.path), directory.path))
-
-
-def _lab_with(devices: Sequence[str]) -> LabView | None:
-    """The lab this command runs in, if its hosts are those of the plan: then each rank is started on its own host."""
-    lab = find_lab(os.environ)
-    return lab if lab is not None and all(_host_of(device) in lab.addresses for device in devices) else None
 
 
 def _host_of(device: str) -> str:

@@ -1,15 +1,15 @@
 """The swarm part of `atoll run`: coordinator, feeder and local workers are started, and the command with which others join is printed."""
 
+import asyncio
 import os
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 
 import typer
 
 from atoll.cli.status import say
 from atoll.errors import PlanError
-from atoll.lab.environment import LabView, find_lab
+from atoll.lab.environment import lab_of
 from atoll.lab.remote import remote_command
 from atoll.plan import Plan
 from atoll.runtime.run_directory import RunDirectory, RunSettings
@@ -34,25 +34,24 @@ def launch_swarm(
     _check(plan)
     from atoll.fabric.security import Authority  # PyTorch takes seconds to load: mistakes above are told before
     from atoll.runtime.swarm.launching import SwarmProcesses, free_address
-    from atoll.runtime.swarm.resuming import check_same_stages, continue_journal
-    from atoll.runtime.swarm.run_files import JOURNAL, read_spec, read_start, write_spec, write_start
+    from atoll.runtime.swarm.resuming import check_same_stages, continue_run
+    from atoll.runtime.swarm.run_files import read_spec, read_start, write_spec, write_start
     from atoll.runtime.swarm.spec import spec_of
     from atoll.script import load_job
 
     job = load_job(settings.script, settings.arguments)
     spec = spec_of(Path(settings.script), settings.arguments, job, plan, parameters, settings.checkpoint_every, settings.codec)
-    begun = (directory.path / JOURNAL).exists()
-    if begun:
+    before = read_start(directory)
+    if before is not None:
         check_same_stages(read_spec(directory.path), spec)
     hosts = [device.rpartition("/")[0] for stage in plan.stages for device in stage.devices]
-    lab = _lab_with(hosts)
-    before = read_start(directory)
+    lab = lab_of(hosts, os.environ)
     address = listen or (before.address if before is not None else free_address("127.0.0.1" if lab is None else lab.address))
     write_spec(directory, spec)
-    write_start(directory, address)
-    resumed = continue_journal(directory.path / JOURNAL)
+    start = write_start(directory, address)
     known = (directory.path / "authority" / "authority.key").exists()
     authority = Authority.open(directory.path) if known else Authority.create(directory.path)
+    resumed = asyncio.run(continue_run(directory, settings.nats, authority.run)) if before is not None else None
     where = "on this machine" if lab is None else f"on hosts of {lab.name}"
     if resumed is not None:
         say(_going_on(resumed.committed, resumed.checkpoint))
@@ -65,9 +64,15 @@ def launch_swarm(
     def place(number: int, command: list[str]) -> list[str]:
         return command if lab is None else remote_command(hosts[number], command)
 
-    generation = resumed.starts if resumed is not None else 0
     processes = SwarmProcesses(
-        directory.path, address, workers=len(hosts), max_restarts=max_restarts, say=say, generation=generation, place=place, standby=standby
+        directory.path,
+        address,
+        workers=len(hosts),
+        max_restarts=max_restarts,
+        say=say,
+        generation=start.number,
+        place=place,
+        standby=standby,
     )
     _end(processes.run(), directory, settings)
 
@@ -84,12 +89,6 @@ def _end(code: int, directory: RunDirectory, settings: RunSettings) -> None:
     if code:
         raise typer.Exit(code)
     say(f"`atoll report {directory.path}` says more")
-
-
-def _lab_with(hosts: Sequence[str]) -> LabView | None:
-    """The lab this command runs in, if its hosts are those of the plan: then each worker is started on its own host."""
-    lab = find_lab(os.environ)
-    return lab if lab is not None and all(host in lab.addresses for host in hosts) else None
 
 
 def _dialled(address: str) -> str:

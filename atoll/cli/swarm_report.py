@@ -4,14 +4,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from atoll.cli.tables import figures, section, table_of
 from atoll.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from atoll.watch.comparison import Compared
     from atoll.watch.swarm import SwarmReport
 
 __all__ = ["swarm_view"]
@@ -23,11 +22,11 @@ def swarm_view(found: "SwarmReport") -> RenderableType:
     """All of it."""
     parts: list[RenderableType] = [_happened(found)]
     if any(stage.micro_batches for stage in found.stages):
-        parts.append(_section("Stages: a micro-batch, the mean over all workers", _stages(found)))
+        parts.append(section("Stages: a micro-batch, the mean over all workers", _stages(found)))
     if found.members:
-        parts.append(_section("Workers", _members(found)))
+        parts.append(section("Workers", _members(found)))
     if found.links:
-        parts.append(_section("Links, the busiest", _links(found)))
+        parts.append(section("Links, the busiest", _links(found)))
     return Group(*parts)
 
 
@@ -53,16 +52,16 @@ def _times(count: int, what: str) -> str:
 
 
 def _stages(found: "SwarmReport") -> Table:
-    table = _table("stage", "workers", "micro-batches", "a second", "forward", "predicted", "", "backward", "predicted", "")
+    table = table_of("stage", "workers", "micro-batches", "a second", "forward", "predicted", "", "backward", "predicted", "")
     for stage in found.stages:
         rate = "" if stage.micro_batches_per_second is None else f"{stage.micro_batches_per_second:.3g}"
-        figures = (*_figures(stage.forward_seconds), *_figures(stage.backward_seconds))
-        table.add_row(str(stage.stage), str(stage.workers), f"{stage.micro_batches:,}", rate, *figures)
+        times = (*figures(stage.forward_seconds), *figures(stage.backward_seconds))
+        table.add_row(str(stage.stage), str(stage.workers), f"{stage.micro_batches:,}", rate, *times)
     return table
 
 
 def _members(found: "SwarmReport") -> Table:
-    table = _table("", "stages", "came after", "end", "micro-batches", "state", "had it after", "worked after")
+    table = table_of("", "stages", "came after", "end", "micro-batches", "state", "had it after", "worked after")
     for member in found.members[-_MOST_MEMBERS:]:
         end = member.ending if member.ended_seconds is None else f"{member.ending} at {format_seconds(member.ended_seconds)}"
         table.add_row(
@@ -81,7 +80,7 @@ def _members(found: "SwarmReport") -> Table:
 
 
 def _links(found: "SwarmReport") -> Table:
-    table = _table("", "bytes", "while busy", "round trip")
+    table = table_of("", "bytes", "while busy", "round trip")
     for link in found.links:
         name = Text(f"{link.source} → {link.target}")
         table.add_row(name, format_bytes(link.bytes), _some(link.bytes_per_s, format_rate), _some(link.round_trip_seconds, format_seconds))
@@ -90,20 +89,3 @@ def _links(found: "SwarmReport") -> Table:
 
 def _some(value: float | None, form: Callable[[float], str]) -> str:
     return "" if value is None else form(value)
-
-
-def _figures(row: "Compared") -> tuple[str, str, str]:
-    """Measured, predicted and how far apart they are."""
-    apart = f"{row.measured / row.predicted - 1:+.0%}" if row.measured is not None and row.predicted else ""
-    return _some(row.measured, format_seconds), _some(row.predicted, format_seconds), apart
-
-
-def _section(title: str, table: Table) -> RenderableType:
-    return Group(Text(title, style="bold"), Padding(table, (0, 0, 1, 2)))
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
-    return table

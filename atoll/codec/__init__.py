@@ -3,6 +3,6 @@
 What planning needs to know of codecs is here, without PyTorch; the codecs themselves are in `atoll.codec.tensors`.
 """
 
-from atoll.codec.codec import CODECS, CodecSpec, codec_spec
+from atoll.codec.codec import CODECS, CodecSpec, SwarmCodec, codec_spec
 
-__all__ = ["CODECS", "CodecSpec", "codec_spec"]
+__all__ = ["CODECS", "CodecSpec", "SwarmCodec", "codec_spec"]

@@ -3,9 +3,14 @@
 Planning needs only these statements. Codecs with a strength (`top-k:0.01`, `low-rank:4`) make theirs: `make_codec(text).spec`.
 """
 
+from typing import Literal, TypeAlias
+
 import msgspec
 
-__all__ = ["CODECS", "CodecSpec", "codec_spec"]
+__all__ = ["CODECS", "CodecSpec", "SwarmCodec", "codec_spec"]
+
+SwarmCodec: TypeAlias = Literal["none", "bf16", "fp16", "int8", "int4", "auto"]
+"""What a swarm's activations and their gradients may be sent with. None of them can make a small message into a large tensor."""
 
 
 class CodecSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,14 +5,15 @@ processes on other hosts are asked for), `ATOLL_CLUSTER` (the cluster file) and 
 speeds, `ATOLL_SPEEDS` names the file.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from atoll.cluster import Cluster
 from atoll.errors import LabError
+from atoll.runtime.run_directory import SPEEDS
 
-__all__ = ["PER_HOST", "LabView", "device_environments", "find_lab", "host_environment"]
+__all__ = ["PER_HOST", "LabView", "device_environments", "find_lab", "host_environment", "lab_of"]
 
 MASTER_PORT = 29500  # torchrun's
 LINKS = "ATOLL_LINKS"  # as `atoll.fabric.imposed` calls it; importing that would load PyTorch
@@ -46,6 +47,12 @@ def find_lab(environ: Mapping[str, str]) -> LabView | None:
     return view
 
 
+def lab_of(hosts: Sequence[str], environ: Mapping[str, str]) -> LabView | None:
+    """The lab this process runs in, if these hosts are in it: then what belongs on each is started there."""
+    lab = find_lab(environ)
+    return lab if lab is not None and all(host in lab.addresses for host in hosts) else None
+
+
 def host_environment(
     view: LabView, interface: str, cluster: Cluster, cluster_file: str, *, impose_speeds: bool = False, base: Mapping[str, str]
 ) -> dict[str, str]:
@@ -66,7 +73,7 @@ def host_environment(
         "PET_MASTER_ADDR": view.addresses[hosts[0]],
         "PET_MASTER_PORT": str(MASTER_PORT),
     }
-    speeds = {"ATOLL_SPEEDS": cluster_file} if impose_speeds else {}
+    speeds = {SPEEDS: cluster_file} if impose_speeds else {}
     defaults = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, "PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     return {**defaults, **base, **own, **speeds}
 

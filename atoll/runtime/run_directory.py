@@ -18,8 +18,9 @@ import msgspec
 from atoll.errors import AtollError, JobError
 from atoll.plan import Plan, load_plan, save_plan
 
-__all__ = ["RunDirectory", "RunSettings"]
+__all__ = ["SPEEDS", "RunDirectory", "RunSettings"]
 
+SPEEDS = "ATOLL_SPEEDS"  # in the environment: the cluster file whose speeds are imposed
 _TAIL_BYTES = 1 << 16  # more than any event has
 
 

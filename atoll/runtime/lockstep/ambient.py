@@ -16,10 +16,9 @@ from atoll.graph import Graph
 from atoll.job import Job
 from atoll.plan import Plan, Replica, Stage, load_plan
 from atoll.runtime.lockstep.layout import apportion
-from atoll.runtime.lockstep.pacing import SPEEDS
 from atoll.runtime.lockstep.role import Role
 from atoll.runtime.lockstep.worker import Ended, Planning, run_rank
-from atoll.runtime.run_directory import RunDirectory, RunSettings
+from atoll.runtime.run_directory import SPEEDS, RunDirectory, RunSettings
 
 __all__ = ["ClusterSource", "PlanSource", "run_among_others"]
 

@@ -16,10 +16,9 @@ from atoll.errors import PlanError
 from atoll.graph import Graph
 from atoll.plan import Plan
 from atoll.runtime.lockstep.layout import Layout, Place
+from atoll.runtime.run_directory import SPEEDS
 
-__all__ = ["SPEEDS", "Pace", "imposed_pace"]
-
-SPEEDS = "ATOLL_SPEEDS"  # in the environment: the cluster file whose speeds are imposed
+__all__ = ["Pace", "imposed_pace"]
 
 
 def imposed_pace(file: str, plan: Plan, places: Sequence[Place], graph: Graph, device: torch.device) -> "Pace":

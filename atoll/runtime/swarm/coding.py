@@ -5,12 +5,13 @@ A tensor in a payload becomes a header and the parts that follow it; who receive
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import msgspec
 import torch
 from torch import Tensor
 
+from atoll.codec import SwarmCodec
 from atoll.codec.tensors import Codec, Encoded, Header, Role, decode, make_codec
 from atoll.control.messages import Backward, Forward, Message
 from atoll.errors import CodecError, RefusedError
@@ -32,9 +33,7 @@ __all__ = [
     "is_coded",
 ]
 
-CODEC_CHOICES = ("none", "bf16", "fp16", "int8", "int4", "auto")
-"""What `atoll run --codec` takes. None of them can make a small message into a large tensor."""
-
+CODEC_CHOICES: tuple[str, ...] = get_args(SwarmCodec)
 _HEADER, _PARTS = "coded", "parts"
 
 

@@ -95,7 +95,7 @@ async def _wait_to_lead(kept: JetStream, address: str, say: Callable[[str], None
     while True:
         ended = await kept.checkpoints.ended()
         if ended is not None:
-            say(f"the run is over; its weights are where the coordinator at {ended} ran")
+            say(f"the run has ended; its weights are where the coordinator at {ended} ran")
             return False
         if await kept.leadership.take():
             return True
@@ -115,7 +115,7 @@ class _Coordinating:
         self.directory, self.spec, self.job = directory, spec, job
         self.observers = observers
         self._start = read_start(directory) or Start(directory.last_moment(), time.time(), newest_term(directory.path), "")
-        self._teller = Teller(self._now, job.batch_size, self._stored_bytes)
+        self._teller = Teller(self._now, job.batch_size, states.stored_bytes)
         self._evaluations: list[asyncio.Future[None]] = []
         self._kept: int | None = None  # the newest checkpoint this coordinator knows of
         self._errors: list[BaseException] = []
@@ -123,7 +123,7 @@ class _Coordinating:
 
     async def run(self, address: str) -> bool:
         loop = asyncio.get_running_loop()
-        clock = LoopClock(self._errors.append)
+        clock = self._clock = LoopClock(self._errors.append)
         inbox = clock.mailbox()
 
         def arrived(message: Message) -> None:
@@ -218,8 +218,8 @@ class _Coordinating:
 
     def _forget_old(self, version: int) -> None:
         """Two checkpoints are kept: the newest, and the one before, which a rollback may just be reading."""
-        if isinstance(self.states, CheckpointFiles) and self._kept is not None and self._kept < version:
-            asyncio.get_running_loop().run_in_executor(None, self.states.forget_before, self._kept)
+        if self._kept is not None and self._kept < version:
+            self._clock.spawn(self.states.forget_before(self._kept))
         self._kept = version
 
     def _evaluate_when_due(self, epoch: int, version: int) -> None:
@@ -232,16 +232,11 @@ class _Coordinating:
     async def _evaluate(self, keys: Sequence[Key], before: Sequence["asyncio.Future[None]"]) -> None:
         await asyncio.gather(*before)
         try:
-            if not isinstance(self.states, CheckpointFiles):
-                raise JobFailedError("states kept on NATS are not evaluated")
-            found = await evaluate_elsewhere(self.directory, keys)
+            found = await evaluate_elsewhere(self.directory, self.states, keys)
         except JobFailedError as error:
             print(f"  step {keys[0].version}: not evaluated: {error}", flush=True)
             return
         self._tell(msgspec.structs.replace(found, at_seconds=self._now()))
-
-    def _stored_bytes(self, step: int) -> int:
-        return self.states.stored_bytes(step) if isinstance(self.states, CheckpointFiles) else 0
 
     # ---- the end
 

@@ -16,7 +16,7 @@ from atoll.events import Evaluated
 from atoll.job import Job
 from atoll.runtime.alone import evaluate
 from atoll.runtime.run_directory import RunDirectory
-from atoll.runtime.swarm.files import CheckpointFiles, Key
+from atoll.runtime.swarm.files import CheckpointFiles, Key, States
 from atoll.runtime.swarm.weights import whole_state
 
 __all__ = ["evaluate_elsewhere", "evaluate_state", "evaluates_after"]
@@ -45,8 +45,12 @@ def evaluate_state(directory: RunDirectory, job: Job, keys: Sequence[Key]) -> Ev
     return evaluate(job, model, torch.device("cpu"), keys[0].version, dataset)
 
 
-async def evaluate_elsewhere(directory: RunDirectory, keys: Sequence[Key]) -> Evaluated:
-    """Starts that process and waits for what it found; JobFailedError with its sentence if it found nothing."""
+async def evaluate_elsewhere(directory: RunDirectory, states: States, keys: Sequence[Key]) -> Evaluated:
+    """Starts that process and waits for what it found; JobFailedError with its sentence if it found nothing.
+
+    It reads files: states that are kept elsewhere are brought here, and those of evaluations before are removed.
+    """
+    await _bring(states, CheckpointFiles(directory.path / "swarm"), keys)
     command = [sys.executable, "-m", "atoll.cli.swarm_process", "evaluate", str(directory.path.resolve())]
     process = await asyncio.create_subprocess_exec(
         *command, msgspec.json.encode(keys).decode(), "evaluation", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
@@ -56,3 +60,13 @@ async def evaluate_elsewhere(directory: RunDirectory, keys: Sequence[Key]) -> Ev
         said = complaints.decode(errors="replace").strip().splitlines()
         raise JobFailedError(said[-1].removeprefix("error: evaluation: ") if said else f"it ended with {process.returncode}")
     return msgspec.json.decode(out.splitlines()[-1], type=Evaluated)
+
+
+async def _bring(states: States, files: CheckpointFiles, keys: Sequence[Key]) -> None:
+    if isinstance(states, CheckpointFiles):
+        return
+    await files.forget_before(keys[0].version)
+    for key in keys:
+        content = await states.read(key)
+        if content is not None:
+            await files.write(key, content)

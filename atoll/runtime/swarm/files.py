@@ -123,8 +123,11 @@ class CheckpointFiles:
         """What the states of a step weigh, of whichever epoch."""
         return sum(file.stat().st_size for file in self._directory.glob(f"epoch-*-step-{version}-stage-*.state"))
 
-    def forget_before(self, version: int) -> None:
+    async def forget_before(self, version: int) -> None:
         """Removes states of steps before this one."""
+        await asyncio.to_thread(self._forget_before, version)
+
+    def _forget_before(self, version: int) -> None:
         for file in self._directory.glob("epoch-*-step-*-stage-*.state"):
             if int(file.name.split("-")[3]) < version:
                 file.unlink(missing_ok=True)
@@ -141,6 +144,12 @@ class States(Protocol):
 
     async def exists(self, key: Key) -> bool:
         """Whether it was stored."""
+
+    async def forget_before(self, version: int) -> None:
+        """Removes states of steps before this one."""
+
+    def stored_bytes(self, version: int) -> int:
+        """What the states of a step weigh, as far as it is known here."""
 
 
 class CheckpointService:

@@ -164,12 +164,14 @@ class JetStreamCheckpoints:
 
     def __init__(self, objects: "ObjectStore") -> None:
         self._objects = objects
+        self._written: dict[Key, int] = {}  # bytes, of what was stored through this object
 
     async def write(self, key: Key, content: Tensor) -> None:
         """Comes back when durable; a second write of the same key changes nothing."""
         if not await self.exists(key):
             data = content.contiguous().numpy().tobytes()
             await _until_answered(lambda: self._objects.put(_object(key), data))
+            self._written[key] = len(data)
 
     async def read(self, key: Key) -> Tensor | None:
         """The state, or None where nothing whole is stored."""
@@ -191,9 +193,34 @@ class JetStreamCheckpoints:
             return False
         return True
 
+    async def forget_before(self, version: int) -> None:
+        """Removes states of steps before this one."""
+        self._written = {key: size for key, size in self._written.items() if key.version >= version}
+        for name in await self._names():
+            if name != _OVER and int(name.split("-")[3]) < version:
+                await _until_answered(lambda name=name: self._objects.delete(name))  # type: ignore[misc]
+
+    def stored_bytes(self, version: int) -> int:
+        """What the states of a step weigh, of those stored through this object."""
+        return sum(size for key, size in self._written.items() if key.version == version)
+
+    async def _names(self) -> list[str]:
+        from nats.js.errors import NotFoundError
+
+        try:
+            found = await _until_answered(lambda: self._objects.list(ignore_deletes=True))
+        except NotFoundError:
+            return []
+        return [each.name for each in found if each.name]
+
     async def end(self, who: str) -> None:
-        """The run is over; who coordinated has its weights."""
+        """The run is over, or was stopped; who coordinated has its weights."""
         await _until_answered(lambda: self._objects.put(_OVER, who.encode()))
+
+    async def reopen(self) -> None:
+        """A run that ended is started again."""
+        if await self.ended() is not None:
+            await _until_answered(lambda: self._objects.delete(_OVER))
 
     async def ended(self) -> str | None:
         """Who has the weights of a run that is over."""

@@ -109,10 +109,11 @@ class SwarmProcesses:
         self._children[name] = _Child(name, role, subprocess.Popen(command, env=environment, start_new_session=True), restarts)
 
     def _wait_for_coordinator(self) -> None:
-        """Until it listens; it captures the model first."""
+        """Until it listens, or another that coordinates while it stands by."""
         while True:
-            with suppress(OSError), socket.create_connection(split_address(self._address), timeout=1.0):
-                return
+            for address in self._everywhere.split(","):
+                with suppress(OSError), socket.create_connection(split_address(address), timeout=1.0):
+                    return
             code = self._children["coordinator"].process.poll()
             if code is not None:
                 raise JobFailedError("") if code > 0 else JobFailedError(f"the coordinator died (signal {-code}) before it listened")

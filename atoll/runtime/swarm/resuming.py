@@ -2,17 +2,18 @@
 that are still there.
 """
 
-import asyncio
-from pathlib import Path
-
 import msgspec
 
 from atoll.control.journal import Epoch, Term, replay
+from atoll.control.world import Journal
 from atoll.errors import PlanError
+from atoll.runtime.run_directory import RunDirectory
 from atoll.runtime.swarm.files import FileJournal
+from atoll.runtime.swarm.jetstream import connect_jetstream
+from atoll.runtime.swarm.run_files import JOURNAL
 from atoll.runtime.swarm.spec import SwarmSpec
 
-__all__ = ["Resumed", "check_same_stages", "continue_journal"]
+__all__ = ["Resumed", "check_same_stages", "continue_journal", "continue_run"]
 
 
 class Resumed(msgspec.Struct, frozen=True):
@@ -20,30 +21,31 @@ class Resumed(msgspec.Struct, frozen=True):
 
     committed: int  # steps
     checkpoint: int  # steps, of the last checkpoint
-    starts: int  # coordinators there were before
 
 
-def continue_journal(path: Path) -> Resumed | None:
+async def continue_run(directory: RunDirectory, servers: str | None, run: str) -> Resumed | None:
+    """As `continue_journal`, wherever the run's journal is."""
+    if servers is None:
+        return await continue_journal(FileJournal(directory.path / JOURNAL))
+    async with connect_jetstream(servers, run, "atoll run") as kept:
+        await kept.checkpoints.reopen()
+        return await continue_journal(kept.journal)
+
+
+async def continue_journal(journal: Journal) -> Resumed | None:
     """Prepares a run's journal for those who start now; None where nothing was begun.
 
     Where the last checkpoint is of the last commit, everybody begins from it at once, under a new epoch. Otherwise nothing is decided here:
     workers may still be out there with the newest state, and the coordinator waits for them before it goes back to the checkpoint.
     """
-    if not path.exists():
-        return None
-    journal = FileJournal(path)
-    history = replay(asyncio.run(journal.read()))
+    history = replay(await journal.read())
     if history.origin is None:
         return None
     saved = history.checkpoint
     if saved is not None and (saved.epoch, saved.version) == (history.origin.epoch, history.version):
-        asyncio.run(_begin_epoch(journal, history.term + 1, Epoch(history.origin.epoch + 1, saved.version, saved.epoch)))
-    return Resumed(history.version, saved.version if saved is not None else 0, history.term)
-
-
-async def _begin_epoch(journal: FileJournal, term: int, epoch: Epoch) -> None:
-    await journal.append(term, Term(term))
-    await journal.append(term, epoch)
+        await journal.append(history.term + 1, Term(history.term + 1))
+        await journal.append(history.term + 1, Epoch(history.origin.epoch + 1, saved.version, saved.epoch))
+    return Resumed(history.version, saved.version if saved is not None else 0)
 
 
 def check_same_stages(before: SwarmSpec, now: SwarmSpec) -> None:

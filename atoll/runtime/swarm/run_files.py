@@ -24,6 +24,7 @@ class Start(msgspec.Struct, frozen=True):
     unix_seconds: float
     term: int  # the newest in the journal then
     address: str  # where the coordinator listens
+    number: int = 0  # how often it was started before
 
 
 def write_spec(directory: RunDirectory, spec: SwarmSpec) -> None:
@@ -36,10 +37,13 @@ def read_spec(path: Path) -> SwarmSpec:
     return msgspec.json.decode((path / _SPEC).read_bytes(), type=SwarmSpec)
 
 
-def write_start(directory: RunDirectory, address: str) -> None:
+def write_start(directory: RunDirectory, address: str) -> Start:
     """The run is started now, for the first time or again."""
-    start = Start(directory.last_moment(), time.time(), newest_term(directory.path), address)
+    before = read_start(directory)
+    number = before.number + 1 if before is not None else 0
+    start = Start(directory.last_moment(), time.time(), newest_term(directory.path), address, number)
     directory.write(_START, msgspec.json.encode(start))
+    return start
 
 
 def read_start(directory: RunDirectory) -> Start | None:

@@ -83,9 +83,7 @@ def take_part(
     torch.set_num_threads(1)
     captured = capture_program(job)
     check_divisible(job, captured, spec.bounds)
-    process = _Process(credentials, address, spec, job, captured, observer, dialled, imposed, say)
-    process.polite = polite
-    return asyncio.run(process.run())
+    return asyncio.run(_Process(credentials, address, spec, job, captured, observer, dialled, imposed, say, polite).run())
 
 
 class _Process:
@@ -102,11 +100,11 @@ class _Process:
         dialled: bool,
         imposed: Imposed | None,
         say: Callable[[str], None],
+        polite: bool,
     ) -> None:
         self.credentials, self.address, self.spec, self.job, self.captured = credentials, address, spec, job, captured
         self._observer, self._dialled, self._imposed = observer, dialled, imposed
-        self._say = say
-        self.polite = False
+        self._say, self._polite = say, polite
         self._ending: Ending = "over"
         self._errors: list[BaseException] = []
 
@@ -184,7 +182,7 @@ class _Process:
     @contextmanager
     def _obeying_signals(self, worker: Worker) -> Iterator[None]:
         """The first asks to be let go; after it they do what they always do."""
-        loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM) if self.polite else ()
+        loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM) if self._polite else ()
 
         def leave() -> None:
             worker.leave()

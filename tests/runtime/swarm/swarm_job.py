@@ -1,6 +1,7 @@
 """A small job for swarm processes: regression with a token-like weight, so that sums and weights both matter.
 
 With an argument, a file, no step is fed before the number in the file allows it: a test decides what happens before which step.
+With `evaluate` after it, the last weights are evaluated.
 """
 
 import sys
@@ -54,5 +55,8 @@ def loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 
 given = [Path(argument) for argument in sys.argv[1:2] if argument.endswith("allowed")]  # a test that imports this has arguments of its own
 data = Data(given[0] if given else None)
-job = atoll.Job(model=Model, loss=loss, data=data, optimizer=optimizer, batch_size=BATCH, steps=STEPS, name="swarm job")
+evaluation = Data(None) if sys.argv[2:3] == ["evaluate"] else None
+job = atoll.Job(
+    model=Model, loss=loss, data=data, optimizer=optimizer, steps=STEPS, batch_size=BATCH, eval_data=evaluation, name="swarm job"
+)
 data.first = {job.samples.index(step * BATCH): step + 1 for step in range(STEPS)}

@@ -34,7 +34,7 @@ def test_old_states_are_forgotten_and_counted_by_their_step(tmp_path: Path) -> N
             for stage in (0, 1):
                 await files.write(Key(0, version, stage), state(version))
         assert files.stored_bytes(10) == 2 * (32 + 5)
-        files.forget_before(10)
+        await files.forget_before(10)
         assert [await files.exists(Key(0, version, 0)) for version in (5, 10, 15)] == [False, True, True]
 
     asyncio.run(use())

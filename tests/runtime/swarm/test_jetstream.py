@@ -132,6 +132,26 @@ def test_a_checkpoint_is_whole_or_not_there(server: NatsServer) -> None:
     asyncio.run(check())
 
 
+def test_old_states_are_removed_and_a_run_that_ended_can_be_opened_again(server: NatsServer) -> None:
+    async def check() -> None:
+        async with connect_jetstream(server.address, "old", "one") as one, connect_jetstream(server.address, "old", "two") as two:
+            await one.checkpoints.forget_before(7)  # of nothing
+            for version in (2, 10):
+                for stage in (0, 1):
+                    await one.checkpoints.write(Key(0, version, stage), torch.zeros(5, dtype=torch.uint8))
+            assert (one.checkpoints.stored_bytes(2), one.checkpoints.stored_bytes(10)) == (10, 10)
+            assert await two.checkpoints.ended() is None
+            await one.checkpoints.end("h:1")
+            await one.checkpoints.forget_before(10)
+            assert [await two.checkpoints.exists(Key(0, version, 1)) for version in (2, 10)] == [False, True]
+            assert await two.checkpoints.ended() == "h:1"
+            await two.checkpoints.reopen()
+            await two.checkpoints.reopen()
+            assert await one.checkpoints.ended() is None
+
+    asyncio.run(check())
+
+
 def test_one_leads_until_it_dies_or_lets_go(server: NatsServer) -> None:
     async def check() -> None:
         async with (

@@ -12,8 +12,10 @@ from atoll.control.journal import Checkpointed, Epoch, Term, decode, replay
 from atoll.control.messages import Committed
 from atoll.errors import PlanError
 from atoll.plan import parse_plan
+from atoll.runtime.run_directory import RunDirectory
 from atoll.runtime.swarm.files import FileJournal
 from atoll.runtime.swarm.resuming import check_same_stages, continue_journal
+from atoll.runtime.swarm.run_files import write_start
 from atoll.runtime.swarm.spec import spec_of
 
 from . import swarm_job
@@ -41,9 +43,9 @@ def test_a_stopped_swarm_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     assert history.checkpoint == Checkpointed(0, history.version)
     assert 2 <= history.version < STEPS
 
-    resumed = continue_journal(path)
+    resumed = asyncio.run(continue_journal(FileJournal(path)))
     assert resumed is not None
-    assert (resumed.committed, resumed.checkpoint, resumed.starts) == (history.version, history.version, 1)
+    assert (resumed.committed, resumed.checkpoint) == (history.version, history.version)
     second = OneProcess(it, [0, 2, 5], 2, 3)
     second.checkpoints = first.checkpoints
     second.journal = FileJournal(path)  # type: ignore[assignment]
@@ -53,6 +55,12 @@ def test_a_stopped_swarm_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     assert [record.version for record in records if isinstance(record, Committed)] == list(range(STEPS))  # no step twice
     second.journal.records = list(records)
     check(second, plain(it))
+
+
+def test_every_start_has_its_number(tmp_path: Path) -> None:
+    """By which those it starts get names that nobody had before."""
+    directory = RunDirectory(tmp_path)
+    assert [write_start(directory, "h:1").number for _ in range(3)] == [0, 1, 2]
 
 
 def test_a_stop_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
@@ -84,9 +92,9 @@ def test_who_leaves_politely_takes_nothing_along() -> None:
 
 def test_a_journal_whose_newest_state_may_be_elsewhere_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    assert continue_journal(path) is None
+    assert asyncio.run(continue_journal(FileJournal(path))) is None
     journal = FileJournal(path)
-    assert continue_journal(path) is None
+    assert asyncio.run(continue_journal(FileJournal(path))) is None
     commits = [Committed(0, version, (1, version), ("a",), 1.0, False, 1.0, 1.0) for version in range(3)]
 
     async def write() -> None:
@@ -95,7 +103,7 @@ def test_a_journal_whose_newest_state_may_be_elsewhere_is_left_alone(tmp_path: P
 
     asyncio.run(write())
     before = path.read_bytes()
-    resumed = continue_journal(path)
+    resumed = asyncio.run(continue_journal(FileJournal(path)))
     assert resumed is not None
     assert (resumed.committed, resumed.checkpoint) == (3, 2)
     assert path.read_bytes() == before

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils.data import default_collate
 
 from tests.runtime.swarm import swarm_job
 from tests.runtime.swarm.nats_server import nats_server, needs_nats
@@ -51,6 +55,38 @@ def test_another_coordinates_when_the_first_is_lost_for_good(tmp_path: Path) -> 
     assert made == list(range(made[0], swarm_job.STEPS + 1))
     assert made[0] <= 5
     check_trained(copy, tmp_path, since=made[0])
+
+
+def test_a_run_on_nats_is_stopped_evaluated_and_resumed(tmp_path: Path) -> None:
+    (tmp_path / "p.plan").write_text(PLAN)
+    run, log, allowed = tmp_path / "run", tmp_path / "log", tmp_path / "allowed"
+    allowed.write_text("3")
+    with nats_server(tmp_path / "nats") as server:
+        begin = ["--plan", str(tmp_path / "p.plan"), "--mode", "swarm", "--nats", server.address, "--out", str(run)]
+        arguments = ["--", str(allowed), "evaluate"]
+        with log.open("w") as out:
+            with subprocess.Popen([*ATOLL, "run", swarm_job.__file__, *begin, *arguments], stdout=out, stderr=out, text=True) as swarm:
+                until(lambda: len(losses_of(run)) == 3, swarm, log)
+                swarm.send_signal(signal.SIGINT)
+                until(lambda: "the run stops after this step" in log.read_text(), swarm, log)
+                allowed.write_text("4")  # "this step" has begun and waits for its samples
+                assert swarm.wait() == 130, log.read_text()
+            allowed.write_text(str(swarm_job.STEPS))
+            command = [*ATOLL, "run", swarm_job.__file__, "--resume", str(run), *arguments]
+            assert subprocess.run(command, stdout=out, stderr=out, timeout=500, check=False).returncode == 0, log.read_text()
+    assert "going on after step 4" in log.read_text()
+    assert not (run / "journal.jsonl").exists()
+    check_trained(run, tmp_path)
+    (found,) = [event for event in events_of(run) if event["event"] == "evaluated"]
+    assert (found["step"], found["loss"]) == (swarm_job.STEPS, pytest.approx(loss_of(load_file(tmp_path / "w.safetensors")), rel=1e-5))
+
+
+def loss_of(weights: dict[str, Tensor]) -> float:
+    model = swarm_job.Model()
+    model.load_state_dict(weights)
+    with torch.no_grad():
+        total, count = swarm_job.loss(model, default_collate([swarm_job.Data(None)[index] for index in range(len(swarm_job.Data(None)))]))
+    return (total / count).item()
 
 
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:

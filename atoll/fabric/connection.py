@@ -75,8 +75,8 @@ class ConnectionEvents(Protocol):
     def on_closed(self, error: FabricError) -> None:
         """The connection is over; its streams were told."""
 
-    def on_settled(self) -> None:
-        """Nothing more happens for now: what was told since the last time can be passed on together."""
+    def on_settled(self, at_once: bool) -> None:
+        """Nothing more happens for now: what was told since the last time can be passed on together, or now if the loop itself settles."""
 
 
 class Connection:
@@ -147,6 +147,11 @@ class Connection:
     def bulk_waiting(self) -> bool:
         """Whether what is to be sent is more than a few small frames."""
         return self._queue.bulk_waiting or any(frame.bulk for frame in self._pending)
+
+    @property
+    def bulk_arriving(self) -> bool:
+        """Whether a message of bulk is on its way in."""
+        return self._arriving > 0
 
     def due_seconds(self, now: float) -> float | None:
         """In how long something can be sent: at once, or not before something happens."""
@@ -235,9 +240,9 @@ class Connection:
             self._events.on_state(self._verdict)
         self._events.on_closed(error)
 
-    def settle(self) -> None:
-        """The carrier is about to sleep or to let go of the connection."""
-        self._events.on_settled()
+    def settle(self, at_once: bool = False) -> None:
+        """The carrier is about to sleep or to let go of the connection. `at_once`: it is the event loop, with nothing of its own to end."""
+        self._events.on_settled(at_once)
 
     # ---- for the layer above
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from atoll.errors import FabricError, FrameError, RefusedError
@@ -56,6 +57,8 @@ class Link:
         self._overdue = 0
         self._timer: asyncio.TimerHandle | None = None
         self._owner = owner
+        self._read: list[IncomingMessage] = []  # whose credit goes back with what is done next
+        self._read_cost = 0
         self._posts: deque[tuple[Callable[..., Any], tuple[object, ...]]] = deque()  # for the loop, told by whoever drives the connection
 
     def start(self, wire: Wire) -> None:
@@ -88,7 +91,11 @@ class Link:
     def submit(self, action: Callable[[], None]) -> None:
         """Has the connection's owner do something."""
         assert self.wire is not None
-        self.wire.submit(action)
+        if self._read:
+            self.wire.submit(partial(self._give_back, self._read, action))
+            self._read, self._read_cost = [], 0
+        else:
+            self.wire.submit(action)
 
     def open(self, method: str, timeout_seconds: float, payload: Payload, *, end: bool) -> Inbox:
         """Begins a call; returns where its answers come."""
@@ -138,9 +145,19 @@ class Link:
         self.submit(lambda: self.connection.cancel(inbox.stream, reason))
 
     def taken(self, message: IncomingMessage) -> None:
-        """A message is in its reader's hands."""
-        if not message.taken:
+        """A message is in its reader's hands. Small ones that end their streams are given back together: nobody waits for their credit."""
+        if message.taken:
+            return
+        if message.end and not message.bulk and self._read_cost < self.connection.settings.control_window_bytes // 8:
+            self._read.append(message)
+            self._read_cost += message.cost
+        else:
             self.submit(lambda: self.connection.taken(message))
+
+    def _give_back(self, messages: list[IncomingMessage], then: Callable[[], None]) -> None:
+        for message in messages:
+            self.connection.taken(message)
+        then()
 
     def let_go(self, inbox: Inbox) -> None:
         """Gives back the credit of what nobody reads any more."""
@@ -201,11 +218,19 @@ class Link:
             self._timer.cancel()
         self._owner.closed(self, error)
 
-    def on_settled(self) -> None:
+    def on_settled(self, at_once: bool) -> None:
         """Wakes the loop once for all that happened, as the last thing before whoever drives the connection sleeps."""
-        if self._posts:
+        if at_once:
+            self._pass_on()
+        elif self._posts:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                self.loop.call_soon_threadsafe(self._pass_on)
+                (self.loop.call_soon if self._in_loop() else self.loop.call_soon_threadsafe)(self._pass_on)
+
+    def _in_loop(self) -> bool:
+        try:
+            return asyncio.get_running_loop() is self.loop
+        except RuntimeError:
+            return False
 
     def _post(self, function: Callable[..., Any], *arguments: object) -> None:
         self._posts.append((function, arguments))

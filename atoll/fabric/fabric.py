@@ -47,7 +47,8 @@ _MOST_STRANGERS = 512
 class Fabric(LinkOwner):
     """This process among its peers. Close it (or use `with`): then no thread, task or file of it is left.
 
-    `identify(hello, certificate)` may refuse a peer, `authorise(role, method)` a call; both raise RefusedError and run outside the loop.
+    `identify(hello, certificate)` may refuse a peer, `authorise(role, method)` a call; both raise RefusedError, must be quick,
+    and run in the loop or in a connection's thread.
     `role_message_bytes` bounds what peers of a role may send at once. `observer` is told as Events, in the loop, what becomes of peers.
     """
 
@@ -85,6 +86,8 @@ class Fabric(LinkOwner):
         self._listeners: list[Listener] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._started_at = time.monotonic()
+        self._closing = False
+        self._submitting, self._ending = threading.Lock(), threading.Lock()
         self._loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run_loop, name=f"fabric loop {name}", daemon=True)
         self.thread.start()
@@ -108,7 +111,7 @@ class Fabric(LinkOwner):
         Given `name` or `role`, anybody else found there is refused. `dial` makes the wire where it is not the carrier's to make.
         """
         if dial is None and "," in address:
-            dial = self._in_turn(address.split(","))
+            dial = self._in_turn([one.strip() for one in address.split(",") if one.strip()] or [address])
 
         async def connect() -> Remote:
             remote = Remote(self, address, self._backoff, self._deadlines, expected=Expected(name, role), dial=dial)
@@ -148,21 +151,34 @@ class Fabric(LinkOwner):
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Runs a coroutine in the fabric's loop and waits for it."""
         assert threading.current_thread() is not self.thread, "run would wait for itself; await it"
-        return self.submit(coroutine).result()
+        return self.result_of(self.submit(coroutine))
+
+    def result_of(self, future: "concurrent.futures.Future[Result]") -> Result:
+        """Waits for what `submit` gave; FabricError where the fabric was closed before it ended."""
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            if self._closing:
+                raise FabricError(f"the fabric of {self.name} was closed meanwhile") from None
+            raise
 
     def submit(self, coroutine: Coroutine[Any, Any, Result]) -> "concurrent.futures.Future[Result]":
-        """Runs a coroutine in the fabric's loop; a future of its result."""
-        if self._loop.is_closed():
-            coroutine.close()
-            raise FabricError(f"the fabric of {self.name} is closed")
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """Runs a coroutine in the fabric's loop; a future of its result, cancelled when the fabric is closed first."""
+        with self._submitting:  # what is let through here is there when closing looks for what to cancel
+            if not self._closing:
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        coroutine.close()
+        raise FabricError(f"the fabric of {self.name} is closed")
 
     def close(self) -> None:
         """Says goodbye to every peer and ends all threads and tasks. Calls under way fail. Closing again does nothing."""
-        if not self._loop.is_closed() and self.thread.is_alive():
-            self.run(self._shut_down())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self.thread.join()
+        with self._ending:
+            with self._submitting:
+                before, self._closing = self._closing, True
+            if not before:
+                asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self.thread.join()
 
     def __enter__(self) -> Self:
         return self
@@ -209,10 +225,14 @@ class Fabric(LinkOwner):
         if len(self._strangers) >= _MOST_STRANGERS:
             return False
         link = Link(self.settings, self, self._loop, dialled=False)
+        try:
+            wire = make_wire(link.connection)
+        except OSError:  # no descriptors left: whoever dialled tries again
+            return False
         self._links.add(link)
         text = f"it connected and did not say who it is within {_HELLO_SECONDS:.0f} s"
         self._strangers[link] = self._loop.call_later(_HELLO_SECONDS, lambda: link.refuse(RefusedError(text)))
-        link.start(make_wire(link.connection))
+        link.start(wire)
         return True
 
     # ---- for remotes
@@ -224,11 +244,12 @@ class Fabric(LinkOwner):
         return self._read[function]
 
     def new_link(self, address: str, remote: Remote) -> Link:
-        """A link that begins to connect to a remote."""
+        """A link that begins to connect to a remote. FabricError: it never can. OSError: this process has no descriptors left."""
         link = Link(self.settings, self, self._loop, dialled=True)
+        wire = self._carrier.dial(address, link.connection, self._loop) if remote.dial is None else remote.dial(link.connection)
         self._remotes[link] = remote
         self._links.add(link)
-        link.start(self._carrier.dial(address, link.connection, self._loop) if remote.dial is None else remote.dial(link.connection))
+        link.start(wire)
         return link
 
     def retried(self, peer: str, attempt: int, delay_seconds: float | None, reason: str) -> None:
@@ -257,7 +278,13 @@ class Fabric(LinkOwner):
             raise RefusedError(f"{self.name} has no method {method!r}; it has {', '.join(sorted(self._methods)) or 'none'}")
         if self._authorise is not None:
             assert link.connection.peer is not None
-            self._authorise(link.connection.peer.role, method)
+            try:
+                self._authorise(link.connection.peer.role, method)
+            except RefusedError:
+                raise
+            except Exception as error:  # who cannot decide does not allow
+                why = f"{type(error).__name__}: {error}"
+                raise RefusedError(f"{method}: {self.name} could not decide whether it is allowed: {why}") from None
 
     def called(self, link: Link, inbox: Inbox, method: str, timeout_seconds: float) -> None:
         """Serves a call in a task of its own."""

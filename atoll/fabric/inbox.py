@@ -13,13 +13,15 @@ __all__ = ["Inbox"]
 class Inbox:
     """A StreamHandler whose other side lives in an event loop. Its length is bounded by the stream's window."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, post: Callable[..., None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, post: Callable[..., None], discard: Callable[[IncomingMessage], None]) -> None:
         self.stream = 0  # known once the call was opened
         self.announced: Callable[[int], None] | None = None  # told in the loop when a large message begins
         self.failed: Callable[[FabricError], None] | None = None  # told in the loop when the stream fails
         self.begin: Callable[[], None] | None = None  # told in the loop with the first message
         self._loop = loop
         self._post = post  # has the loop call something soon
+        self._discard = discard  # told in the loop of what comes when nobody reads any more
+        self._left = False
         self._items: deque[IncomingMessage | FabricError | None] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._over = False
@@ -62,12 +64,16 @@ class Inbox:
         self._put(error)
 
     def unread(self) -> list[IncomingMessage]:
-        """Takes everything out, so that its credit can be given back."""
+        """Takes everything out, so that its credit can be given back. What comes later is discarded."""
+        self._left = True
         messages = [item for item in self._items if isinstance(item, IncomingMessage)]
         self._items.clear()
         return messages
 
     def _put(self, item: IncomingMessage | FabricError | None) -> None:
+        if self._left and isinstance(item, IncomingMessage):
+            self._discard(item)
+            return
         self._items.append(item)
         if self.begin is not None and isinstance(item, IncomingMessage):
             begin, self.begin = self.begin, None

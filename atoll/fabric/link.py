@@ -99,7 +99,7 @@ class Link:
 
     def open(self, method: str, timeout_seconds: float, payload: Payload, *, end: bool) -> Inbox:
         """Begins a call; returns where its answers come."""
-        inbox = Inbox(self.loop, self._post)
+        inbox = Inbox(self.loop, self._post, self.taken)
 
         def begin() -> None:
             try:
@@ -148,7 +148,7 @@ class Link:
         """A message is in its reader's hands. Small ones that end their streams are given back together: nobody waits for their credit."""
         if message.taken:
             return
-        if message.end and not message.bulk and self._read_cost < self.connection.settings.control_window_bytes // 8:
+        if message.end and not message.bulk and self._read_cost + message.cost <= self.connection.settings.control_window_bytes // 8:
             self._read.append(message)
             self._read_cost += message.cost
         else:
@@ -178,7 +178,7 @@ class Link:
         except RefusedError as error:
             self._post(self._owner.refused, self, method, str(error))
             raise
-        inbox = Inbox(self.loop, self._post)
+        inbox = Inbox(self.loop, self._post, self.taken)
         inbox.stream = stream
         inbox.begin = lambda: self._owner.called(self, inbox, method, timeout_seconds)
         return inbox
@@ -201,6 +201,8 @@ class Link:
         """Tells the detector how many calls are late, once a heart-beat."""
         if self.over.done():
             return
+        if self._read:
+            self.submit(lambda: None)  # nothing else was done since: their credit goes back now
         now = self.loop.time()
         late = sum(when < now for when in self.overdue_at.values())
         if late != self._overdue:

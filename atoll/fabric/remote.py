@@ -44,6 +44,9 @@ class RemoteOwner(Protocol):
     def submit(self, coroutine: Coroutine[Any, Any, Result]) -> "concurrent.futures.Future[Result]":
         """Runs a coroutine in the fabric's loop."""
 
+    def result_of(self, future: "concurrent.futures.Future[Result]") -> Result:
+        """Waits for what `submit` gave."""
+
     @property
     def thread(self) -> threading.Thread:
         """Where that loop runs."""
@@ -178,7 +181,7 @@ class Remote:
     ) -> Reply:
         """As `call`, for code outside the loop: waits for the reply."""
         assert threading.current_thread() is not self._owner.thread, "call_sync would wait for itself; use `await remote.call` in the loop"
-        return self.call_soon(method, request, timeout_seconds=timeout_seconds).result()
+        return self._owner.result_of(self.call_soon(method, request, timeout_seconds=timeout_seconds))
 
     def call_soon(
         self,
@@ -214,13 +217,15 @@ class Remote:
         assert self.address is not None
         failures = 0
         while True:
-            link = self._owner.new_link(self.address, self)
             try:
-                error = await asyncio.shield(link.over)
-            except asyncio.CancelledError:
-                link.close("the fabric was closed")
-                raise
-            failures = 1 if link.connection.peer is not None else failures + 1
+                error, greeted = await self._hold(self.address)
+            except OSError as problem:
+                error, greeted = PeerLostError(problem.strerror or str(problem)), False
+            except FabricError as problem:
+                self._owner.retried(self.name, failures + 1, None, str(problem))
+                self._give_up(problem)
+                return
+            failures = 1 if greeted else failures + 1
             refused = isinstance(error, (RefusedError, FrameError))
             delay = None if refused else self._backoff.delay_seconds(failures, self._owner.random())
             self._owner.retried(self.name, failures, delay, str(error))
@@ -228,6 +233,15 @@ class Remote:
                 self._give_up(error if refused else PeerLostError(f"{self.name} was given up after {failures} attempts: {error}"))
                 return
             await asyncio.sleep(delay)
+
+    async def _hold(self, address: str) -> tuple[FabricError, bool]:
+        """One connection, from its beginning to its end: why it ended, and whether the peer was there."""
+        link = self._owner.new_link(address, self)
+        try:
+            return await asyncio.shield(link.over), link.connection.peer is not None
+        except asyncio.CancelledError:
+            link.close("the fabric was closed")
+            raise
 
     def attach(self, link: Link) -> None:
         """The peer is there over this link."""

@@ -64,12 +64,13 @@ class OutgoingMessage:
         on_sent: Callable[[], None] | None = None,
         *,
         tensors: int = 0,
+        free: bool = False,
     ) -> None:
         self.stream = stream
         self.head = head
         self.buffers = [buffer for buffer in buffers if len(buffer)]
         self.bulk = bool(self.buffers)
-        self.cost = cost_of(size_bytes, tensors)
+        self.cost = 0 if free else cost_of(size_bytes, tensors)  # free: the protocol's own, which no reader gives back
         self.on_sent = on_sent
 
     def take_chunk(self, size_bytes: int) -> list[bytes | memoryview]:

@@ -50,7 +50,10 @@ class IncomingMessage:
         self.bulk = bulk
         self.end = header.end
         self.taken = False  # whether its credit was given back
-        self.payload = bytearray(header.payload_bytes)
+        try:
+            self.payload = bytearray(header.payload_bytes)
+        except MemoryError:
+            raise FrameError(f"stream {stream}: a message of {size_bytes} bytes, for which there is no memory") from None
         self.tensors: list[torch.Tensor] = []
         self._sinks = [memoryview(self.payload)]
         for tensor_header in header.tensors:

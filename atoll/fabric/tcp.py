@@ -7,6 +7,7 @@ call then wakes no thread but the loop's. The pump's thread still reads once a h
 
 import asyncio
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -39,6 +40,7 @@ _MOST_AWAITED_BYTES = 256 * 1024  # to arrive before the thread is woken
 _FEWEST_AWAITED_BYTES = 8 * 1024  # for which asking the kernel to wait is worth a call
 _LAST_WORDS_SECONDS = 1.0
 _QUIET_SECONDS = 0.05  # without bulk, after which the event loop listens
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _LOOP_BYTES = 64 * 1024  # read by the event loop at a time
 _TCP_NOTSENT_LOWAT = 25
 _TCP_INFO_LAST_ACK = 56  # where tcp_info keeps the milliseconds since an acknowledgement came (Linux, uapi/linux/tcp.h)
@@ -96,6 +98,7 @@ class TcpPump:
         self._read, self._write = self._read_plain, self._write_plain
         self._loop = loop
         self._loop_listens = False  # the thread need not
+        self._polls = True  # the thread's poll() is about to wait for bytes
         self._registered = False  # with the loop; changed there only
         self._asked = False  # the loop, to listen
         self._busy_at = -_QUIET_SECONDS  # when bulk was last under way
@@ -133,8 +136,8 @@ class TcpPump:
                 self._act()
                 if not self.connection.bulk_waiting and self._outlet.waiting:
                     self._write(self._sock)
-            except (FabricError, OSError) as error:
-                self._failure = error
+            except Exception as error:
+                self._failure = _failure(error)
             if self._failure is not None or self.connection.finishing or self._outlet.due_seconds(self._clock()) is not None:
                 self._wake()
 
@@ -163,8 +166,9 @@ class TcpPump:
         self._wake()
 
     def _stop_listening(self) -> None:
-        if self._registered and self._loop is not None and self._sock is not None:
-            self._loop.remove_reader(self._sock)
+        sock = self._sock
+        if self._registered and self._loop is not None and sock is not None:
+            self._loop.remove_reader(sock)
             self._registered = False
         self._loop_listens = False
 
@@ -181,8 +185,8 @@ class TcpPump:
                 self._act()
                 if self._outlet.waiting and not self._busy():
                     self._write(self._sock)
-            except (FabricError, OSError) as error:
-                self._failure = error
+            except Exception as error:
+                self._failure = _failure(error)
             if self._busy() or self._failure is not None or self.connection.finishing:
                 self._stop_listening()
                 self._wake()
@@ -232,6 +236,8 @@ class TcpPump:
             ended = PeerLostError(f"{error.strerror}: its process ended or was killed, or it closed the connection unread")
         except OSError as error:
             ended = PeerLostError(error.strerror or str(error) or type(error).__name__)
+        except Exception as error:  # what is arriving can no longer be told from what was lost
+            ended = FabricError(f"an error in this process: {type(error).__name__}: {error}")
         finally:
             if sock is not None:
                 self._release(sock)
@@ -264,7 +270,8 @@ class TcpPump:
                 if connection.finishing:
                     return self._last_words(sock)
                 self._share(now)
-                events = (0 if self._loop_listens else select.POLLIN) | (select.POLLOUT if blocked else 0)
+                self._polls = not self._loop_listens
+                events = (select.POLLIN if self._polls else 0) | (select.POLLOUT if blocked else 0)
                 if events != wanted:
                     poll.register(sock, events) if events else poll.unregister(sock)
                     wanted = events
@@ -308,7 +315,7 @@ class TcpPump:
         """Waits for the socket or a wake-up. Meanwhile the turn is free: whoever submits something may send it."""
         self._woken = False
         self.connection.settle()
-        if self._actions:
+        if self._actions or self._polls == self._loop_listens:  # what woke it in between left no byte in the pipe
             return []
         self._turn.release()
         try:
@@ -442,6 +449,13 @@ def _record(parts: list[memoryview]) -> memoryview:
     return memoryview(joined)
 
 
+def _failure(error: Exception) -> FabricError | OSError:
+    """What ends the connection: the error itself where it is of a kind that may happen."""
+    if isinstance(error, (FabricError, OSError)):
+        return error
+    return FabricError(f"an error in this process: {type(error).__name__}: {error}")
+
+
 def _acknowledged(sock: socket.socket, now: float, connection: Connection) -> bool | None:
     """Whether the peer's kernel answered lately. Asked only when nothing else is heard, and only Linux tells."""
     silence = now - connection.detector.last_heard
@@ -513,7 +527,9 @@ class TcpCarrier:
         def incoming() -> None:
             try:
                 sock, peer_address = listening.accept()
-            except OSError:  # it left again, or there are no file descriptors: whoever dialled tries again
+            except OSError as error:  # it left again, or there are no descriptors: whoever dialled tries again
+                if error.errno in _EXHAUSTED:  # it would be told again at once, and at once again
+                    listener.pause()
                 return
 
             def establish(pump: TcpPump) -> socket.socket:
@@ -523,8 +539,8 @@ class TcpCarrier:
             if not accept(lambda connection: self._pump(connection, establish, loop, peer_address[0])):
                 sock.close()
 
-        loop.add_reader(listening, incoming)
-        return _TcpListener(listening, loop)
+        listener = _TcpListener(listening, loop, incoming)
+        return listener
 
     def _take(self, sock: socket.socket) -> socket.socket:
         """Shakes hands with whoever dialled; PeerLostError if it only wanted something at the door."""
@@ -572,11 +588,23 @@ def _written(host: str, port: int) -> str:
 class _TcpListener:
     """A listening socket in an event loop."""
 
-    def __init__(self, listening: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
-        self._listening, self._loop = listening, loop
+    def __init__(self, listening: socket.socket, loop: asyncio.AbstractEventLoop, incoming: Callable[[], None]) -> None:
+        self._listening, self._loop, self._incoming = listening, loop, incoming
+        self._pausing: asyncio.TimerHandle | None = None
         self.address = _written(*listening.getsockname()[:2])
+        self._go_on()
+
+    def _go_on(self) -> None:
+        self._loop.add_reader(self._listening, self._incoming)
+
+    def pause(self) -> None:
+        """Accepts nobody for a second."""
+        self._loop.remove_reader(self._listening)
+        self._pausing = self._loop.call_later(1.0, self._go_on)
 
     def close(self) -> None:
         """Accepts no more."""
+        if self._pausing is not None:
+            self._pausing.cancel()
         self._loop.remove_reader(self._listening)
         self._listening.close()

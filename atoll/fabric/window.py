@@ -22,7 +22,7 @@ class Window:
 
     def admits(self, cost: int) -> bool:
         """Whether a message may go now."""
-        return self.used_bytes == 0 or self.used_bytes + cost <= self.limit_bytes
+        return not cost or self.used_bytes == 0 or self.used_bytes + cost <= self.limit_bytes
 
     def take(self, cost: int) -> None:
         """A message goes."""

@@ -31,7 +31,8 @@ def authority(
     there = (directory / "authority" / "authority.key").exists()
     opened = Authority.open(directory) if there or revoke is not None else Authority.create(directory)
     if revoke is not None:
-        print(f"{revoke}: {opened.revoke(revoke, reason)} certificates revoked")
+        count = opened.revoke(revoke, reason)
+        print(f"{revoke}: {count} certificate{'s' * (count != 1)} revoked; the token it enrolled with lets nobody in any more")
         return
     try:
         seconds = parse_seconds(lifetime)

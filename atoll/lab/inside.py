@@ -50,11 +50,15 @@ def _host(arguments: list[str]) -> None:
     with open(f"{_NETWORKS}/{setup['network']}") as network:
         _set_namespace(network.fileno())
     _unshare(_NEW_MOUNTS | _NEW_NAMES | _NEW_PIDS)
+    told, tell = os.pipe()
     first = os.fork()
     if first:
         _say(str(first))
+        os.close(tell)
         os.waitpid(first, 0)
         return
+    os.close(tell)
+    os.read(told, 1)  # its number is said before it says anything itself
     _call("prctl", _DIE_WITH_PARENT, signal.SIGKILL)
     socket.sethostname(setup["name"])
     _mount("none", "/", None, _RECURSIVE | _PRIVATE)  # `ip netns` shares what it mounts

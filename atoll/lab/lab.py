@@ -368,9 +368,9 @@ class Lab:
         def act() -> None:
             try:
                 action()
-            except AtollError as error:
+            except Exception as error:  # in a timer's thread nobody else would hear of it
                 if not self._closed:
-                    self.problems.append(str(error))
+                    self.problems.append(str(error) if isinstance(error, AtollError) else f"{type(error).__name__}: {error}")
 
         timer = _Timer(seconds, act, revives)
         timer.daemon = True

@@ -13,6 +13,7 @@ import mmap
 import os
 import random
 import resource
+import shutil
 import struct
 import subprocess
 import sys
@@ -208,6 +209,8 @@ def report(inputs: int, seed: int, engine: str) -> int:
     )
     for path in crashes:
         print(f"crashed: {path}")
+    if not crashes:
+        shutil.rmtree(folder)
     return 0 if child.returncode == 0 and not hung and not crashes and done >= inputs else 1
 
 

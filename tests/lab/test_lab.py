@@ -166,6 +166,9 @@ def test_killing_a_host_ends_all_of_it_and_it_boots_again(lab: Lab) -> None:
         lab.start("rome-1", ["true"])
     lab.restore("rome-1")
     assert booted == ["rome-1"]
+    for _ in range(4):  # whichever of the two processes that make a host is the first to speak
+        lab.kill("rome-1")
+        lab.restore("rome-1")
     assert lab.run("rome-1", ["hostname"]) == "rome-1\n"
     lab.booted = None
 

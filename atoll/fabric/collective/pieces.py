@@ -60,7 +60,8 @@ class FilePieces:
     What the list names is verified again at the beginning, as a crash may have come between a piece and its bytes on disk.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path | str) -> None:
+        directory = Path(directory)
         self._data_path, self._list_path = directory / "pieces.bin", directory / "pieces.txt"
         self._manifest: StateManifest | None = None
         self._data = torch.empty(0, dtype=torch.uint8)

@@ -60,9 +60,9 @@ class Authority:
         self._ledger = LedgerFile(directory / "ledger.json")
 
     @staticmethod
-    def create(run_directory: Path, *, clock: Callable[[], float] = time.time) -> "Authority":
+    def create(run_directory: Path | str, *, clock: Callable[[], float] = time.time) -> "Authority":
         """A new one in a run's directory; FabricError if there is one already."""
-        directory = run_directory / "authority"
+        directory = Path(run_directory) / "authority"
         if (directory / "authority.key").exists():
             raise FabricError(f"{directory}: there is an authority already; a run has one, so open it or choose a new directory")
         make_private_directory(directory)
@@ -76,9 +76,9 @@ class Authority:
         return authority
 
     @staticmethod
-    def open(run_directory: Path, *, clock: Callable[[], float] = time.time) -> "Authority":
+    def open(run_directory: Path | str, *, clock: Callable[[], float] = time.time) -> "Authority":
         """The one that is there; FabricError if there is none, or if its key can be read by others."""
-        directory = run_directory / "authority"
+        directory = Path(run_directory) / "authority"
         key = load_private_key(read_private(directory / "authority.key"), directory / "authority.key")
         try:
             certificate = x509.load_pem_x509_certificate(read_private(directory / "authority.crt"))
@@ -125,14 +125,14 @@ class Authority:
             key = read_request(request)
             ledger.check_new(check_name(name), key_digest(key), now)
             token.uses_left -= 1
-            return self._certify(ledger, key, Identity(self.run, token.role, name), now)
+            return self._certify(ledger, key, Identity(self.run, token.role, name), now, token_id)
 
     def renew(self, name: str, role: str, request: bytes) -> Certified:
         """A new certificate for a member that proved, by TLS, to be who it is; same name and role."""
         now = self._clock()
         with self._ledger.change(now) as ledger:
-            ledger.check_renewable(name, role, now)
-            return self._certify(ledger, read_request(request), Identity(self.run, check_role(role), name), now)
+            token = ledger.check_renewable(name, role, now).token
+            return self._certify(ledger, read_request(request), Identity(self.run, check_role(role), name), now, token)
 
     def credentials(self, name: str = "coordinator", role: Role = "coordinator") -> Credentials:
         """For a process that has this directory open: it needs no token."""
@@ -141,16 +141,19 @@ class Authority:
             issued = self._certify(ledger, key.public_key(), Identity(self.run, role, check_name(name)), now)
         return Credentials(key, issued.certificate, self.certificate_der, now=now)
 
-    def _certify(self, ledger: Ledger, key: Ed25519PublicKey, identity: Identity, now: float) -> Certified:
+    def _certify(self, ledger: Ledger, key: Ed25519PublicKey, identity: Identity, now: float, token: str = "") -> Certified:
         certificate = make_certificate(self.certificate, self._key, key, identity, now, self.certificate_seconds)
         serial, expires = f"{certificate.serial_number:x}", certificate.not_valid_after_utc.timestamp()
-        ledger.issued.append(Issued(serial, identity.name, identity.role, key_digest(key), expires))
+        ledger.issued.append(Issued(serial, identity.name, identity.role, key_digest(key), expires, token))
         return Certified(certificate.public_bytes(Encoding.DER), identity, serial, expires - now)
 
     # ---- revocation
 
     def revoke(self, name: str, reason: str) -> int:
-        """Shuts a member out; returns how many certificates it had. Whoever serves this authority tells the members within a second."""
+        """Shuts a member out, and whoever else would enrol with its token; returns how many certificates it had.
+
+        Whoever serves this authority tells the members within a second.
+        """
         now = self._clock()
         with self._ledger.change(now) as ledger:
             return ledger.revoke(name, reason, now)

@@ -15,6 +15,7 @@ from atoll.fabric.security.files import read_private, write_private
 from atoll.fabric.security.identity import Role
 from atoll.fabric.security.revocations import Revocations, Revoked
 from atoll.fabric.security.token import secret_digest
+from atoll.units import format_seconds
 
 __all__ = ["Issued", "Ledger", "LedgerFile", "TokenRecord"]
 
@@ -30,6 +31,7 @@ class TokenRecord(msgspec.Struct):
     uses: int
     uses_left: int
     expires_unix_seconds: float
+    cancelled: bool = False  # somebody who enrolled with it was shut out
 
 
 class Issued(msgspec.Struct, frozen=True):
@@ -40,6 +42,7 @@ class Issued(msgspec.Struct, frozen=True):
     role: Role
     key_digest: str
     expires_unix_seconds: float
+    token: str = ""  # with which its member enrolled
 
 
 class Ledger(msgspec.Struct):
@@ -55,6 +58,8 @@ class Ledger(msgspec.Struct):
         same = hmac.compare_digest(secret_digest(secret), _NOBODY if record is None else record.digest)
         if record is None or not same:
             raise RefusedError("the token is not one that this run's authority issued")
+        if record.cancelled:
+            raise RefusedError("the token was cancelled: a member that enrolled with it was shut out; ask for a new one")
         if now >= record.expires_unix_seconds:
             raise RefusedError(f"the token expired {now - record.expires_unix_seconds:.0f} s ago; ask for a new one")
         if not record.uses_left:
@@ -67,24 +72,27 @@ class Ledger(msgspec.Struct):
             if issued.key_digest == key_digest:
                 raise RefusedError("this enrolment was made before: its key has a certificate already. A new one needs a new key")
             if issued.name == name and issued.expires_unix_seconds > now and not self.is_revoked(issued):
-                left = issued.expires_unix_seconds - now
-                raise RefusedError(f"the name {name!r} is taken by a member whose certificate ends in {left:.0f} s; choose another name")
+                left = format_seconds(issued.expires_unix_seconds - now)
+                raise RefusedError(f"the name {name!r} belongs to a member whose certificate ends in {left}; choose another name")
 
-    def check_renewable(self, name: str, role: str, now: float) -> None:
-        """A member that still is one."""
-        own = [issued for issued in self.issued if issued.name == name and issued.role == role and not self.is_revoked(issued)]
-        if not any(issued.expires_unix_seconds > now for issued in own):
-            raise RefusedError(f"{name} has no certificate of this run that is valid; it must enrol with a token")
+    def check_renewable(self, name: str, role: str, now: float) -> Issued:
+        """A member that still is one: the certificate it has."""
+        for issued in self.issued:
+            if issued.name == name and issued.role == role and issued.expires_unix_seconds > now and not self.is_revoked(issued):
+                return issued
+        raise RefusedError(f"{name} has no certificate of this run that is valid; it must enrol with a token")
 
     def is_revoked(self, issued: Issued) -> bool:
         """Whether it was shut out."""
         return any(entry.serial == issued.serial for entry in self.revocations.entries)
 
     def revoke(self, name: str, reason: str, now: float) -> int:
-        """Shuts out every certificate a member has; returns how many those are."""
+        """Shuts out every certificate a member has, and cancels the token it enrolled with; returns how many certificates those are."""
         serials = [item for item in self.issued if item.name == name and item.expires_unix_seconds > now and not self.is_revoked(item)]
         if not serials:
             raise RefusedError(f"no member {name!r} has a certificate that is valid")
+        for token in {item.token for item in serials} & self.tokens.keys():
+            self.tokens[token].cancelled = True
         kept = tuple(entry for entry in self.revocations.entries if entry.expires_unix_seconds > now - _REMEMBER_SECONDS)
         new = tuple(Revoked(item.serial, name, reason, now, item.expires_unix_seconds) for item in serials)
         self.revocations = Revocations(self.revocations.number + 1, kept + new)

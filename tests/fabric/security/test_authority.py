@@ -48,7 +48,8 @@ def test_a_key_that_others_may_read_is_not_used(tmp_path: Path) -> None:
 def test_an_authority_outlives_its_process(tmp_path: Path) -> None:
     first = Authority.create(tmp_path)
     token = first.issue_token("feeder", uses=2)
-    enrolled(first, token, "one")
+    enrolled(first, token, "zero")
+    enrolled(first, first.issue_token("feeder"), "one")
     first.revoke("one", "gone")
     again = Authority.open(tmp_path)
     assert again.run == first.run
@@ -56,7 +57,7 @@ def test_an_authority_outlives_its_process(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="used up"):
         enrolled(again, token, "three")
     assert [entry.name for entry in again.revocations().entries] == ["one"]
-    assert {member.name for member in again.members()} == {"two"}
+    assert {member.name for member in again.members()} == {"zero", "two"}
     with pytest.raises(FabricError, match="there is an authority already"):
         Authority.create(tmp_path)
     with pytest.raises(FabricError, match=r"authority.key: cannot read it: No such file"):
@@ -116,6 +117,18 @@ def test_only_members_renew_and_revoked_ones_do_not(tmp_path: Path) -> None:
     now[0] += 3601
     with pytest.raises(RefusedError, match="has no certificate of this run that is valid"):
         authority.renew("rome", "worker", request())
+
+
+def test_who_was_shut_out_does_not_come_back_with_the_same_token(tmp_path: Path) -> None:
+    authority = Authority.create(str(tmp_path))
+    shared, other = authority.issue_token(uses=5), authority.issue_token(uses=5)
+    enrolled(authority, shared, "rome")
+    authority.renew("rome", "worker", request())
+    authority.revoke("rome", "it sent wrong gradients")
+    for name in ("rome", "oslo"):
+        with pytest.raises(RefusedError, match="the token was cancelled: a member that enrolled with it was shut out"):
+            enrolled(authority, shared, name)
+    enrolled(authority, other, "oslo")
 
 
 def test_a_ledger_forgets_what_ended_long_ago(tmp_path: Path) -> None:

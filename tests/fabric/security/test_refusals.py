@@ -198,9 +198,9 @@ def test_nonsense_at_the_door_is_refused(run: Run, message: bytes, said: str) ->
 
 def test_a_name_that_is_taken_is_refused_and_the_token_stays_good(run: Run) -> None:
     token = run.authority.issue_token()
-    with pytest.raises(RefusedError, match="the name 'honest' is taken"):
+    with pytest.raises(RefusedError, match="the name 'honest' belongs to a member"):
         enrol(run.address, token, "honest")
-    with pytest.raises(RefusedError, match="the name 'coordinator' is taken"):
+    with pytest.raises(RefusedError, match="the name 'coordinator' belongs to a member"):
         enrol(run.address, token, "coordinator")
     with pytest.raises(RefusedError, match="is no name for a member"):
         enrol(run.address, token, "../etc")

@@ -111,7 +111,8 @@ def reaction(number: int, changes: Sequence[tuple[float, str]], decided: Sequenc
         "reaction s": first.at - at if first else "none",
         "from": first.before if first else "",
         "to": first.codec if first else "",
-        "all links after s": max(one.at for one in after) - at if after else "none",
+        "links that followed": len({(one.host, one.link) for one in after}),
+        "the last of them after s": max(one.at for one in after) - at if after else "none",
         "median round s": statistics.median(seconds) if seconds else "",
     }
 

@@ -79,7 +79,11 @@ class Collective(Peers):
         """
         self._rounds.check_new(plan.id)
         begin = self.clock()
-        round_ = Round(plan, self.name, buffer, self, self.codecs, self._work, out, feedback)
+        try:
+            round_ = Round(plan, self.name, buffer, self, self.codecs, self._work, out, feedback)
+        except FabricError as error:
+            self._rounds.refuse(plan.id, str(error))
+            raise
         self._rounds.begin(round_)
         try:
             reduction = await round_.run()

@@ -22,11 +22,23 @@ class RoundTable:
         self.known: dict[str, Round] = {}
         self._keep = keep
         self._ended: dict[str, None] = {}  # oldest first
+        self._refused: dict[str, str] = {}  # why, oldest first
         self._begun = asyncio.Event()
 
     def begin(self, round_: Round) -> None:
         """A round begins here."""
         self.known[round_.plan.id] = round_
+        self._refused.pop(round_.plan.id, None)
+        self._wake()
+
+    def refuse(self, round_id: str, reason: str) -> None:
+        """It cannot begin here as it was asked for: whoever waits for it is told."""
+        self._refused[round_id] = reason
+        while len(self._refused) > _MOST_ENDED:
+            del self._refused[next(iter(self._refused))]
+        self._wake()
+
+    def _wake(self) -> None:
         self._begun.set()
         self._begun = asyncio.Event()
 
@@ -51,6 +63,8 @@ class RoundTable:
                 while round_id not in self.known:
                     if round_id in self._ended:
                         raise RefusedError(f"round {round_id} is over here and forgotten")
+                    if round_id in self._refused:
+                        raise RefusedError(f"it did not begin there: {self._refused[round_id]}")
                     begun = self._begun
                     await begun.wait()
         except TimeoutError:

@@ -129,6 +129,15 @@ def test_contributions_that_do_not_fit_are_refused_at_home() -> None:
             peers.collectives["a"].reduce_soon(plan, torch.ones(100), torch.empty(99)).result(60)
 
 
+def test_a_member_that_cannot_begin_tells_those_who_wait_for_it() -> None:
+    with party(("a", "b")) as peers:
+        plan = broadcast_plan("r", 100, "a", equal_network(["a", "b"]))
+        waiting = peers.collectives["b"].reduce_soon(plan)
+        with pytest.raises(FabricError, match="cannot be summed"):
+            peers.collectives["a"].reduce_soon(plan, torch.ones(100).long()).result(60)
+        assert "it did not begin there: round r: torch.int64 cannot be summed" in waiting.result(60).missing[0].reason
+
+
 def test_nothing_at_all_can_be_reduced() -> None:
     with party(("a", "b")) as peers:
         plan = make_plan("r", 0, [Member(name="a"), Member(name="b")], equal_network(["a", "b"]))

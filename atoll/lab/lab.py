@@ -221,7 +221,13 @@ class Lab:
                 self._later(fault.duration_seconds, lambda: self._over(fault), revives=fault.kind == "kill")
 
     def play(self, faults: Sequence[Fault]) -> None:
-        """Has every fault happen at its time from now; returns at once."""
+        """Has every fault happen at its time from now; returns at once. LabError, before any does, if one never can."""
+        for fault in faults:
+            if self.why_not is not None and fault.kind in ("cut", "one-way-cut", "slow", "loss"):
+                raise LabError(
+                    f"{fault.kind} {' '.join(fault.places)}: faults of the network need network namespaces ({self.why_not}); "
+                    "here only kill, stop and continue work"
+                )
         for fault in faults:
             self._later(fault.at_seconds, lambda fault=fault: self.inject(fault))  # type: ignore[misc]
 

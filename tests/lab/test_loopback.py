@@ -12,7 +12,7 @@ import pytest
 from atoll.errors import FabricError, LabError
 from atoll.fabric import Fabric, Peer, TcpCarrier
 from atoll.fabric.imposed import LINKS, ImposedLink, ImposedLinks, LinkChoice, imposed_links
-from atoll.lab import Lab
+from atoll.lab import Lab, parse_fault
 from atoll.lab.orphans import LAB_FILES, mark, remove_orphans
 from atoll.lab.world import why_no_namespaces
 from tests.lab.clusters import two_sites
@@ -82,6 +82,8 @@ def test_processes_can_be_killed_and_stopped_but_there_is_no_network_to_hurt() -
         lab.kill("rome-0")
         assert process.wait(30) == -signal.SIGKILL
         assert lab.world.processes("rome-0") == []
+        with pytest.raises(LabError, match=r"cut rome-0: faults of the network need network namespaces \(loopback was asked for\)"):
+            lab.play([parse_fault("1s kill rome-1", lab.cluster), parse_fault("2s cut rome-0", lab.cluster)])
         with pytest.raises(LabError, match="need network namespaces"):
             lab.cut("rome-0")
         lab.restore()

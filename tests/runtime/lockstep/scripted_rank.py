@@ -58,10 +58,10 @@ def train(role: Role, culprit: int, action: str) -> None:
             if step == 3 and role.rank == culprit:
                 act(run, action)
             if run.stops_after(step):
-                print(f"rank {role.rank} stops after step {step}")
+                sys.stdout.write(f"rank {role.rank} stops after step {step}\n")
                 break
         else:
-            print(f"rank {role.rank} trained {step} steps")
+            sys.stdout.write(f"rank {role.rank} trained {step} steps\n")  # whole: `print` writes the end of the line apart
 
 
 if __name__ == "__main__":

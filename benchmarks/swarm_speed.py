@@ -3,7 +3,8 @@
     python benchmarks/swarm_speed.py [--json] [--shapes medium wide] [--rounds 5] [--steps 12]
 
 Both are started as users start them (`atoll run`), one after the other in every round, in an order that turns. A step's time is taken from
-the run's events, without the first steps, in which processes warm up; the ratio is the median over rounds. A swarm has a coordinator and
+the run's events, without the first steps, in which processes warm up; the ratio is the median over rounds. Workers of a swarm have malloc
+keep what is freed; lockstep's are given the same by the environment. A swarm has a coordinator and
 a feeder besides its workers, which share the machine's cores with them; it keeps a journal, and its messages are TLS. Their losses must
 agree. Limit: 90% of lockstep's throughput.
 """
@@ -28,6 +29,13 @@ stage 1: layers {first}-{end}: h/1={batch}
 """
 
 
+MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**31 - 1),
+    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+    "MALLOC_ARENA_MAX": "1",
+}  # as runtime/memory.py
+
+
 def plan(mode: str, layers: int) -> str:
     """Two stages with half of the blocks each; the second has the head too, so it gets fewer where there are many."""
     end = layers + 1  # an embedding before, a head after
@@ -41,7 +49,7 @@ def run(mode: str, shape: str, steps: int, folder: Path) -> tuple[float, float]:
     (folder / f"{mode}.plan").write_text(plan(mode, SHAPES[shape].layers))
     command = [sys.executable, "-c", "from atoll.cli import main; main()", "run", str(ROOT / "benchmarks" / "swarm_speed_job.py")]
     options = ["--plan", str(folder / f"{mode}.plan"), "--mode", mode, "--out", str(out), "--", shape, str(BATCH), str(steps)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False, env={**os.environ, **MALLOC})
     if done.returncode:
         sys.exit(f"{mode} failed:\n{done.stderr[-3000:]}")
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]

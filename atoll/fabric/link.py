@@ -92,10 +92,9 @@ class Link:
         """Has the connection's owner do something."""
         assert self.wire is not None
         if self._read:
-            self.wire.submit(partial(self._give_back, self._read, action))
-            self._read, self._read_cost = [], 0
-        else:
-            self.wire.submit(action)
+            read, self._read, self._read_cost = self._read, [], 0
+            action = partial(self._give_back, read, action)
+        self.wire.submit(action)
 
     def open(self, method: str, timeout_seconds: float, payload: Payload, *, end: bool) -> Inbox:
         """Begins a call; returns where its answers come."""

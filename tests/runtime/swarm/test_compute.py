@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from atoll import Job
-from atoll.runtime.memory import keep_freed_memory
 from atoll.runtime.swarm.compute import _norm_squared
 
 from .one_process import OneProcess
@@ -125,8 +124,3 @@ def test_a_norm_of_what_is_not_finite_is_not(value: float) -> None:
     values = torch.ones(10_000)
     values[5000] = value
     assert not math.isfinite(_norm_squared(values))
-
-
-def test_memory_that_is_kept_is_used_again() -> None:
-    keep_freed_memory()
-    assert torch.equal(torch.zeros(3_000_000).add_(1), torch.ones(3_000_000))

@@ -18,7 +18,7 @@ from atoll.fabric import Backoff, ConnectionSettings, Fabric, LivenessRule, Peer
 from atoll.fabric.carrier import split_address
 from atoll.fabric.frame import Kind, pack_prefix
 from atoll.fabric.headers import Hello, Message, Open, Ping, encode_frame
-from atoll.fabric.tcp import TcpPump
+from atoll.fabric.pump import TcpPump
 from tests.fabric.certificates import make_certificate
 from tests.fabric.services import Named, Store
 from tests.fabric.test_fabric import eventually

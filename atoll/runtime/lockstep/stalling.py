@@ -1,4 +1,4 @@
-"""Stalling: all ranks are alive, but nobody gets on. One line a minute says who keeps the others waiting, and by what.
+"""Stalling: all ranks are alive, but nobody gets on. One line a minute, and one when the cause changes, says who keeps the others waiting.
 
 Data that hangs in `__getitem__`, a callback that waits for input, a rank that never joins: to the ranks that wait they look alike, until a
 collective's time-out ends the run many minutes later.
@@ -36,7 +36,7 @@ class Stalling:
         self._last_step: tuple[int, float] | None = None
         self._first_look: float | None = None
         self._first_joined: float | None = None
-        self._said: float | None = None
+        self._said: tuple[float, object] | None = None  # when, and of what
 
     def line(self, beats: Mapping[int, Beat], now: float) -> str | None:
         """What to tell people now; `now` is of any clock that only goes forward."""
@@ -47,9 +47,10 @@ class Stalling:
         if sentence is None:
             self._said = None
             return None
-        if self._said is not None and now - self._said < _PAUSE_SECONDS:
+        subject = sorted((rank, beat.doing) for rank, beat in beats.items() if rank in blamed(beats))
+        if self._said is not None and now - self._said[0] < _PAUSE_SECONDS and subject == self._said[1]:
             return None
-        self._said = now
+        self._said = now, subject
         return sentence
 
     def _note(self, beats: Mapping[int, Beat], now: float) -> None:

@@ -46,7 +46,7 @@ def act(run: Run, action: str) -> None:
 
 
 def train(role: Role, culprit: int, action: str) -> None:
-    times = {"deadline_seconds": 2.0 if action == "freeze" else 60.0, "timeout_seconds": 8.0 if action == "block" else 600.0}
+    times = {"deadline_seconds": 2.0 if action == "freeze" else 60.0, "timeout_seconds": 20.0 if action == "block" else 600.0}
     with joined(role, f"oslo/cpu{role.local_rank}", "stage 1", **times) as run:
         for step in range(1, 7 if action == "train" else 10_000):
             run.doing(Doing("reducing", "others"), step)

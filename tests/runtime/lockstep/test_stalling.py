@@ -67,6 +67,14 @@ def test_one_line_a_minute() -> None:
     assert said == [0, 60, 120, 180]
 
 
+def test_another_cause_is_told_at_once() -> None:
+    watching = stalling(least_seconds=1.0)
+    assert watching.line(ranks(WAITS, beat(1, "1B3", 31.0)), 0.0) is not None
+    said = watching.line(ranks(WAITS, READS), 2.0)  # nobody looked in between, when it had only begun
+    assert said is not None
+    assert "reading sample 12" in said
+
+
 def test_a_rank_that_does_not_join_is_named() -> None:
     watching = stalling(4)
     there = ranks(*(beat(rank, "waiting for the other ranks", 10.0, "others", None) for rank in (0, 1, 2)))

@@ -32,6 +32,8 @@ CHECKS = {
     "clear": "buffers are emptied when the state beneath them changes",
     "incarnation": "whoever comes back under the same name is somebody new",
     "epoch": "messages of an older epoch are refused",
+    "same-weights": "with staleness all of a step is computed with the weights before the last step's, applied or not",
+    "set-aside": "with staleness the sums of the step before are kept apart from those of the step under way",
 }
 """What each check guards, by name."""
 
@@ -61,6 +63,8 @@ class Checks(msgspec.Struct, frozen=True, kw_only=True):
     clear: bool = True
     incarnation: bool = True
     epoch: bool = True
+    same_weights: bool = True
+    set_aside: bool = True
 
     @classmethod
     def without(cls, *names: str) -> "Checks":

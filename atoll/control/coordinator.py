@@ -4,7 +4,6 @@ What holds after a failure: whatever was announced is in the journal; a coordina
 term, seals first, and continues with the buffers that survive. It keeps nothing else that matters.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +30,6 @@ from atoll.control.messages import (
     Announce,
     Assignment,
     Committed,
-    Contributor,
     FeederBeat,
     Finished,
     Manifest,
@@ -41,13 +39,13 @@ from atoll.control.messages import (
     Reduced,
     Run,
     Seal,
-    StageReduction,
     View,
     WorkerBeat,
 )
 from atoll.control.patience import Patience
 from atoll.control.rebalancing import plan_moves
 from atoll.control.settings import Settings
+from atoll.control.summing import Summing, stage_reduction
 from atoll.control.world import Journal, Node
 
 __all__ = ["Coordinator"]
@@ -78,7 +76,8 @@ class Coordinator:
         self.seq = 0
         self.epoch = 0
         self.version = 0
-        self.phase: Phase = Seal((0, 0))
+        self.phase: Phase = Seal((0, 0))  # of the step under way
+        self.trailing: Reduce | None = None  # with staleness: how the step before it is summed
         self.members = Members(settings, 0)
         self._observe = observe or (lambda happening: None)
         self._all = frozenset(range(settings.micro_batches))
@@ -95,9 +94,7 @@ class Coordinator:
         self._gathered_at = 0.0
         self._awaited: set[str] = set()
         self._manifests: dict[str, Manifest] = {}
-        self._choices: tuple[Choice, ...] = ()
-        self._reports: list[dict[str, Reduced]] = []
-        self._blame: dict[str, tuple[str, ...]] = {}
+        self._summing: Summing | None = None
         self._barred: set[str] = set()
         self._leases: dict[str, tuple[int, tuple[int, ...]]] = {}
         self._routes: tuple[tuple[Peer, ...], ...] = ()
@@ -195,7 +192,9 @@ class Coordinator:
             return
         if before is None and beat.incarnation == 0 and self.node.clock.now() < self._gathered_at:
             return  # where it helps is known once those who have a stage were heard
-        contributed = before is not None and self._contributes(before)
+        contributed = (
+            before is not None and self._summing is not None and self._summing.contributes(before.name, before.incarnation, before.stage)
+        )
         member, new = self.members.hear(beat, self.node.clock.now())
         if member is None:
             return
@@ -203,7 +202,7 @@ class Coordinator:
             if beat.incarnation != member.incarnation:  # else it was here before this coordinator
                 self._observe(Joined(member.name, member.incarnation, member.stage))
             if contributed and self.checks.incarnation:
-                self._enter_seal(f"{member.name} came back with nothing")
+                self._give_up_summing(f"{member.name} came back with nothing")
         if new or beat.incarnation != member.incarnation:
             self._announce(member, self._view())
         if beat.stored == self._checkpoint >= 0 and beat.epoch == self.epoch:
@@ -216,7 +215,7 @@ class Coordinator:
             return
         if new or beat.incarnation != member.incarnation:
             self._announce(member, self._view())
-        if type(self.phase) is Run and beat.round == (self.term, self.seq):
+        if type(self.phase) is Run and beat.round == self.phase.opened:
             if beat.progress > self._progress.get(beat.feeder, -1):
                 self._progress[beat.feeder] = beat.progress
                 self._run_patience.measured(now - self._progress_at)
@@ -238,8 +237,8 @@ class Coordinator:
             if now >= self._deadline:
                 self._fill_empty_stages(now)
                 self._decide()
-        elif phase is Reduce:
-            await self._look_at_reduction()
+        if self._summing is not None:
+            await self._look_at_reduction(self._summing)
         elif phase is Finished and now - self._entered > self.settings.silent_beats * self.settings.heartbeat_seconds:
             self.finished = True
         self._broadcast()
@@ -248,7 +247,13 @@ class Coordinator:
 
     def _view(self) -> View:
         origin = (self._origin.from_epoch, self._origin.version)
-        return View(self.term, self.seq, self._beat, self.epoch, self.version, origin, self._commit, self.phase, self._checkpoint)
+        where = (self.epoch, self.version, origin, self._commit)
+        return View(self.term, self.seq, self._beat, *where, self.phase, self._checkpoint, self.trailing)
+
+    @property
+    def step(self) -> int:
+        """The step under way."""
+        return self.version + (self.trailing is not None)
 
     def _broadcast(self) -> None:
         now = self.node.clock.now()
@@ -339,6 +344,8 @@ class Coordinator:
 
     def _fill_empty_stages(self, now: float) -> None:
         """A stage without anybody gets a worker of the stage with most: nothing moves without it, so nothing is lost."""
+        if self.trailing is not None:
+            return  # those who move would be missing in its sums
         rows: list[list[Member]] = [[] for _ in range(self.settings.stages)]
         for member in self.members:
             if member.worker and member.stage >= 0 and self.members.heard(member, now):
@@ -374,7 +381,7 @@ class Coordinator:
         self._progress_at = now
         self._progress = {}
         self._routed, self._lost = set(), ()
-        self._enter(Run(missing, keep))
+        self._enter(Run(missing, keep, (self.term, self.seq)))
 
     def _run_or_seal(self) -> None:
         """A new step: everything is missing and nothing is kept."""
@@ -387,7 +394,8 @@ class Coordinator:
 
     def _look_at_leases(self, now: float, ticking: bool) -> None:
         """Seals when all is done, when nobody is left who could do the rest, or when nothing moves."""
-        round = (self.term, self.seq)
+        assert type(self.phase) is Run
+        round = self.phase.opened
         pending = False
         for name, (incarnation, lease) in self._leases.items():
             member = self.members.get(name)
@@ -409,8 +417,10 @@ class Coordinator:
         self.seq += 1
         self._rounds += 1
         if reason:
-            self._observe(Resealed(self.version, reason))
+            self._observe(Resealed(self.step, reason))
         self._manifests = {}
+        if self.trailing is None:
+            self._summing = None
         self._awaited = {member.name for member in self._answering(now)}
         self._deadline = now + self._seal_patience.seconds()
         self._enter(Seal((self.term, self.seq) if self.checks.term_digest else (0, self._rounds)))
@@ -420,14 +430,14 @@ class Coordinator:
         member = self.members.get(manifest.worker)
         if type(phase) is not Seal or manifest.round != phase.round or member is None or member.name in self._barred:
             return
-        if (manifest.epoch, manifest.version, manifest.stage) != (self.epoch, self.version, member.stage):
+        if (manifest.epoch, manifest.version, manifest.stage) != (self.epoch, self.step, member.stage):
             return
         if self.checks.incarnation:
             if manifest.incarnation != member.incarnation:
                 return
         elif manifest.worker in self._manifests:
             return
-        member.epoch, member.version = manifest.epoch, manifest.version
+        member.epoch, member.version = self.epoch, self.version
         self._manifests[manifest.worker] = manifest
         self._awaited.discard(manifest.worker)
         if not self._awaited:
@@ -452,11 +462,14 @@ class Coordinator:
         choices = choose_stages(responders, self.settings.stages, self._all, self.checks)
         incomplete = any(choice.missing for choice in choices)
         if not incomplete or (not self.checks.completeness and all(choice.buffers for choice in choices)):
-            self._enter_reduce(choices, responders)
+            if self.trailing is None:
+                self._enter_reduce(choices, responders)
+            else:
+                self._deadline = now + self.settings.heartbeat_seconds  # one sum at a time: when that of the step before is committed
         elif self._can_run(now):
             keep = frozenset(buffer for choice in choices for buffer in choice.buffers)
             if keep:
-                self._observe(Repaired(self.version, tuple(len(choice.missing) for choice in choices)))
+                self._observe(Repaired(self.step, tuple(len(choice.missing) for choice in choices)))
             self._enter_run(tuple(choice.missing for choice in choices), keep)
         else:
             self._deadline = now + self.settings.heartbeat_seconds
@@ -465,92 +478,84 @@ class Coordinator:
     # --- REDUCE ---------------------------------------------------------------------------------------------------------------
 
     def _enter_reduce(self, choices: tuple[Choice, ...], responders: list[Manifest]) -> None:
+        """Sums the step; the next one is begun meanwhile where staleness allows it."""
         assert type(self.phase) is Seal
-        round = self.phase.round
-        stages = tuple(self._stage_reduction(stage, choice, responders) for stage, choice in enumerate(choices))
-        self.seq += 1
-        self._choices = choices
-        self._reports = [{} for _ in stages]
-        self._blame = {}
-        self._awaited = {worker for stage in stages for worker, _ in stage.members}
-        self._deadline = self.node.clock.now() + self._reduce_patience.seconds()
-        self._enter(Reduce(round, stages))
-
-    def _stage_reduction(self, stage: int, choice: Choice, responders: list[Manifest]) -> StageReduction:
-        buffers: dict[tuple[str, int], list[int]] = {}
-        for worker, incarnation, index in choice.buffers:
-            buffers.setdefault((worker, incarnation), []).append(index)
-        contributors = tuple(Contributor(*who, tuple(sorted(indices))) for who, indices in sorted(buffers.items()))
-        members = tuple(sorted((manifest.worker, manifest.incarnation) for manifest in responders if manifest.stage == stage))
-        turn = self.version + self._rounds  # not always the same owners
-        owners = tuple(members[(chunk + turn) % len(members)][0] for chunk in range(self.settings.chunks))
-        return StageReduction(contributors, members, owners)
-
-    def _contributes(self, member: Member) -> bool:
-        phase = self.phase
-        if type(phase) is not Reduce or not 0 <= member.stage < self.settings.stages:
-            return False
-        plan = phase.stages[member.stage]
-        return member.name in plan.owners or any(
-            (who.worker, who.incarnation) == (member.name, member.incarnation) for who in plan.contributors
+        now = self.node.clock.now()
+        turn = self.version + self._rounds
+        stages = tuple(
+            stage_reduction(choice.buffers, responders, stage, self.settings.chunks, turn) for stage, choice in enumerate(choices)
         )
+        order = Reduce(self.phase.round, stages)
+        self._summing = Summing(order, choices, self._rounds, now, now + self._reduce_patience.seconds())
+        if self._may_overlap(now):
+            self.trailing = order
+            self._rounds = 0
+            self._enter_run((self._all,) * self.settings.stages, frozenset())
+        else:
+            self.seq += 1
+            self._enter(order)
+
+    def _may_overlap(self, now: float) -> bool:
+        """Whether the next step may begin. Who leaves or moves does so between steps, so there one must end before the next begins."""
+        if not self.settings.staleness or self.version + 1 >= self.settings.steps or self._stopping or self._wishes:
+            return False
+        changes = self._rebalance_due(now) or any(member.leaving and member.stage >= 0 for member in self.members)
+        return not changes and self._can_run(now)
+
+    def _give_up_summing(self, reason: str) -> None:
+        """Seals its step again. What was done of the next one meanwhile is done anew: its turn comes when this one is summed."""
+        if self.trailing is not None and self._summing is not None:
+            self._rounds = self._summing.rounds
+            self.trailing = None
+        self._enter_seal(reason)
 
     async def _on_reduced(self, reduced: Reduced) -> None:
-        phase = self.phase
+        summing = self._summing
         member = self.members.get(reduced.worker)
-        if type(phase) is not Reduce or reduced.round != phase.round or member is None:
+        if summing is None or reduced.round != summing.order.round or member is None:
             return
         if (reduced.epoch, reduced.version, reduced.stage) != (self.epoch, self.version, member.stage):
             return
         if self.checks.incarnation and reduced.incarnation != member.incarnation:
             return
-        if not reduced.digest:
-            self._blame[reduced.worker] = reduced.missing
+        if not summing.hear(reduced):
             return
-        self._blame.pop(reduced.worker, None)
-        self._reports[reduced.stage][reduced.worker] = reduced
         member.holds, member.digest = reduced.round, reduced.digest
         member.epoch, member.version = reduced.epoch, reduced.version
-        self._awaited.discard(reduced.worker)
-        if not self._awaited:
-            await self._look_at_reduction()
+        if not summing.awaited:
+            await self._look_at_reduction(summing)
 
-    async def _look_at_reduction(self) -> None:
+    async def _look_at_reduction(self, summing: Summing) -> None:
         now = self.node.clock.now()
-        late = now >= self._deadline
-        if self._awaited and not late:
+        late = now >= summing.deadline
+        if summing.awaited and not late:
             return
-        covered = all(self._reports)
-        if covered or (late and not self.checks.all_stages and any(self._reports)):
-            if any(len({report.digest for report in row.values()}) > 1 for row in self._reports):
-                self._enter_seal("members of a stage disagree about the sum")
-            elif not self._hold(now):
-                if not self._awaited:
-                    self._reduce_patience.measured(now - self._entered)
-                await self._write_commit()
+        covered = all(summing.reports)
+        if covered or (late and not self.checks.all_stages and any(summing.reports)):
+            if summing.disagree():
+                self._give_up_summing("members of a stage disagree about the sum")
+            elif not self._hold(summing, now):
+                if not summing.awaited:
+                    self._reduce_patience.measured(now - summing.began)
+                await self._write_commit(summing)
         elif late:
             self._reduce_patience.failed()
-            self._bar_most_blamed()
-            self._enter_seal("the reduction did not finish")
+            blamed = summing.most_blamed()
+            if blamed is not None:
+                self._barred.add(blamed)
+            self._give_up_summing("the reduction did not finish")
 
-    def _bar_most_blamed(self) -> None:
-        votes = Counter(name for names in self._blame.values() for name in names)
-        if votes:
-            name, _ = min(votes.items(), key=lambda item: (-item[1], item[0]))
-            self._barred.add(name)
-
-    def _hold(self, now: float) -> bool:
+    def _hold(self, summing: Summing, now: float) -> bool:
         """Whether the commit waits for a joiner: for its next chunk, and not for ever.
 
         Nobody waits for one that came in the middle of this step, unless it has most of it already: it has all of the next step to fetch.
         Only whoever has missed a commit before would perhaps never catch up.
         """
-        assert type(self.phase) is Reduce
         settings = self.settings
-        taking_part = {name for stage in self.phase.stages for name, _ in stage.members}
+        taking_part = summing.members()
         held = False
         for member in self.members:
-            if not member.worker or member.stage < 0 or member.name in self._reports[member.stage] or member.name in self._barred:
+            if not member.worker or member.stage < 0 or member.name in summing.reports[member.stage] or member.name in self._barred:
                 continue
             collecting = member.version == self.version and member.name not in taking_part and self.members.live(member, now, self._beat)
             if not (member.fetched >= 0 or collecting) or not self.members.heard(member, now):
@@ -569,39 +574,42 @@ class Coordinator:
 
     # --- COMMIT ---------------------------------------------------------------------------------------------------------------
 
-    async def _write_commit(self) -> None:
-        phase = self.phase
-        assert type(phase) is Reduce
-        reports = [next(iter(row.values()), None) for row in self._reports]
-        weight = self._choices[-1].weight
+    async def _write_commit(self, summing: Summing) -> None:
+        reports = [next(iter(row.values()), None) for row in summing.reports]
+        weight = summing.choices[-1].weight
         norms = [report.norm_squared if report is not None else 0.0 for report in reports]
         clip, skipped = clip_factor(norms, weight, self.settings.max_norm)
         record = Committed(
             self.epoch,
             self.version,
-            phase.round,
+            summing.order.round,
             tuple(report.digest if report is not None else "" for report in reports),
             clip,
             skipped,
-            self._choices[-1].loss,
+            summing.choices[-1].loss,
             weight,
         )
         if self.checks.journal_first:
             await self.journal.append(self.term, record)
-            await self._committed(record)
+            await self._committed(record, summing)
         else:
-            await self._committed(record)
+            await self._committed(record, summing)
             await self.journal.append(self.term, record)
 
-    async def _committed(self, record: Committed) -> None:
+    async def _committed(self, record: Committed, summing: Summing) -> None:
         now = self.node.clock.now()
+        overlapped = self.trailing is not None
         self._commit = record
+        self._summing = self.trailing = None
         self.version += 1
         seconds = self._step_seconds = now - self._committed_at
-        self._observe(StepCommitted(record.epoch, record.version, record.loss, record.weight, record.skipped, seconds, self._rounds))
+        self._observe(StepCommitted(record.epoch, record.version, record.loss, record.weight, record.skipped, seconds, summing.rounds))
         self._committed_at = now
-        self._rounds = 0
         self._barred.clear()
+        if overlapped:
+            self._go_on_with_step(now)
+            return
+        self._rounds = 0
         if self.version >= self.settings.steps:
             self._finish()
             return
@@ -611,8 +619,17 @@ class Coordinator:
         self._begin_checkpoint(now)
         self._run_or_seal()
 
+    def _go_on_with_step(self, now: float) -> None:
+        """The step under way was begun before the commit and goes on as it is."""
+        self.seq += 1
+        self._begin_checkpoint(now)
+        if type(self.phase) is Seal and not self._awaited:
+            self._decide()
+        self._broadcast()
+
     def _finish(self) -> None:
         self.seq += 1
+        self._summing = self.trailing = None
         self._enter(Finished())
 
     def _let_go(self, now: float) -> None:
@@ -637,10 +654,14 @@ class Coordinator:
                 self.members.move(member, stage)
         self._wishes.clear()
 
+    def _rebalance_due(self, now: float) -> bool:
+        """At the end of the step that is nearest to the time set."""
+        return self.settings.rebalance_seconds > 0 and now + self._step_seconds / 2 >= self._rebalance_at
+
     def _rebalance(self, now: float) -> None:
         settings = self.settings
-        if settings.rebalance_seconds <= 0 or now + self._step_seconds / 2 < self._rebalance_at:
-            return  # at the end of the step that is nearest to the time set
+        if not self._rebalance_due(now):
+            return
         self._rebalance_at = now + settings.rebalance_seconds * self.node.random.uniform(0.9, 1.0)
         usable = [member for member in self._usable(now) if not member.leaving]
         moves = plan_moves(
@@ -718,5 +739,6 @@ class Coordinator:
         self._checkpoint = -1
         self._barred.clear()
         self._lost_since.clear()
+        self.trailing = None
         self._observe(RolledBack(self.epoch, self.version, stage))
         self._enter_seal("a stage was lost")

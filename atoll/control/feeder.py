@@ -65,7 +65,7 @@ class Feeder:
         self._order: Order = (0, 0)
         self._echo = (0, 0)
         self._epoch = 0
-        self._version = 0
+        self._version = 0  # the step under way
         self._waiting: deque[_Sample] = deque()
         self._active: dict[int, _Sample] = {}
         self._finished: dict[int, _Sample] = {}
@@ -113,23 +113,23 @@ class Feeder:
         if yours.routes and yours.routes != self._routes:
             self._routes = yours.routes
             gone = self.router.update(yours.routes)
-        if yours.lost and self.round == order:
+        phase = view.phase
+        if yours.lost and type(phase) is Run and self.round == phase.opened:
             self._redo(frozenset(yours.lost))
         if gone:
             self._give_up_on(gone)
-        phase = view.phase
         if type(phase) is Run:
-            if self.round != order:
-                self._epoch, self._version = view.epoch, view.version
-                self._lease(order, phase, yours)
+            if self.round != phase.opened:
+                self._epoch, self._version = view.epoch, view.step
+                self._lease(phase, yours)
         elif self.round is not None:
             self._drop_lease()
         self.finished = type(phase) is Finished
 
-    def _lease(self, order: Order, run: Run, yours: Assignment) -> None:
+    def _lease(self, run: Run, yours: Assignment) -> None:
         """A new RUN: everything leased before is forgotten, as whatever it reached is in some manifest or will be asked for again."""
         self._drop_lease()
-        self.round = order
+        self.round = run.opened
         for micro_batch in yours.lease:
             owned = {stage for stage, missing in enumerate(run.missing) if micro_batch not in missing}
             self._waiting.append(_Sample(micro_batch, owned))

@@ -80,10 +80,11 @@ class Committed(msgspec.Struct, frozen=True, tag="commit", gc=False):
 
 
 class Run(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """Micro-batches still missing, by stage; buffers in `keep` go on, all others are emptied."""
+    """Micro-batches still missing, by stage; buffers in `keep` go on, all others are emptied. `opened` names this RUN for good."""
 
     missing: tuple[frozenset[int], ...]
     keep: frozenset[BufferId]
+    opened: Round
 
 
 class Seal(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -123,7 +124,10 @@ Phase: TypeAlias = Run | Seal | Reduce | Finished
 
 
 class View(msgspec.Struct, frozen=True, gc=False):
-    """What the coordinator tells everybody alike. `beat` grows with time even when nothing changes."""
+    """What the coordinator tells everybody alike. `beat` grows with time even when nothing changes.
+
+    `phase` is that of the step under way. With staleness that is the step after `version` while the sums of `version` are still made.
+    """
 
     term: int
     seq: int
@@ -134,6 +138,12 @@ class View(msgspec.Struct, frozen=True, gc=False):
     commit: Committed | None  # the last of this epoch
     phase: Phase
     checkpoint: int  # the version to store; -1: none
+    trailing: Reduce | None = None  # how the step before the one under way is summed
+
+    @property
+    def step(self) -> int:
+        """The step under way."""
+        return self.version + (self.trailing is not None)
 
 
 class Peer(NamedTuple):

@@ -34,4 +34,5 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     minimum_replicas: int = 1  # a stage is never taken below this by our own decision
     rebalance_seconds: float = 0.0  # 0: never
     migration_seconds: float = 10.0  # what a move costs the peer that moves, before one was measured
+    staleness: int = 0  # 1: a step is computed with the weights before the last step's, whose sums are made meanwhile
     acknowledge_forward: bool = True  # tells feeders sooner who is slow, for one more message a stage

@@ -48,6 +48,16 @@ EARLY_LIMIT = 4096
 NEVER: Order = (0, 0)
 
 
+class _Sealed:
+    """The sums of the step before the one under way, while they are reduced."""
+
+    __slots__ = ("buffers", "frozen")
+
+    def __init__(self, buffers: Buffers, frozen: Round | None) -> None:
+        self.buffers = buffers
+        self.frozen = frozen
+
+
 class Worker:
     """One worker process. `await run()` ends when the run is finished or the worker was dismissed."""
 
@@ -75,19 +85,21 @@ class Worker:
         self.incarnation = 0
         self.stage = -1
         self.epoch = -1
-        self.version = -1
+        self.version = -1  # of the state
+        self.step = -1  # the one under way: that of the version, or with staleness the one after it while the version's sums are reduced
         self.state: Any = None
         self.stored = -1
         self.speed = 0.0
         self.buffers = Buffers(compute)
         self.frozen: Round | None = None
+        self._sealed: _Sealed | None = None  # of the version's step, when another is under way
         self.reduction: Reduction | None = None
         self.fetch: Fetch | None = None
         self._order: Order = NEVER
         self._view: View | None = None
         self._yours: Assignment | None = None
         self._echo = (0, 0)  # term, beat
-        self._handled: Order | None = None  # the RUN whose orders were carried out
+        self._handled: Round | None = None  # the RUN whose orders were carried out
         self.run_round: Round = NEVER
         self._missing: frozenset[int] = frozenset()
         self._landing: Buffer | None = None
@@ -225,10 +237,13 @@ class Worker:
         self._admit_early()
 
     def _carry_out(self, view: View) -> None:
+        self._turn_to(view.step)
+        if view.trailing is not None:
+            self._start_reduction(view.trailing)
         phase = view.phase
         if type(phase) is Run:
-            if self._handled != self._order:
-                self._handled = self._order
+            if self._handled != phase.opened:
+                self._handled = phase.opened
                 self._open(phase)
         elif type(phase) is Seal:
             self.frozen = phase.round
@@ -239,21 +254,36 @@ class Worker:
         elif type(phase) is Finished:
             self.finished = True
 
+    def _turn_to(self, step: int) -> None:
+        """The next step begins while this one's sums are reduced; or that failed, and this one is taken up again as it was left."""
+        if step == self.step:
+            return
+        if step > self.step:
+            self._sealed = _Sealed(self.buffers, self.frozen)
+            self.buffers, self.frozen = Buffers(self.compute) if self.checks.set_aside else self.buffers, None
+        elif self._sealed is not None:
+            self.buffers, self.frozen = self._sealed.buffers, self._sealed.frozen
+            self._sealed = None
+        self.step = step
+        self.run_round = NEVER
+        self._forget_messages()
+
     def _open(self, run: Run) -> None:
         """RUN: buffers that count are kept, others emptied, and accumulation goes on with what is missing."""
         self.frozen = None
-        self.reduction = None
+        if self._sealed is None:
+            self.reduction = None
         for index in (0, 1):
             if (self.node.name, self.incarnation, index) not in run.keep:
                 self.buffers.clear(index)
         self._missing = run.missing[self.stage]
-        self.run_round = self._order
+        self.run_round = run.opened
 
     def _answer_seal(self) -> None:
         assert self.frozen is not None
         view = self._view
         assert view is not None
-        manifest = Manifest(self.frozen, self.node.name, self.incarnation, self.epoch, self.version, self.stage, self.buffers.manifests())
+        manifest = Manifest(self.frozen, self.node.name, self.incarnation, self.epoch, self.step, self.stage, self.buffers.manifests())
         for coordinator in self.coordinators:
             self._send(coordinator, manifest)
 
@@ -284,10 +314,14 @@ class Worker:
         self._again()
 
     def _set_state(self, state: Any, version: int) -> None:
+        goes_on = self._sealed is not None and version == self.step  # the step under way was begun before this commit
         self.state = state
-        self.version = version
+        self.version = self.step = version
         self.fetch = None
-        self._forget_work()
+        if goes_on:
+            self._sealed = self.reduction = None
+        else:
+            self._forget_work()
         if self._on_state is not None:
             self._on_state(self)
         early, self._early_fetches = self._early_fetches, deque(maxlen=EARLY_LIMIT)
@@ -299,7 +333,10 @@ class Worker:
         if self.checks.clear:
             self.buffers.clear_all()
         self.frozen = None
-        self.reduction = None
+        self._sealed = self.reduction = None
+        self._forget_messages()
+
+    def _forget_messages(self) -> None:
         self._handled = None
         self._missing = frozenset()
         self._saved.clear()
@@ -307,7 +344,7 @@ class Worker:
 
     def _give_up_state(self) -> None:
         self.state = None
-        self.version = -1
+        self.version = self.step = -1
         self._generation += 1
         if self.checks.fetch_version:
             self.fetch = None
@@ -403,14 +440,18 @@ class Worker:
         plan = order.stages[self.stage]
         listed = next((incarnation for worker, incarnation in plan.members if worker == self.node.name), 0)
         if listed and (listed == self.incarnation or not self.checks.incarnation):
-            if self.frozen != order.round and self.checks.round_match:
+            if self._to_reduce().frozen != order.round and self.checks.round_match:
                 return  # this incarnation never sealed that round
         elif listed:
             return  # somebody else who had this name
-        self.reduction = Reduction(self.node.name, position, order, self.compute, self.buffers, self.checks, self._send)
+        self.reduction = Reduction(self.node.name, position, order, self.compute, self._to_reduce().buffers, self.checks, self._send)
         self._asked_at = self.node.clock.now()
         self.reduction.ask()
         self._finish_reduction()
+
+    def _to_reduce(self) -> _Sealed:
+        """The sums of the version's step."""
+        return self._sealed or _Sealed(self.buffers, self.frozen)
 
     def _finish_reduction(self) -> None:
         if self.reduction is not None and self.reduction.complete:
@@ -432,11 +473,12 @@ class Worker:
     def _on_pull(self, pull: Pull) -> None:
         if self.state is None or not self._here(pull):
             return
-        if self.checks.round_match and self.frozen != pull.round:
+        sealed = self._to_reduce()
+        if self.checks.round_match and sealed.frozen != pull.round:
             return
         if self.checks.incarnation and pull.incarnation != self.incarnation:
             return
-        payload = self.compute.part(self.buffers.chosen(pull.buffers, self.stage), pull.chunk)
+        payload = self.compute.part(sealed.buffers.chosen(pull.buffers, self.stage), pull.chunk)
         part = Part(pull.round, self.epoch, self.version, self.stage, pull.chunk, self.node.name, self.incarnation, payload)
         self._send(pull.owner, part)
 
@@ -472,7 +514,7 @@ class Worker:
         checks = self.checks
         return (
             self.state is not None
-            and (message.version == self.version or not checks.version)
+            and (message.version == self.step or not checks.version)
             and (message.stage == self.stage or not checks.stage)
             and (message.epoch == self.epoch or not checks.epoch)
         )
@@ -481,7 +523,7 @@ class Worker:
         """Sent by someone who has heard more than this worker: the announcement is on its way."""
         if message.attempt.round > self._order:
             return True
-        return self.checks.version and (message.epoch, message.version) > (self.epoch, self.version)
+        return self.checks.version and (message.epoch, message.version) > (self.epoch, self.step)
 
     def _superseded(self, message: Forward | Backward) -> bool:
         attempt = message.attempt
@@ -530,6 +572,12 @@ class Worker:
                 self._idle = True
                 await self._wake.take()
 
+    def _weights(self) -> Any:
+        """What the step under way is computed with: with staleness the weights before the last step."""
+        if not self.settings.staleness or self.step > self.version or not self.checks.same_weights:
+            return self.state
+        return self.compute.delayed(self.state)
+
     def _key(self, message: Forward | Backward) -> tuple[int, Attempt | None]:
         return message.micro_batch, message.attempt if self.checks.token else None
 
@@ -539,13 +587,13 @@ class Worker:
         began = self.node.clock.now()
         if message.stage == self.settings.stages - 1:
             gradient, contribution, loss, weight = await self.compute.turn(
-                self.state, message.version, message.micro_batch, message.stage, message.payload
+                self._weights(), message.version, message.micro_batch, message.stage, message.payload
             )
             seconds = self._measured(1.0 + BACKWARD_WORK, began)
             owns = await self._accumulate(message, contribution, loss, weight)
             self._pass_back(message, gradient, owns, seconds)
             return
-        leaving = await self.compute.forward(self.state, message.version, message.micro_batch, message.stage, message.payload)
+        leaving = await self.compute.forward(self._weights(), message.version, message.micro_batch, message.stage, message.payload)
         seconds = self._measured(1.0, began)
         if not self._matches(message):
             return
@@ -571,7 +619,7 @@ class Worker:
         del self._saved[self._key(message)]
         began = self.node.clock.now()
         gradient, contribution = await self.compute.backward(
-            self.state, message.version, message.micro_batch, message.stage, saved.payload, message.payload
+            self._weights(), message.version, message.micro_batch, message.stage, saved.payload, message.payload
         )
         seconds = self._measured(BACKWARD_WORK, began)
         owns = await self._accumulate(saved, contribution, 0.0, 0.0)
@@ -607,7 +655,7 @@ class Worker:
         buffer.weight += weight
         if self.frozen is not None and self.state is not None and self._view is not None and type(self._view.phase) is Seal:
             self._answer_seal()
-        return self.buffers.holds(micro_batch)
+        return self._matches(message) and self.buffers.holds(micro_batch)
 
     def _pass_back(self, message: Forward, gradient: Any, owns: bool, seconds: float) -> None:
         """The gradient goes back along the path, no further than a stage still needs it."""

@@ -80,8 +80,9 @@ class Feed(Protocol):
 class Compute(Protocol):
     """The arithmetic of one worker. States, activations, gradients and buffers are opaque to the protocol.
 
-    Randomness is keyed by (version, micro_batch, stage), so that redone work gives the same numbers. States may be changed in place by
-    `apply` only: the worker runs no kernel meanwhile.
+    Randomness is keyed by (version, micro_batch, stage), so that redone work gives the same numbers; `version` is the step's. States may be
+    changed in place by `apply` only: the worker runs no kernel meanwhile. With staleness a state also holds the weights before its last
+    step, and `apply` leaves those it makes of the present ones, which the step under way is computed with, as they are.
     """
 
     async def initial(self, stage: int) -> Any:
@@ -122,6 +123,9 @@ class Compute(Protocol):
 
     async def apply(self, state: Any, sums: Sequence[Any], commit: Committed) -> Any:
         """The state after the step; unchanged where the commit says the step is skipped."""
+
+    def delayed(self, state: Any) -> Any:
+        """The weights before the last step, to compute with; of a state before step 0, its own. Only with staleness."""
 
     def read_chunk(self, state: Any, chunk: int) -> Any:
         """A copy of one chunk of the state, weights and optimizer."""

@@ -27,6 +27,7 @@ class Cell(NamedTuple):
     weight: int
     momentum: int
     rounding: int
+    before: int  # the weight before the last step
 
 
 class Sum(NamedTuple):
@@ -46,7 +47,7 @@ def mix(*numbers: int) -> int:
 
 def initial_cells(stage: int) -> tuple[Cell, ...]:
     """A stage before step 0."""
-    return tuple(Cell(mix(1, stage, chunk), 0, 0) for chunk in range(CHUNKS))
+    return tuple(Cell(mix(1, stage, chunk), 0, 0, mix(1, stage, chunk)) for chunk in range(CHUNKS))
 
 
 @lru_cache(maxsize=65536)
@@ -95,19 +96,23 @@ def digest(sums: Sequence[Sum]) -> str:
 def model_apply(cells: Sequence[Cell], sums: Sequence[Sum], clip: float, skipped: bool) -> tuple[Cell, ...]:
     """A step of momentum, in integers."""
     if skipped:
-        return tuple(cells)
+        return tuple(cell._replace(before=cell.weight) for cell in cells)
     scale = int(clip * 1024)
     found = []
     for cell, total in zip(cells, sums, strict=True):
         momentum = (3 * cell.momentum + scale * total.value) % PRIME
-        found.append(Cell((cell.weight - 5 * momentum) % PRIME, momentum, mix(cell.rounding, total.rounding)))
+        found.append(Cell((cell.weight - 5 * momentum) % PRIME, momentum, mix(cell.rounding, total.rounding), cell.weight))
     return tuple(found)
 
 
 class Reference:
-    """The undisturbed run: weights before and gradients of every version, found one after another as they are asked for."""
+    """The undisturbed run: weights before and gradients of every version, found one after another as they are asked for.
 
-    def __init__(self, stages: int, micro_batches: int) -> None:
+    With staleness s a step's gradients are those of the weights s steps before.
+    """
+
+    def __init__(self, stages: int, micro_batches: int, staleness: int = 0) -> None:
+        self._staleness = staleness
         self._stages = stages
         self._micro_batches = micro_batches
         self._states: list[tuple[tuple[Cell, ...], ...]] = [tuple(initial_cells(stage) for stage in range(stages))]
@@ -135,16 +140,17 @@ class Reference:
 
     def _step(self, version: int) -> None:
         states = self._states[version]
+        seen = self._states[max(0, version - self._staleness)]
         totals = [[0] * CHUNKS for _ in range(self._stages)]
         loss = 0.0
         for micro_batch in range(self._micro_batches):
             inputs = [entering(version, micro_batch)]
             for stage in range(self._stages):
-                inputs.append(forward(states[stage], version, micro_batch, stage, inputs[-1]))
+                inputs.append(forward(seen[stage], version, micro_batch, stage, inputs[-1]))
             gradient, one_loss = loss_gradient(inputs[-1], version, micro_batch)
             loss += one_loss
             for stage in reversed(range(self._stages)):
-                gradient, contribution = backward(states[stage], inputs[stage], gradient)
+                gradient, contribution = backward(seen[stage], inputs[stage], gradient)
                 for chunk in range(CHUNKS):
                     totals[stage][chunk] = (totals[stage][chunk] + contribution[chunk]) % PRIME
         gradients = tuple((total[0], total[1]) for total in totals)
@@ -157,9 +163,9 @@ class Reference:
 
 
 @lru_cache(maxsize=64)
-def reference(stages: int, micro_batches: int) -> Reference:
+def reference(stages: int, micro_batches: int, staleness: int = 0) -> Reference:
     """The undisturbed run of a shape, shared by all seeds."""
-    return Reference(stages, micro_batches)
+    return Reference(stages, micro_batches, staleness)
 
 
 def commit_matches(record: Committed, expected: tuple[float, bool, float], micro_batches: int) -> bool:

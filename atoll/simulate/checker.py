@@ -20,7 +20,7 @@ __all__ = ["Checker"]
 class Checker:
     """Collects violations, each with the virtual time it was seen at."""
 
-    def __init__(self, loop: Loop, stages: int, micro_batches: int, stored: Mapping[tuple[int, int, int], Any]) -> None:
+    def __init__(self, loop: Loop, stages: int, micro_batches: int, stored: Mapping[tuple[int, int, int], Any], staleness: int = 0) -> None:
         self.violations: list[str] = []
         self.commits = 0
         self.rollbacks = 0
@@ -29,7 +29,7 @@ class Checker:
         self._stages = stages
         self._micro_batches = micro_batches
         self._stored = stored
-        self._reference = arithmetic.reference(stages, micro_batches)
+        self._reference = arithmetic.reference(stages, micro_batches, staleness)
         self._sums: dict[str, tuple[Sum, ...]] = {}
         self._cells: dict[tuple[int, int, int], tuple[Cell, ...]] = {}
         self._committed: set[tuple[int, int]] = set()

@@ -94,6 +94,10 @@ class ExactCompute:
         await self._process.sleep(0.1 * self.slowness)
         return arithmetic.model_apply(state, sums, commit.clip, commit.skipped)
 
+    def delayed(self, state: Any) -> tuple[Cell, ...]:
+        """With the weights before the last step."""
+        return tuple(cell._replace(weight=cell.before) for cell in state)
+
     def read_chunk(self, state: Any, chunk: int) -> Cell:
         """Weights and momentum."""
         cell: Cell = state[chunk]

@@ -6,6 +6,7 @@ from itertools import permutations
 
 import msgspec
 
+from atoll.control import Coordinator
 from atoll.control.messages import Phase, Reduce
 from atoll.simulate.network import LinkFaults
 from atoll.simulate.swarm import COORDINATORS, ExactSwarm, Shape
@@ -64,6 +65,7 @@ def draw_scenario(seed: int) -> Scenario:
         workers=sum(draw.choice((2, 2, 3)) for _ in range(stages)),
         feeders=draw.choice((1, 1, 2)),
         micro_batches=draw.choice((3, 4, 5)),
+        staleness=int(seed % 3 == 2),
     )
     count = draw.choice((1, 2, 3, 4, 5, 6))
     faults = sorted((_draw_fault(draw, shape) for _ in range(count)), key=lambda fault: fault.at)
@@ -130,10 +132,15 @@ def _await_phase(swarm: ExactSwarm, fault: Fault, at_latest: float) -> None:
         _strike(swarm, fault)
         return
     coordinator = swarm.coordinator()
-    if coordinator is not None and type(coordinator.phase).__name__.lower() == fault.phase:
+    if coordinator is not None and fault.phase in _phases(coordinator):
         swarm.loop.at(swarm.loop.now + fault.after, lambda it: _strike(swarm, it), fault)
     elif swarm.loop.now + 2.0 < at_latest:
         swarm.loop.at(swarm.loop.now + 0.25, lambda it: _await_phase(swarm, it, at_latest), fault)
+
+
+def _phases(coordinator: Coordinator) -> set[str]:
+    """With staleness a reduction may go on beside the phase of the step under way."""
+    return {type(phase).__name__.lower() for phase in (coordinator.phase, coordinator.trailing) if phase is not None}
 
 
 def _strike(swarm: ExactSwarm, fault: Fault) -> None:
@@ -240,7 +247,7 @@ def _stall(swarm: ExactSwarm, which: float, end: float) -> None:
     def look(_: object) -> None:
         nonlocal first
         coordinator = swarm.coordinator()
-        phase = coordinator.phase if coordinator is not None else None
+        phase = (coordinator.trailing or coordinator.phase) if coordinator is not None else None
         if swarm.loop.now >= end or (type(phase) is Reduce and first is not None and phase != first):
             swarm.loop.at(swarm.loop.now + 0.6, release)  # when members have heard of that reduction
             return

@@ -71,6 +71,10 @@ class ModelledCompute:
         """One step more."""
         return state + 1
 
+    def delayed(self, state: int) -> int:
+        """The same."""
+        return state
+
     def read_chunk(self, state: int, chunk: int) -> int:
         """The number of steps."""
         return state

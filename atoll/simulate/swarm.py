@@ -26,6 +26,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     workers: int = 6
     feeders: int = 1
     micro_batches: int = 6
+    staleness: int = 0
 
 
 def exact_settings(shape: Shape) -> Settings:
@@ -47,6 +48,7 @@ def exact_settings(shape: Shape) -> Settings:
         checkpoint_every=2,
         max_norm=MAX_NORM,
         in_flight=8,
+        staleness=shape.staleness,
     )
 
 
@@ -69,7 +71,7 @@ class ExactSwarm:
         self.loop = Loop()
         self.network = Network(self.loop, self.random)
         self.checkpoint_disk = CheckpointDisk(self.random)
-        self.checker = Checker(self.loop, shape.stages, shape.micro_batches, self.checkpoint_disk.stored)
+        self.checker = Checker(self.loop, shape.stages, shape.micro_batches, self.checkpoint_disk.stored, self.settings.staleness)
         self.journal_disk = JournalDisk(self.loop, self.random, fence=checks.journal_fence, on_record=self.checker.on_record)
         self.processes: dict[str, Process] = {}
         self.coordinators: dict[str, Coordinator] = {}

@@ -66,7 +66,7 @@ class Bench:
 
     def open(self, seq: int = 1, **where: Any) -> None:
         """RUN with everything missing."""
-        self.announce(Run((ALL,) * STAGES, frozenset()), seq, **where)
+        self.announce(Run((ALL,) * STAGES, frozenset(), (1, seq)), seq, **where)
 
     def forward(self, micro_batch: int, *, round: tuple[int, int] = (1, 1), number: int = 0, epoch: int = 0, version: int = 0) -> None:
         """A micro-batch arrives from stage 0."""

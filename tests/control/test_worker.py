@@ -244,7 +244,7 @@ def test_a_donor_that_is_about_to_have_the_state_answers_when_it_has() -> None:
 @pytest.mark.parametrize("broken", [False, True])
 def test_chunks_of_two_versions_make_no_state(broken: bool) -> None:
     bench = Bench(*(["fetch-version"] if broken else []))
-    run = Run((ALL, ALL), frozenset())
+    run = Run((ALL, ALL), frozenset(), (1, 1))
     bench.announce(run, 1, version=3, donors=("x",))
     first = bench.sent(FetchState)[0]
     bench.inbox.put(StateChunk(first.nonce, 0, 3, 1, 0, (1, 0, 0)))

@@ -22,7 +22,19 @@ def test_no_schedule_breaks_the_protocol(part: int) -> None:
     assert sum(outcome.commits for outcome in outcomes) > 2 * len(outcomes)
 
 
-QUICK = ("completeness", "once", "duplicate-filter", "message-order", "disjointness", "atomic-manifest", "out-of-place", "token", "clear")
+QUICK = (
+    "completeness",
+    "once",
+    "duplicate-filter",
+    "message-order",
+    "disjointness",
+    "atomic-manifest",
+    "out-of-place",
+    "token",
+    "clear",
+    "same-weights",
+    "set-aside",
+)
 
 
 @pytest.mark.parametrize("check", QUICK)

@@ -106,6 +106,75 @@ def test_whoever_falls_silent_for_a_while_still_contributes() -> None:
     goes_on(swarm, 2)
 
 
+def overlapping(swarm: ExactSwarm, version: int, limit: float = 300.0) -> None:
+    """Runs on until a step is under way while the one before it, of this version, is summed."""
+
+    def reached() -> bool:
+        coordinator = swarm.coordinator()
+        return coordinator is not None and coordinator.trailing is not None and coordinator.version == version
+
+    swarm.run(limit, reached)
+    assert reached()
+
+
+STALE = Shape(staleness=1)
+
+
+def test_with_staleness_the_next_step_runs_while_sums_are_made() -> None:
+    fresh, stale = started(Shape()), started(STALE)
+    goes_on(fresh, 20)
+    goes_on(stale, 20)
+    assert stale.loop.now < 0.95 * fresh.loop.now  # virtual time: it is the same on every machine
+
+
+@pytest.mark.parametrize("after", [0.0, 0.3, 0.6, 1.0, 2.0])
+@pytest.mark.parametrize("name", ["w0", "w3"])
+def test_with_staleness_a_contributor_that_dies_in_the_reduction_is_replaced(name: str, after: float) -> None:
+    """The step is taken up again with the sums that are left, while the next one had already begun."""
+    swarm = started(STALE)
+    overlapping(swarm, 1)
+    swarm.run(swarm.loop.now + after)
+    swarm.kill(name)
+    swarm.loop.at(swarm.loop.now + 1.0, swarm.start, name)
+    goes_on(swarm, 3)
+
+
+@pytest.mark.parametrize("after", [0.0, 0.3, 0.6, 1.0, 2.0])
+def test_with_staleness_another_coordinator_takes_over_in_the_middle(after: float) -> None:
+    swarm = started(STALE)
+    overlapping(swarm, 1)
+    swarm.run(swarm.loop.now + after)
+    swarm.kill(COORDINATORS[0])
+    swarm.loop.at(swarm.loop.now + 1.0, swarm.start, COORDINATORS[1])
+    goes_on(swarm, 3)
+
+
+def test_with_staleness_a_lost_stage_begins_again_with_both_weights() -> None:
+    """The checkpoint has the weights before its last step too: the steps after it are those of the undisturbed run."""
+    swarm = started(STALE)
+    goes_on(swarm, 5)
+    overlapping(swarm, 5)
+    for name in [name for name, worker in swarm.workers.items() if worker.stage == 1]:
+        swarm.kill(name)
+        swarm.loop.at(swarm.loop.now + 20.0, swarm.start, name)
+    goes_on(swarm, 3)
+    assert swarm.checker.rollbacks == 1
+
+
+def test_with_staleness_who_leaves_or_moves_does_so_between_steps() -> None:
+    swarm = started(STALE)
+    overlapping(swarm, 1)
+    coordinator = swarm.coordinator()
+    assert coordinator is not None
+    mover = next(name for name, worker in swarm.workers.items() if worker.stage == 0)
+    leaver = next(name for name, worker in swarm.workers.items() if worker.stage == 1)
+    coordinator.move(mover, 1)
+    swarm.workers[leaver].leave()
+    goes_on(swarm, 4)
+    assert swarm.workers[mover].stage == 1
+    assert swarm.workers[leaver].finished
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_coordinator_that_was_replaced_cannot_commit(broken: bool) -> None:
     """Its record is on the way to a slow disk while another takes over."""

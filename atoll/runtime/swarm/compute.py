@@ -30,6 +30,7 @@ from atoll.runtime.stage.sizes import Sizes
 from atoll.runtime.stage.state import InitialState
 from atoll.runtime.swarm.packing import chunk_range, pack, unpack
 from atoll.runtime.swarm.parcel import Parcel, leaves_from
+from atoll.runtime.swarm.staleness import check_rebindable, rebind
 
 __all__ = ["Contribution", "StageCompute", "StageState", "Sum", "programs_of"]
 
@@ -39,13 +40,14 @@ _BLOCK = 4096
 
 @dataclass
 class StageState:
-    """A stage's weights and optimizer. It is changed in place by a step."""
+    """A stage's weights and optimizer. It is changed in place by a step. With staleness `before` has the weights before the last step."""
 
     module: StageModule
     parameters: list[nn.Parameter]
     optimizer: torch.optim.Optimizer | None  # None: nothing is trained here
     scheduler: LRScheduler | None
     packed: Tensor | None = None  # as bytes, until the next step
+    before: "StageState | None" = None
 
 
 @dataclass
@@ -81,7 +83,9 @@ class StageCompute:
         chunks: int,
         micro_batches: Sequence[tuple[int, int]],
         generators: threading.Lock,
+        staleness: int = 0,
     ) -> None:
+        self._staleness = staleness
         self._job, self._captured, self._bounds, self._chunks = job, captured, bounds, chunks
         self._generators = generators  # held while somebody of this process seeds the global generators and draws from them
         self._micro_batches = micro_batches  # first sample and end of each, in the global batch
@@ -110,18 +114,26 @@ class StageCompute:
     def _build(self, stage: int) -> StageState:
         with self._generators:
             model = self._job.build_model("cpu")
+        state = self._weights_of(stage, model)
+        self._kept.clear()
+        self._measure(stage, state.parameters)
+        if self._staleness:
+            state.before = self._weights_of(stage, model)
+        if state.parameters:
+            state.optimizer = self._job.build_optimizer(state.parameters)
+            state.scheduler = self._job.build_scheduler(state.optimizer)
+            if self._staleness:
+                check_rebindable(state.optimizer)
+        return state
+
+    def _weights_of(self, stage: int, model: nn.Module) -> StageState:
+        """A stage with a copy of the model's weights, without an optimizer."""
         order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
         builder = StageBuilder(InitialState(self._captured, model), device=self._device, key=self._key)
         # the builder writes the device into a program's graphs: every state gets graphs of its own
-        program = cut_stage(self._captured, self._bounds[stage], self._bounds[stage + 1])
-        module = builder.stage(program)
+        module = builder.stage(cut_stage(self._captured, self._bounds[stage], self._bounds[stage + 1]))
         held = sorted(module.parameters_by_name().items(), key=lambda item: order[item[0]])
-        parameters = [parameter for _, parameter in held if parameter.requires_grad]
-        self._kept.clear()
-        self._measure(stage, parameters)
-        optimizer = self._job.build_optimizer(parameters) if parameters else None
-        scheduler = self._job.build_scheduler(optimizer) if optimizer is not None else None
-        return StageState(module, parameters, optimizer, scheduler)
+        return StageState(module, [parameter for _, parameter in held if parameter.requires_grad], None, None)
 
     def _measure(self, stage: int, parameters: Sequence[nn.Parameter]) -> None:
         sizes = [parameter.numel() for parameter in parameters]
@@ -135,6 +147,7 @@ class StageCompute:
                     "buffers": state.module.buffers_by_name(),
                     "optimizer": state.optimizer.state_dict() if state.optimizer is not None else None,
                     "scheduler": state.scheduler.state_dict() if state.scheduler is not None else None,
+                    "before": [parameter.detach() for parameter in state.before.parameters] if state.before is not None else None,
                 }
             )
         return state.packed
@@ -146,6 +159,8 @@ class StageCompute:
                 parameter.copy_(saved["parameters"][name])
             for name, buffer in state.module.buffers_by_name().items():
                 buffer.copy_(saved["buffers"][name])
+            if state.before is not None:  # where training was without staleness until now, both are the same
+                torch._foreach_copy_(state.before.parameters, saved.get("before") or state.parameters)
         if state.optimizer is not None:
             state.optimizer.load_state_dict(saved["optimizer"])
         if state.scheduler is not None:
@@ -161,6 +176,11 @@ class StageCompute:
     def assemble(self, stage: int, chunks: Sequence[Tensor]) -> StageState:
         """The state from all its chunks."""
         return self._unpack(stage, torch.cat(list(chunks)))
+
+    def delayed(self, state: StageState) -> StageState:
+        """The weights before the last step."""
+        assert state.before is not None
+        return state.before
 
     def snapshot(self, state: StageState) -> Tensor:
         """A copy that later steps do not change."""
@@ -324,7 +344,9 @@ class StageCompute:
 
     def _apply(self, state: StageState, sums: Sequence[Tensor], commit: Committed) -> StageState:
         state.packed = None
-        self._kept.clear()
+        self._forget_before(commit.version + 1)
+        if state.before is not None:
+            self._step_aside(state, state.before)
         if commit.skipped or state.optimizer is None:
             return state
         flat = torch.empty(sum(part.numel() for part in sums))
@@ -342,6 +364,16 @@ class StageCompute:
         for parameter in state.parameters:
             parameter.grad = None
         return state
+
+    @staticmethod
+    def _step_aside(state: StageState, before: StageState) -> None:
+        """The present weights stay as they are, as those before the step; the step is made in the tensors of the ones before them."""
+        with torch.no_grad():
+            torch._foreach_copy_(before.parameters, state.parameters)
+        state.module, before.module = before.module, state.module
+        state.parameters, before.parameters = before.parameters, state.parameters
+        if state.optimizer is not None:
+            rebind(state.optimizer, before.parameters, state.parameters)
 
 
 def _norm_squared(values: Tensor) -> float:

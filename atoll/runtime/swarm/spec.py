@@ -69,6 +69,7 @@ def spec_of(
         checkpoint_every=stored_every(checkpoint_every, job),
         max_norm=job.max_grad_norm,
         rebalance_seconds=60.0,
+        staleness=plan.staleness,
     )
     bounds = (*(stage.start for stage in plan.stages), plan.stages[-1].stop)
     config = {"arguments": list(arguments), "bounds": bounds, "micro_batches": micro_batches, "settings": msgspec.to_builtins(settings)}

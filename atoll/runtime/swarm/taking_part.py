@@ -204,7 +204,13 @@ class _Process:
         spec = self.spec
         kind = StageCompute if self._imposed is None else PacedCompute
         compute = kind(
-            self.job, self.captured, spec.bounds, chunks=spec.settings.chunks, micro_batches=spec.micro_batches, generators=generators
+            self.job,
+            self.captured,
+            spec.bounds,
+            chunks=spec.settings.chunks,
+            micro_batches=spec.micro_batches,
+            generators=generators,
+            staleness=spec.settings.staleness,
         )
         if self._imposed is not None:
             assert isinstance(compute, PacedCompute)

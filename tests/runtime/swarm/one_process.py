@@ -89,7 +89,13 @@ class OneProcess:
 
     def add_worker(self, name: str) -> None:
         compute = StageCompute(
-            self.job, self.captured, self.bounds, chunks=self.settings.chunks, micro_batches=self.micro_batches, generators=self.generators
+            self.job,
+            self.captured,
+            self.bounds,
+            chunks=self.settings.chunks,
+            micro_batches=self.micro_batches,
+            generators=self.generators,
+            staleness=self.settings.staleness,
         )
         worker = Worker(self._node(name), compute, self.checkpoints, self.settings, ("coordinator",))
         self.workers[name], self.computes[name] = worker, compute

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from atoll import Job
+from atoll.control.messages import Run
+from atoll.errors import JobError
 from atoll.runtime.swarm.compute import _norm_squared
 
 from .one_process import OneProcess
@@ -57,15 +60,19 @@ def job(**changes: Any) -> Job:
     return Job(**{**settings, **changes})
 
 
-def plain(job: Job) -> tuple[list[float], dict[str, Tensor]]:
+def plain(job: Job, staleness: int = 0) -> tuple[list[float], dict[str, Tensor]]:
     """By hand, in plain PyTorch; the job is asked only for what the user gave it, and for the order of the data."""
     model = job.build_model("cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
-    losses = []
+    losses, history = [], []
     for step in range(STEPS):
-        value = loss(model, job.samples.batch(step))
-        optimizer.zero_grad()
+        history.append(deepcopy(model))
+        seen = history[max(0, step - staleness)]
+        value = loss(seen, job.samples.batch(step))
+        seen.zero_grad()
         value.backward()
+        for parameter, other in zip(model.parameters(), seen.parameters(), strict=True):
+            parameter.grad = None if other.grad is None else other.grad.clone()
         if job.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), job.max_grad_norm)
         optimizer.step()
@@ -109,6 +116,50 @@ def test_killed_and_joining_workers_change_nothing() -> None:
 
     asyncio.run(swarm.run(disturb))
     check(swarm, plain(it))
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_with_staleness_gradients_are_those_of_the_weights_one_step_before(clip: float | None) -> None:
+    it = job(max_grad_norm=clip)
+    swarm = OneProcess(it, [0, 1, 3, 5], 5, 4, chunks=4, max_norm=clip, staleness=1)
+    overlapped: set[int] = set()
+
+    def look(swarm: OneProcess, happening: Any) -> None:
+        if type(happening).__name__ == "StepCommitted" and swarm.coordinator is not None and type(swarm.coordinator.phase) is Run:
+            overlapped.add(happening.version)
+
+    asyncio.run(swarm.run(look))
+    check(swarm, plain(it, staleness=1))
+    assert overlapped, "no step was begun before the one before it was summed"
+    assert swarm_losses(swarm) != pytest.approx(plain(it)[0], rel=1e-4)
+
+
+def test_with_staleness_killed_and_joining_workers_change_nothing() -> None:
+    it = job()
+    swarm = OneProcess(it, [0, 2, 5], 4, 3, chunks=3, checkpoint_every=2, lost_seconds=2.0, staleness=1)
+
+    def disturb(swarm: OneProcess, happening: Any) -> None:
+        if type(happening).__name__ == "StepCommitted" and happening.version == 1:
+            victim = next(name for name, worker in swarm.workers.items() if worker.stage == 0)
+            asyncio.get_running_loop().create_task(swarm.kill(victim))
+            swarm.add_worker("late")
+
+    asyncio.run(swarm.run(disturb))
+    check(swarm, plain(it, staleness=1))
+
+
+class Hoarder(torch.optim.SGD):
+    """Keeps its parameters where only it knows."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        self.mine = list(params)
+        super().__init__(self.mine, lr)
+
+
+def test_an_optimizer_that_would_be_left_behind_is_refused() -> None:
+    swarm = OneProcess(job(optimizer=partial(Hoarder, lr=0.1)), [0, 2, 5], 2, 3, staleness=1)
+    with pytest.raises(JobError, match="Hoarder keeps its parameters in `mine`"):
+        asyncio.run(swarm.run())
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, 3e-20, 0.0])

@@ -1,0 +1,35 @@
+"""Staleness: an optimizer that goes on with other tensors, so that the weights a step is computed with stay as they are meanwhile."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from atoll.errors import JobError
+
+__all__ = ["check_rebindable", "rebind"]
+
+
+def rebind(optimizer: torch.optim.Optimizer, old: Sequence[nn.Parameter], new: Sequence[nn.Parameter]) -> None:
+    """The optimizer's parameters `old` become `new`, of the same shapes, with all it knows of them."""
+    other = dict(zip(old, new, strict=True))
+    for group in optimizer.param_groups:
+        group["params"] = [other[parameter] for parameter in group["params"]]
+    for parameter in old:
+        if parameter in optimizer.state:
+            optimizer.state[other[parameter]] = optimizer.state.pop(parameter)
+
+
+def check_rebindable(optimizer: torch.optim.Optimizer) -> None:
+    """JobError where an optimizer keeps its parameters in places we do not know of."""
+    for name, value in vars(optimizer).items():
+        if name not in ("param_groups", "state") and _holds_parameters(value):
+            raise JobError(
+                f"Job: optimizer: {type(optimizer).__name__} keeps its parameters in `{name}` besides `param_groups`; training with "
+                "staleness=1 would leave them behind: use staleness=0 or another optimizer"
+            )
+
+
+def _holds_parameters(value: object) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else (value,)
+    return any(isinstance(item, nn.Parameter) for item in items)

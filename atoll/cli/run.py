@@ -14,7 +14,7 @@ from atoll.cli.plan import RunMode, make_plan_for
 from atoll.cli.render import plan_view, show
 from atoll.cli.report import short_view
 from atoll.cli.status import say
-from atoll.cli.swarm import launch_swarm
+from atoll.cli.swarm import check_swarm, launch_swarm
 from atoll.cli.target import Target, load_target
 from atoll.cluster import Cluster, dump_cluster, load_cluster
 from atoll.codec import SwarmCodec
@@ -57,6 +57,10 @@ def run(
     codec: Annotated[
         SwarmCodec, typer.Option(help="Swarm: how activations and their gradients are sent; `auto` chooses for each link as it is.")
     ] = "none",
+    staleness: Annotated[
+        int | None,
+        typer.Option(help="Swarm: with 1 a step begins while the gradients of the one before are still summed.", min=0, max=1),
+    ] = None,
 ) -> None:
     """Plan the job and train it: a process for every device of the plan, on this machine. What follows `--` is the script's own."""
     arguments = tuple(context.obj or ())
@@ -65,12 +69,17 @@ def run(
         return
     if resume is not None:
         mode, codec, nats = _as_before(context, RunDirectory(resume).settings(), mode, codec, nats)
-    _check_swarm_options(mode, codec, nats, standby)
+    _check_swarm_options(mode, codec, nats, standby, staleness)
     directory, settings = _directory(script, arguments, out, resume, checkpoint_every, keep_last)
     devices = _cluster(cluster, plan, directory if resume else None)
     constants = load_calibration(calibration) if calibration else None
     model = load_target(script, None, arguments)
     chosen, predicted = _plan(model, devices, plan, constants, directory if resume and not cluster else None, mode)
+    if staleness is not None:
+        chosen = msgspec.structs.replace(chosen, staleness=staleness)
+    if mode == "swarm":
+        assert model.captured is not None
+        check_swarm(chosen, model.captured)
     settings = msgspec.structs.replace(settings, mode=mode, codec=codec, nats=nats)
     _write(directory, settings, chosen, devices, predicted, resumed=resume is not None)
     _show(chosen, predicted, model, devices)
@@ -94,7 +103,9 @@ def _as_before(
     return "swarm", codec if given("codec") else msgspec.convert(before.codec, SwarmCodec), nats if given("nats") else before.nats
 
 
-def _check_swarm_options(mode: RunMode, codec: str, nats: str | None, standby: list[str] | None) -> None:
+def _check_swarm_options(mode: RunMode, codec: str, nats: str | None, standby: list[str] | None, staleness: int | None) -> None:
+    if staleness and mode != "swarm":
+        raise JobError("--staleness: only `--mode swarm` begins a step before the one before it is summed; leave it out")
     if codec != "none" and mode != "swarm":
         raise JobError(f"--codec {codec}: only `--mode swarm` sends with codecs; leave it out")
     if nats is not None and mode != "swarm":

@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -14,7 +15,10 @@ from atoll.lab.remote import remote_command
 from atoll.plan import Plan
 from atoll.runtime.run_directory import RunDirectory, RunSettings
 
-__all__ = ["launch_swarm"]
+if TYPE_CHECKING:
+    from atoll.graph.capture import Captured
+
+__all__ = ["check_swarm", "launch_swarm"]
 
 _JOIN_USES = 1000
 _JOIN_SECONDS = 24 * 3600.0
@@ -31,7 +35,6 @@ def launch_swarm(
     standby: tuple[str, ...] = (),
 ) -> None:
     """Starts the swarm, or goes on with one that was begun, and waits for its end."""
-    _check(plan)
     from atoll.fabric.security import Authority  # PyTorch takes seconds to load: mistakes above are told before
     from atoll.runtime.swarm.launching import SwarmProcesses, free_address
     from atoll.runtime.swarm.resuming import check_same_stages, continue_run
@@ -97,10 +100,17 @@ def _dialled(address: str) -> str:
     return f"{socket.gethostname()}:{port}" if host in ("0.0.0.0", "[::]", "") else address
 
 
-def _check(plan: Plan) -> None:
+def check_swarm(plan: Plan, captured: "Captured") -> None:
+    """AtollError where this plan of this model cannot be trained by a swarm."""
+    if plan.staleness > 1:
+        raise PlanError(f"staleness={plan.staleness}: a swarm's sums may lag by one step at most; write staleness=1 or 0")
     for number, stage in enumerate(plan.stages):
         if stage.tensor > 1 or stage.expert or stage.split:
             raise PlanError(
                 f"stage {number}: a swarm's worker holds a whole stage by itself; tensor, expert and split parallelism inside stages are "
                 "not run in swarm mode"
             )
+    from atoll.runtime.swarm.spec import bounds_of
+    from atoll.runtime.swarm.taking_part import check_divisible
+
+    check_divisible(captured, bounds_of(plan))

@@ -15,6 +15,7 @@ from atoll.errors import JobError
 from atoll.graph import PRESETS, Graph, preset
 
 if TYPE_CHECKING:
+    from atoll.graph.capture import Captured
     from atoll.job import Job
 
 __all__ = ["Target", "load_target"]
@@ -32,6 +33,7 @@ class Target:
     loading_seconds: float = 0.0  # processor time of a batch, where the data is at hand
     micro_batch_size: int | None = None  # that the job asks for
     notes: tuple[str, ...] = ()  # what was assumed or estimated, in sentences
+    captured: "Captured | None" = None  # of a script
 
 
 def load_target(name: str, batch_size: int | None = None, arguments: Sequence[str] = ()) -> Target:
@@ -79,6 +81,7 @@ def _from_script(path: str, batch_size: int | None, arguments: Sequence[str]) ->
             loading_seconds=loading_seconds,
             micro_batch_size=job.micro_batch_size,
             notes=(*captured.notes, *notes),
+            captured=captured,
         )
 
 

@@ -192,9 +192,8 @@ class Coordinator:
             return
         if before is None and beat.incarnation == 0 and self.node.clock.now() < self._gathered_at:
             return  # where it helps is known once those who have a stage were heard
-        contributed = (
-            before is not None and self._summing is not None and self._summing.contributes(before.name, before.incarnation, before.stage)
-        )
+        summing = self._summing
+        contributed = before is not None and summing is not None and summing.contributes(before.name, before.incarnation, before.stage)
         member, new = self.members.hear(beat, self.node.clock.now())
         if member is None:
             return
@@ -233,10 +232,9 @@ class Coordinator:
         phase = type(self.phase)
         if phase is Run:
             self._look_at_leases(now, True)
-        elif phase is Seal:
-            if now >= self._deadline:
-                self._fill_empty_stages(now)
-                self._decide()
+        elif phase is Seal and now >= self._deadline:
+            self._fill_empty_stages(now)
+            self._decide()
         if self._summing is not None:
             await self._look_at_reduction(self._summing)
         elif phase is Finished and now - self._entered > self.settings.silent_beats * self.settings.heartbeat_seconds:

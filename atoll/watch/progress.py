@@ -60,7 +60,7 @@ class Progress:
         self._run = event
         self._say(
             f"{event.name}: {format_count(event.parameters)} parameters, {event.steps} steps of {event.batch_size} samples, "
-            f"{event.precision} on {', '.join(event.devices)}"
+            f"{event.precision}" + (f" on {', '.join(event.devices)}" if event.devices else "")
         )
         if self.console.is_terminal:
             self._live = Live(console=self.console, transient=True, auto_refresh=False)

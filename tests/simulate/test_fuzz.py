@@ -23,18 +23,9 @@ def test_no_schedule_breaks_the_protocol(part: int) -> None:
 
 
 QUICK = (
-    "completeness",
-    "once",
-    "duplicate-filter",
-    "message-order",
-    "disjointness",
-    "atomic-manifest",
-    "out-of-place",
-    "token",
-    "clear",
-    "same-weights",
-    "set-aside",
-)
+    "completeness", "once", "duplicate-filter", "message-order", "disjointness", "atomic-manifest", "out-of-place", "token", "clear",
+    "same-weights", "set-aside",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("check", QUICK)

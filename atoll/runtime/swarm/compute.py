@@ -160,7 +160,7 @@ class StageCompute:
             for name, buffer in state.module.buffers_by_name().items():
                 buffer.copy_(saved["buffers"][name])
             if state.before is not None:  # where training was without staleness until now, both are the same
-                torch._foreach_copy_(state.before.parameters, saved.get("before") or state.parameters)
+                _copy(state.before.parameters, saved.get("before") or state.parameters)
         if state.optimizer is not None:
             state.optimizer.load_state_dict(saved["optimizer"])
         if state.scheduler is not None:
@@ -368,12 +368,17 @@ class StageCompute:
     @staticmethod
     def _step_aside(state: StageState, before: StageState) -> None:
         """The present weights stay as they are, as those before the step; the step is made in the tensors of the ones before them."""
-        with torch.no_grad():
-            torch._foreach_copy_(before.parameters, state.parameters)
+        _copy(before.parameters, state.parameters)
         state.module, before.module = before.module, state.module
         state.parameters, before.parameters = before.parameters, state.parameters
         if state.optimizer is not None:
             rebind(state.optimizer, before.parameters, state.parameters)
+
+
+@torch.no_grad()
+def _copy(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    if to:
+        torch._foreach_copy_(list(to), list(values))
 
 
 def _norm_squared(values: Tensor) -> float:

@@ -15,7 +15,7 @@ from atoll.job import Job
 from atoll.plan import Plan
 from atoll.script import load_job
 
-__all__ = ["JobService", "Nothing", "SwarmSpec", "load_spec_job", "spec_of", "stored_every"]
+__all__ = ["JobService", "Nothing", "SwarmSpec", "bounds_of", "load_spec_job", "spec_of", "stored_every"]
 
 _CHUNK_BYTES = 4 << 20  # about what a part of a stage's gradient weighs
 _MOST_CHUNKS = 64
@@ -71,7 +71,7 @@ def spec_of(
         rebalance_seconds=60.0,
         staleness=plan.staleness,
     )
-    bounds = (*(stage.start for stage in plan.stages), plan.stages[-1].stop)
+    bounds = bounds_of(plan)
     config = {"arguments": list(arguments), "bounds": bounds, "micro_batches": micro_batches, "settings": msgspec.to_builtins(settings)}
     return SwarmSpec(
         script_name=script.name,
@@ -84,6 +84,11 @@ def spec_of(
         codec=codec,
         parameters=parameters,
     )
+
+
+def bounds_of(plan: Plan) -> tuple[int, ...]:
+    """The stages' first layers, and the end of the last."""
+    return (*(stage.start for stage in plan.stages), plan.stages[-1].stop)
 
 
 def stored_every(checkpoint_every: int | None, job: Job) -> int:

@@ -49,12 +49,19 @@ _ANSWER_SECONDS = 30.0
 _ACCOUNT_SECONDS = 2.0
 
 
-def check_divisible(job: Job, captured: Captured, bounds: tuple[int, ...]) -> None:
+def check_divisible(captured: Captured, bounds: tuple[int, ...]) -> None:
     """AtollError where stages cannot be trained apart."""
-    if job.precision == "fp16":
+    if captured.graph.precision == "fp16":
         raise AtollError("Job: precision: swarm training runs in fp32 or bf16; fp16 needs a loss scale that all agree on")
     homes: dict[str, int] = {}
     for stage, program in enumerate(programs_of(captured, bounds)):
+        changed = [unit.buffers[attribute] for unit in program.units for attribute in unit.changes]
+        if changed:
+            name = captured.program.graph_signature.inputs_to_buffers.get(changed[0], changed[0]).removeprefix("model.")
+            raise AtollError(
+                f"the buffer {name!r} is changed by computing (as BatchNorm's running statistics are), so workers of a stage would come to "
+                "differ; in swarm mode use track_running_stats=False or another normalisation, or train in lockstep"
+            )
         for name in {name for unit in program.units for name in unit.parameters.values()}:
             if name in shared_parameters(captured) and homes.setdefault(name, stage) != stage:
                 raise AtollError(
@@ -84,7 +91,7 @@ def take_part(
     torch.set_num_threads(1)
     keep_freed_memory()
     captured = capture_program(job)
-    check_divisible(job, captured, spec.bounds)
+    check_divisible(captured, spec.bounds)
     return asyncio.run(_Process(credentials, address, spec, job, captured, observer, dialled, imposed, say, polite).run())
 
 

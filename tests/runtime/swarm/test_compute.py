@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from atoll import Job
 from atoll.control.messages import Run
-from atoll.errors import JobError
+from atoll.errors import AtollError, JobError
+from atoll.graph.capture import capture_program
 from atoll.runtime.swarm.compute import _norm_squared
+from atoll.runtime.swarm.taking_part import check_divisible
 
 from .one_process import OneProcess
 
@@ -175,3 +177,18 @@ def test_a_norm_of_what_is_not_finite_is_not(value: float) -> None:
     values = torch.ones(10_000)
     values[5000] = value
     assert not math.isfinite(_norm_squared(values))
+
+
+class Normalised(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)))  # type: ignore[no-any-return]
+
+
+def test_a_layer_that_changes_buffers_while_computing_is_refused() -> None:
+    captured = capture_program(job(model=Normalised))
+    with pytest.raises(AtollError, match=r"the buffer 'norm\.\w+' is changed by computing"):
+        check_divisible(captured, (0, len(captured.graph.layers)))

@@ -1,6 +1,6 @@
 """What rebalancing keeps of the optimum while spot machines come and go: the protocol's own code on a virtual clock.
 
-    python benchmarks/rebalancing.py --trace events.csv [--json] [--every none 300 60] [--peers 32] [--hours 0]
+    python benchmarks/rebalancing.py --trace events.csv [--json] [--every none 300 60] [--peers 32] [--hours 0] [--staleness 1] [--seed 0]
 
 A trace is a CSV of `time_s,event,node_id` (add, remove) or of `time_s,alive_count`; at most `--peers` are used, in order of arrival. Every
 worker has the same speed; whoever is removed dies without a word; a stage's state is copied over the network by those who join or move.
@@ -17,6 +17,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 from report import print_json, print_table
 
 from atoll.control import Settings
@@ -57,11 +58,11 @@ def limited(changes: list[Change], peers: int) -> list[Change]:
     return found
 
 
-def settings(every: str, micro_batches: int) -> Settings:
+def settings(every: str, options: argparse.Namespace) -> Settings:
     """One of the three ways."""
     return Settings(
         stages=STAGES,
-        micro_batches=micro_batches,
+        micro_batches=options.micro_batches,
         steps=10**9,
         chunks=8,
         heartbeat_seconds=1.0,
@@ -75,18 +76,19 @@ def settings(every: str, micro_batches: int) -> Settings:
         rebalance_seconds=0.0 if every == "none" else float(every),
         migration_seconds=MIGRATION_SECONDS,
         acknowledge_forward=False,
+        staleness=options.staleness,
     )
 
 
-def undisturbed(replicas: int, micro_batches: int) -> float:
+def undisturbed(replicas: int, options: argparse.Namespace) -> float:
     """Micro-batches a second of a swarm with so many workers in every stage to whom nothing happens."""
     if replicas == 0:
         return 0.0
-    swarm = PeerSwarm(settings("none", micro_batches), MODEL)
+    swarm = PeerSwarm(settings("none", options), MODEL)
     for index in range(replicas * STAGES):
         swarm.start(f"peer{index}")
     swarm.loop.run(1e9, lambda: len(swarm.committed) > UNDISTURBED_STEPS)
-    return UNDISTURBED_STEPS * micro_batches / (swarm.committed[-1][0] - swarm.committed[0][0])
+    return UNDISTURBED_STEPS * int(options.micro_batches) / (swarm.committed[-1][0] - swarm.committed[0][0])
 
 
 def integrated(changes: list[Change], end: float, rates: list[float]) -> float:
@@ -95,9 +97,9 @@ def integrated(changes: list[Change], end: float, rates: list[float]) -> float:
     return sum((min(stop, end) - min(start, end)) * rates[alive // STAGES] for (start, alive), (stop, _) in pairwise(steps))
 
 
-def replay(changes: list[Change], end: float, every: str, micro_batches: int, rates: list[float]) -> dict[str, object]:
+def replay(changes: list[Change], end: float, every: str, options: argparse.Namespace, rates: list[float]) -> dict[str, object]:
     """Runs the trace once. `rates`: of the undisturbed swarm by workers a stage."""
-    swarm = PeerSwarm(settings(every, micro_batches), MODEL)
+    swarm = PeerSwarm(settings(every, options), msgspec.structs.replace(MODEL, seed=options.seed))
     began = time.process_time()
     for change in changes:
         swarm.loop.run(min(change.at, end))
@@ -147,6 +149,8 @@ def parameters(options: argparse.Namespace) -> dict[str, object]:
         "stages": STAGES,
         "peers_at_most": options.peers,
         "micro_batches_of_a_step": options.micro_batches,
+        "staleness": options.staleness,
+        "seed": options.seed,
         "migration_seconds_assumed": MIGRATION_SECONDS,
         **{name: getattr(MODEL, name) for name in MODEL.__struct_fields__ if name != "seed"},
     }
@@ -161,6 +165,8 @@ def main() -> int:
     parser.add_argument("--peers", type=int, default=32, help="at most so many at once")
     parser.add_argument("--hours", type=float, default=0.0, help="of the trace; 0: all")
     parser.add_argument("--micro-batches", type=int, default=1000, help="of a step")
+    parser.add_argument("--staleness", type=int, choices=(0, 1), default=0, help="1: a step runs while the one before it is summed")
+    parser.add_argument("--seed", type=int, default=0, help="of routing, jitter and the network")
     options = parser.parse_args()
     try:
         changes = limited(read_trace(options.trace), options.peers)
@@ -168,8 +174,8 @@ def main() -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     end = min(options.hours * 3600 or float("inf"), changes[-1].at)
-    rates = [undisturbed(count, options.micro_batches) for count in range(options.peers // STAGES + 1)]
-    rows = [replay(changes, end, every, options.micro_batches, rates) for every in options.every]
+    rates = [undisturbed(count, options) for count in range(options.peers // STAGES + 1)]
+    rows = [replay(changes, end, every, options, rates) for every in options.every]
     met = all(row["target"] is None or row["share_of_optimum"] >= row["target"] for row in rows)  # type: ignore[operator]
     if options.json:
         print_json({"trace": options.trace.name, "met": met, "parameters": parameters(options), "undisturbed_per_s": rates, "ways": rows})

@@ -77,14 +77,14 @@ def run(
     chosen, predicted = _plan(model, devices, plan, constants, directory if resume and not cluster else None, mode)
     if staleness is not None:
         chosen = msgspec.structs.replace(chosen, staleness=staleness)
-    if mode == "swarm":
-        assert model.captured is not None
+    if mode == "swarm" and model.captured is not None:
         check_swarm(chosen, model.captured)
     settings = msgspec.structs.replace(settings, mode=mode, codec=codec, nats=nats)
     _write(directory, settings, chosen, devices, predicted, resumed=resume is not None)
     _show(chosen, predicted, model, devices)
     if mode == "swarm":
-        launch_swarm(directory, settings, chosen, model.graph.parameters, max_restarts, listen, tuple(standby or ()))
+        assert model.captured is not None  # a script always is
+        launch_swarm(directory, settings, chosen, model.captured, max_restarts, listen, tuple(standby or ()))
     else:
         _launch(directory, chosen, max_restarts)
 

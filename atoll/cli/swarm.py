@@ -29,7 +29,7 @@ def launch_swarm(
     directory: RunDirectory,
     settings: RunSettings,
     plan: Plan,
-    parameters: int,
+    captured: "Captured",
     max_restarts: int,
     listen: str | None,
     standby: tuple[str, ...] = (),
@@ -43,7 +43,7 @@ def launch_swarm(
     from atoll.script import load_job
 
     job = load_job(settings.script, settings.arguments)
-    spec = spec_of(Path(settings.script), settings.arguments, job, plan, parameters, settings.checkpoint_every, settings.codec)
+    spec = spec_of(Path(settings.script), settings.arguments, job, plan, captured, settings.checkpoint_every, settings.codec)
     before = read_start(directory)
     if before is not None:
         check_same_stages(read_spec(directory.path), spec)

@@ -193,7 +193,7 @@ class Coordinator:
         if before is None and beat.incarnation == 0 and self.node.clock.now() < self._gathered_at:
             return  # where it helps is known once those who have a stage were heard
         summing = self._summing
-        contributed = before is not None and summing is not None and summing.contributes(before.name, before.incarnation, before.stage)
+        contributed = before is not None and summing is not None and summing.contributes(before.name, before.incarnation)
         member, new = self.members.hear(beat, self.node.clock.now())
         if member is None:
             return
@@ -479,9 +479,11 @@ class Coordinator:
         """Sums the step; the next one is begun meanwhile where staleness allows it."""
         assert type(self.phase) is Seal
         now = self.node.clock.now()
-        turn = self.version + self._rounds
+        turn, settings = self.version + self._rounds, self.settings
+        together = [*((stage,) for stage in range(settings.stages)), *settings.tied]
         stages = tuple(
-            stage_reduction(choice.buffers, responders, stage, self.settings.chunks, turn) for stage, choice in enumerate(choices)
+            stage_reduction([buffer for stage in some for buffer in choices[stage].buffers], responders, some, settings.chunks, turn)
+            for some in together
         )
         order = Reduce(self.phase.round, stages)
         self._summing = Summing(order, choices, self._rounds, now, now + self._reduce_patience.seconds())

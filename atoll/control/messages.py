@@ -102,7 +102,7 @@ class Contributor(msgspec.Struct, frozen=True, gc=False):
 
 
 class StageReduction(msgspec.Struct, frozen=True, gc=False):
-    """How one stage adds up: `owners[c]` sums chunk c over all contributors and gives it to the members."""
+    """How one stage, or a set of tied stages, adds up: `owners[c]` sums chunk c over all contributors and gives it to the members."""
 
     contributors: tuple[Contributor, ...]
     members: tuple[tuple[str, int], ...]  # (worker, incarnation)
@@ -110,7 +110,7 @@ class StageReduction(msgspec.Struct, frozen=True, gc=False):
 
 
 class Reduce(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """The buffers frozen in `round` are to be summed."""
+    """The buffers frozen in `round` are to be summed: of every stage, then of every set of tied stages what they share."""
 
     round: Round
     stages: tuple[StageReduction, ...]
@@ -269,7 +269,7 @@ class Manifest(Message, frozen=True, gc=False):
 
 
 class Pull(Message, frozen=True, gc=False):
-    """Owner of a chunk → contributor: send that chunk of those buffers."""
+    """Owner of a chunk → contributor: send that chunk of those buffers. `stage` is the sum's number, as in all messages of a reduction."""
 
     round: Round
     epoch: int

@@ -1,4 +1,4 @@
-"""Reduction: one worker's part in summing a stage's chosen buffers — the chunks it owns, and the sums it collects from other owners.
+"""Reduction: one worker's part in summing chosen buffers — the chunks it owns, and the sums it collects from other owners.
 
 Nothing here waits: asking, answering and asking again are driven by messages and by the worker's tick. The result is kept apart from the
 buffers, so that a round that fails can be repeated with the same buffers.
@@ -10,6 +10,7 @@ from typing import Any
 from atoll.control.buffers import Buffers
 from atoll.control.checks import Checks
 from atoll.control.messages import Message, Part, Pull, PullSum, Reduce, Round, StageReduction, SumChunk
+from atoll.control.settings import Settings
 from atoll.control.world import Compute
 
 __all__ = ["Reduction"]
@@ -27,13 +28,99 @@ class _Owned:
         self.done = False
 
 
+class _Section:
+    """One sum: the stage's own, or what it shares with tied stages."""
+
+    def __init__(
+        self,
+        worker: str,
+        round: Round,
+        position: tuple[int, int, int],  # epoch, version, number of the sum
+        plan: StageReduction,
+        compute: Compute,
+        checks: Checks,
+        send: Callable[[str, Message], None],
+    ) -> None:
+        self._worker = worker
+        self._round = round
+        self._position = position
+        self._plan = plan
+        self._compute = compute
+        self._checks = checks
+        self._send = send
+        self._sums: dict[int, Any] = {}
+        self._owned: dict[int, _Owned] = {}
+        names = {contributor.worker for contributor in plan.contributors}
+        for chunk, owner in enumerate(plan.owners):
+            if owner == worker:
+                self._owned[chunk] = _Owned(compute.zero(position[2], chunk), set(names))
+
+    @property
+    def complete(self) -> bool:
+        return len(self._sums) == len(self._plan.owners)
+
+    def ask(self) -> None:
+        for chunk, owner in enumerate(self._plan.owners):
+            owned = self._owned.get(chunk)
+            if owned is None:
+                if chunk not in self._sums:
+                    self._send(owner, PullSum(self._round, *self._position, chunk, self._worker))
+                continue
+            for who in self._plan.contributors:
+                if who.worker in owned.waiting_for:
+                    self._send(who.worker, Pull(self._round, *self._position, chunk, self._worker, who.incarnation, who.buffers))
+
+    def missing(self) -> set[str]:
+        names: set[str] = set()
+        for chunk, owner in enumerate(self._plan.owners):
+            owned = self._owned.get(chunk)
+            if owned is not None:
+                names |= owned.waiting_for
+            elif chunk not in self._sums:
+                names.add(owner)
+        return names
+
+    def on_part(self, part: Part) -> Any:
+        """The chunk's sum where this was the last part of it, else None."""
+        owned = self._owned.get(part.chunk)
+        if owned is None or owned.done:
+            return None
+        if part.worker not in owned.waiting_for and self._checks.duplicate_filter:
+            return None
+        owned.waiting_for.discard(part.worker)
+        owned.total = self._compute.add(owned.total, part.payload)
+        if owned.waiting_for:
+            return None
+        owned.done = True
+        self._sums[part.chunk] = owned.total
+        for worker in sorted(owned.wanted_by):
+            self._send(worker, SumChunk(self._round, *self._position, part.chunk, owned.total))
+        return owned.total
+
+    def on_pull_sum(self, pull: PullSum) -> None:
+        owned = self._owned.get(pull.chunk)
+        if owned is None:
+            return
+        if owned.done:
+            self._send(pull.worker, SumChunk(self._round, *self._position, pull.chunk, owned.total))
+        else:
+            owned.wanted_by.add(pull.worker)
+
+    def on_sum(self, message: SumChunk) -> None:
+        self._sums.setdefault(message.chunk, message.payload)
+
+    def result(self) -> list[Any]:
+        return [self._sums[chunk] for chunk in range(len(self._plan.owners))]
+
+
 class Reduction:
-    """A worker's state of one round."""
+    """A worker's state of one round: the sums its stage needs, its own first."""
 
     def __init__(
         self,
         worker: str,
         position: tuple[int, int, int],  # epoch, version, stage
+        settings: Settings,
         order: Reduce,
         compute: Compute,
         buffers: Buffers,
@@ -42,20 +129,16 @@ class Reduction:
     ) -> None:
         self.round: Round = order.round
         self.position = position
-        self._worker = worker
-        self._plan: StageReduction = order.stages[position[2]]
+        self.digest = ""
+        self.norm_squared = 0.0
         self._compute = compute
         self._buffers = buffers
         self._checks = checks
-        self._send = send
-        self.sums: dict[int, Any] = {}
-        self.digest = ""
-        self.norm_squared = 0.0
-        self._owned: dict[int, _Owned] = {}
-        names = {contributor.worker for contributor in self._plan.contributors}
-        for chunk, owner in enumerate(self._plan.owners):
-            if owner == worker:
-                self._owned[chunk] = _Owned(compute.zero(position[2], chunk), set(names))
+        self._settings = settings
+        self._sections = {
+            number: _Section(worker, order.round, (position[0], position[1], number), order.stages[number], compute, checks, send)
+            for number in settings.sections(position[2])
+        }
 
     @property
     def complete(self) -> bool:
@@ -64,67 +147,42 @@ class Reduction:
 
     def ask(self) -> None:
         """Asks for everything not here yet: at the start, and again when an answer is late."""
-        for chunk, owner in enumerate(self._plan.owners):
-            owned = self._owned.get(chunk)
-            if owned is None:
-                if chunk not in self.sums:
-                    self._send(owner, PullSum(self.round, *self.position, chunk, self._worker))
-                continue
-            for who in self._plan.contributors:
-                if who.worker in owned.waiting_for:
-                    self._send(who.worker, Pull(self.round, *self.position, chunk, self._worker, who.incarnation, who.buffers))
+        for section in self._sections.values():
+            section.ask()
 
     def missing(self) -> tuple[str, ...]:
         """Whom this worker is waiting for."""
-        names: set[str] = set()
-        for chunk, owner in enumerate(self._plan.owners):
-            owned = self._owned.get(chunk)
-            if owned is not None:
-                names |= owned.waiting_for
-            elif chunk not in self.sums:
-                names.add(owner)
-        return tuple(sorted(names))
+        return tuple(sorted(set().union(*(section.missing() for section in self._sections.values()))))
 
     def on_part(self, part: Part) -> None:
         """A contributor's chunk. Each is added once, in the order of arrival."""
-        owned = self._owned.get(part.chunk)
-        if owned is None or owned.done:
+        total = self._sections[part.stage].on_part(part)
+        if total is None:
             return
-        if part.worker not in owned.waiting_for and self._checks.duplicate_filter:
-            return
-        owned.waiting_for.discard(part.worker)
-        owned.total = self._compute.add(owned.total, part.payload)
-        if owned.waiting_for:
-            return
-        owned.done = True
-        if not self._checks.out_of_place:
-            self._compute.store(self._buffers.get(0, self.position[2]).value, part.chunk, owned.total)
-        self._keep(part.chunk, owned.total)
-        for worker in sorted(owned.wanted_by):
-            self._send(worker, SumChunk(self.round, *self.position, part.chunk, owned.total))
+        if not self._checks.out_of_place and part.stage == self.position[2]:
+            self._compute.store(self._buffers.get(0, self.position[2]).value, part.chunk, total)
+        self._look()
 
     def on_pull_sum(self, pull: PullSum) -> None:
         """Somebody wants a chunk this worker owns: now, or when it is summed."""
-        owned = self._owned.get(pull.chunk)
-        if owned is None:
-            return
-        if owned.done:
-            self._send(pull.worker, SumChunk(self.round, *self.position, pull.chunk, owned.total))
-        else:
-            owned.wanted_by.add(pull.worker)
+        self._sections[pull.stage].on_pull_sum(pull)
 
     def on_sum(self, message: SumChunk) -> None:
         """An owner's sum."""
-        if message.chunk not in self.sums:
-            self._keep(message.chunk, message.payload)
+        self._sections[message.stage].on_sum(message)
+        self._look()
 
-    def _keep(self, chunk: int, value: Any) -> None:
-        self.sums[chunk] = value
-        if len(self.sums) == len(self._plan.owners):
-            ordered = self.result()
-            self.norm_squared = self._compute.norm_squared(ordered)
-            self.digest = self._compute.digest(ordered)
+    def _look(self) -> None:
+        if not all(section.complete for section in self._sections.values()):
+            return
+        stage = self.position[2]
+        self.norm_squared = sum(
+            self._compute.norm_squared(stage, place, section.result())
+            for place, (number, section) in enumerate(self._sections.items())
+            if self._settings.counts(stage, number)
+        )
+        self.digest = self._compute.digest(self.result())
 
     def result(self) -> list[Any]:
-        """The reduced gradient, chunk by chunk."""
-        return [self.sums[chunk] for chunk in range(len(self._plan.owners))]
+        """The reduced gradient, chunk by chunk, section by section."""
+        return [part for section in self._sections.values() for part in section.result()]

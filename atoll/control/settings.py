@@ -19,6 +19,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     steps: int  # the run is over when so many are committed
     chunks: int = 1  # a stage's state and gradient travel in so many parts
     work: tuple[float, ...] = ()
+    tied: tuple[tuple[int, ...], ...] = ()  # sets of stages that share parameters: their gradients are summed over all of the set
     heartbeat_seconds: float = 2.0
     silent_beats: int = 4  # a peer not heard, or that has not heard us, for so many beats is not used
     forget_seconds: float = 600.0  # and after so long it is nobody
@@ -36,3 +37,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     migration_seconds: float = 10.0  # what a move costs the peer that moves, before one was measured
     staleness: int = 0  # 1: a step is computed with the weights before the last step's, whose sums are made meanwhile
     acknowledge_forward: bool = True  # tells feeders sooner who is slow, for one more message a stage
+
+    def sections(self, stage: int) -> tuple[int, ...]:
+        """Which sums a stage needs, as they are numbered in a REDUCE: its own, then those of each set of tied stages it is in."""
+        return (stage, *(self.stages + number for number, together in enumerate(self.tied) if stage in together))
+
+    def counts(self, stage: int, section: int) -> bool:
+        """Whether a stage tells the norm of a sum it needs: its own, and of what it shares where it is the first to do so."""
+        return section == stage or self.tied[section - self.stages][0] == stage

@@ -1,6 +1,7 @@
 """Summing: a reduction under way as the coordinator sees it — who has reported, who is waited for, who is blamed."""
 
 from collections import Counter
+from collections.abc import Collection, Sequence
 
 from atoll.control.decision import Choice
 from atoll.control.messages import BufferId, Contributor, Manifest, Reduce, Reduced, StageReduction
@@ -8,13 +9,15 @@ from atoll.control.messages import BufferId, Contributor, Manifest, Reduce, Redu
 __all__ = ["Summing", "stage_reduction"]
 
 
-def stage_reduction(buffers: tuple[BufferId, ...], responders: list[Manifest], stage: int, chunks: int, turn: int) -> StageReduction:
-    """How a stage adds the chosen buffers up. `turn` is another one each time, so that the owners are not always the same."""
+def stage_reduction(
+    buffers: Sequence[BufferId], responders: Sequence[Manifest], stages: Collection[int], chunks: int, turn: int
+) -> StageReduction:
+    """How a stage, or several that are tied, add the chosen buffers up. `turn` differs each time, so that owners do too."""
     indices: dict[tuple[str, int], list[int]] = {}
     for worker, incarnation, index in buffers:
         indices.setdefault((worker, incarnation), []).append(index)
     contributors = tuple(Contributor(*who, tuple(sorted(found))) for who, found in sorted(indices.items()))
-    members = tuple(sorted((manifest.worker, manifest.incarnation) for manifest in responders if manifest.stage == stage))
+    members = tuple(sorted((manifest.worker, manifest.incarnation) for manifest in responders if manifest.stage in stages))
     owners = tuple(members[(chunk + turn) % len(members)][0] for chunk in range(chunks))
     return StageReduction(contributors, members, owners)
 
@@ -22,7 +25,7 @@ def stage_reduction(buffers: tuple[BufferId, ...], responders: list[Manifest], s
 class Summing:
     """One reduction. `rounds` is how many SEALs its step has taken so far."""
 
-    __slots__ = ("order", "choices", "rounds", "began", "deadline", "awaited", "reports", "_blame")
+    __slots__ = ("order", "choices", "rounds", "began", "deadline", "awaited", "reports", "_blame", "_owners", "_contributors")
 
     def __init__(self, order: Reduce, choices: tuple[Choice, ...], rounds: int, began: float, deadline: float) -> None:
         self.order = order
@@ -31,8 +34,10 @@ class Summing:
         self.began = began
         self.deadline = deadline
         self.awaited = {worker for stage in order.stages for worker, _ in stage.members}
-        self.reports: list[dict[str, Reduced]] = [{} for _ in order.stages]
+        self.reports: list[dict[str, Reduced]] = [{} for _ in choices]
         self._blame: dict[str, tuple[str, ...]] = {}
+        self._owners = {owner for stage in order.stages for owner in stage.owners}
+        self._contributors = {(who.worker, who.incarnation) for stage in order.stages for who in stage.contributors}
 
     def hear(self, report: Reduced) -> bool:
         """Takes a report; True when it brings a result, False when it tells who is missing."""
@@ -44,12 +49,9 @@ class Summing:
         self.awaited.discard(report.worker)
         return True
 
-    def contributes(self, worker: str, incarnation: int, stage: int) -> bool:
-        """Whether the sum cannot be made without it."""
-        if not 0 <= stage < len(self.order.stages):
-            return False
-        plan = self.order.stages[stage]
-        return worker in plan.owners or any((who.worker, who.incarnation) == (worker, incarnation) for who in plan.contributors)
+    def contributes(self, worker: str, incarnation: int) -> bool:
+        """Whether the sums cannot be made without it."""
+        return worker in self._owners or (worker, incarnation) in self._contributors
 
     def members(self) -> set[str]:
         """All who take part."""

@@ -444,10 +444,15 @@ class Worker:
                 return  # this incarnation never sealed that round
         elif listed:
             return  # somebody else who had this name
-        self.reduction = Reduction(self.node.name, position, order, self.compute, self._to_reduce().buffers, self.checks, self._send)
+        self.reduction = Reduction(
+            self.node.name, position, self.settings, order, self.compute, self._to_reduce().buffers, self.checks, self._send
+        )
         self._asked_at = self.node.clock.now()
         self.reduction.ask()
         self._finish_reduction()
+
+    def _sections(self) -> tuple[int, ...]:
+        return self.settings.sections(self.stage) if self.stage >= 0 else ()
 
     def _to_reduce(self) -> _Sealed:
         """The sums of the version's step."""
@@ -466,7 +471,7 @@ class Worker:
             self._send(coordinator, report)
 
     def _here(self, message: Pull | Part | PullSum | SumChunk) -> bool:
-        if message.version != self.version or message.stage != self.stage:
+        if message.version != self.version or message.stage not in self._sections():
             return False
         return message.epoch == self.epoch or not self.checks.epoch
 
@@ -478,8 +483,9 @@ class Worker:
             return
         if self.checks.incarnation and pull.incarnation != self.incarnation:
             return
-        payload = self.compute.part(sealed.buffers.chosen(pull.buffers, self.stage), pull.chunk)
-        part = Part(pull.round, self.epoch, self.version, self.stage, pull.chunk, self.node.name, self.incarnation, payload)
+        section = self._sections().index(pull.stage)
+        payload = self.compute.part(sealed.buffers.chosen(pull.buffers, self.stage), self.stage, section, pull.chunk)
+        part = Part(pull.round, self.epoch, self.version, pull.stage, pull.chunk, self.node.name, self.incarnation, payload)
         self._send(pull.owner, part)
 
     def _reduction_of(self, message: Part | PullSum | SumChunk) -> Reduction | None:

@@ -103,8 +103,8 @@ class Compute(Protocol):
     async def accumulate(self, buffer: Any, contribution: Any) -> None:
         """Adds in place; the sum has landed when this comes back."""
 
-    def part(self, buffers: Sequence[Any], chunk: int) -> Any:
-        """A copy of one chunk of the sum of buffers."""
+    def part(self, buffers: Sequence[Any], stage: int, section: int, chunk: int) -> Any:
+        """A copy of one chunk of the sum of buffers. Section 0 is the stage's own; the others are what it shares with tied stages."""
 
     def zero(self, stage: int, chunk: int) -> Any:
         """A sum of no parts."""
@@ -118,11 +118,11 @@ class Compute(Protocol):
     def digest(self, sums: Sequence[Any]) -> str:
         """A fingerprint of a stage's reduced gradient, bit for bit."""
 
-    def norm_squared(self, sums: Sequence[Any]) -> float:
-        """Of a stage's reduced gradient, undivided; not finite when the gradient is not."""
+    def norm_squared(self, stage: int, section: int, sums: Sequence[Any]) -> float:
+        """Of one section of a stage's reduced gradient, undivided; not finite when the gradient is not."""
 
     async def apply(self, state: Any, sums: Sequence[Any], commit: Committed) -> Any:
-        """The state after the step; unchanged where the commit says the step is skipped."""
+        """The state after the step; unchanged where the commit says the step is skipped. `sums` are the chunks of all sections."""
 
     def delayed(self, state: Any) -> Any:
         """The weights before the last step, to compute with; of a state before step 0, its own. Only with staleness."""

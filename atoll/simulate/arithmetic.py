@@ -1,7 +1,7 @@
 """Arithmetic: a tiny model in exact integers, so that a micro-batch too many or too few shows, and the order of addition too.
 
 A stage is two weights (its two chunks) with momentum. Its output is x·w₀ + w₁ + noise, all modulo a prime; noise and targets are
-functions of (version, micro-batch, stage).
+functions of (version, micro-batch, stage). A stage tied to others has two weights more, the same for all of them, added to its own.
 Integers are exact in any order of addition, floats are not: so that replicas that summed in another
 order are told apart, as floats would be, each number carries `rounding`, a hash of the order in which it was made.
 """
@@ -45,9 +45,10 @@ def mix(*numbers: int) -> int:
     return found
 
 
-def initial_cells(stage: int) -> tuple[Cell, ...]:
+def initial_cells(stage: int, tied: bool = False) -> tuple[Cell, ...]:
     """A stage before step 0."""
-    return tuple(Cell(mix(1, stage, chunk), 0, 0, mix(1, stage, chunk)) for chunk in range(CHUNKS))
+    weights = [mix(1, owner, chunk) for owner in ((stage, -1) if tied else (stage,)) for chunk in range(CHUNKS)]
+    return tuple(Cell(weight, 0, 0, weight) for weight in weights)
 
 
 @lru_cache(maxsize=65536)
@@ -64,12 +65,17 @@ def noise(version: int, micro_batch: int, stage: int) -> int:
 
 def forward(cells: Sequence[Cell], version: int, micro_batch: int, stage: int, x: int) -> int:
     """What leaves the stage."""
-    return (x * cells[0].weight + cells[1].weight + noise(version, micro_batch, stage)) % PRIME
+    slope, offset = _weights(cells)
+    return (x * slope + offset + noise(version, micro_batch, stage)) % PRIME
+
+
+def _weights(cells: Sequence[Cell]) -> tuple[int, int]:
+    return sum(cell.weight for cell in cells[::CHUNKS]), sum(cell.weight for cell in cells[1::CHUNKS])
 
 
 def backward(cells: Sequence[Cell], x: int, gradient: int) -> tuple[int, tuple[int, int]]:
-    """(gradient of what entered, contributions to the two weights)."""
-    return gradient * cells[0].weight % PRIME, (gradient * x % PRIME, gradient)
+    """(gradient of what entered, contributions to the two weights; those to tied ones are the same)."""
+    return gradient * _weights(cells)[0] % PRIME, (gradient * x % PRIME, gradient)
 
 
 def loss_gradient(y: int, version: int, micro_batch: int) -> tuple[int, float]:
@@ -108,15 +114,16 @@ def model_apply(cells: Sequence[Cell], sums: Sequence[Sum], clip: float, skipped
 class Reference:
     """The undisturbed run: weights before and gradients of every version, found one after another as they are asked for.
 
-    With staleness s a step's gradients are those of the weights s steps before.
+    With staleness s a step's gradients are those of the weights s steps before. `tied` stages share two weights.
     """
 
-    def __init__(self, stages: int, micro_batches: int, staleness: int = 0) -> None:
+    def __init__(self, stages: int, micro_batches: int, staleness: int = 0, tied: tuple[int, ...] = ()) -> None:
         self._staleness = staleness
+        self._tied = tied
         self._stages = stages
         self._micro_batches = micro_batches
-        self._states: list[tuple[tuple[Cell, ...], ...]] = [tuple(initial_cells(stage) for stage in range(stages))]
-        self._gradients: list[tuple[tuple[int, int], ...]] = []
+        self._states: list[tuple[tuple[Cell, ...], ...]] = [tuple(initial_cells(stage, stage in tied) for stage in range(stages))]
+        self._gradients: list[tuple[tuple[int, ...], ...]] = []
         self._commits: list[tuple[float, bool, float]] = []
 
     def weights(self, version: int, stage: int) -> tuple[tuple[int, int], ...]:
@@ -124,8 +131,8 @@ class Reference:
         self._reach(version)
         return tuple((cell.weight, cell.momentum) for cell in self._states[version][stage])
 
-    def gradient(self, version: int, stage: int) -> tuple[int, int]:
-        """Over all micro-batches, each once."""
+    def gradient(self, version: int, stage: int) -> tuple[int, ...]:
+        """Over all micro-batches, each once; of a tied stage also those of what it shares."""
         self._reach(version + 1)
         return self._gradients[version][stage]
 
@@ -153,8 +160,10 @@ class Reference:
                 gradient, contribution = backward(seen[stage], inputs[stage], gradient)
                 for chunk in range(CHUNKS):
                     totals[stage][chunk] = (totals[stage][chunk] + contribution[chunk]) % PRIME
-        gradients = tuple((total[0], total[1]) for total in totals)
-        clip, skipped = clip_factor([norm_squared(each) for each in gradients], float(self._micro_batches), MAX_NORM)
+        shared = tuple(sum(totals[stage][chunk] for stage in self._tied) % PRIME for chunk in range(CHUNKS))
+        norms = [norm_squared(each) for each in (*totals, *([shared] if self._tied else []))]
+        clip, skipped = clip_factor(norms, float(self._micro_batches), MAX_NORM)
+        gradients = tuple((*total, *(shared if stage in self._tied else ())) for stage, total in enumerate(totals))
         self._gradients.append(gradients)
         self._commits.append((clip, skipped, loss))
         self._states.append(
@@ -163,9 +172,9 @@ class Reference:
 
 
 @lru_cache(maxsize=64)
-def reference(stages: int, micro_batches: int, staleness: int = 0) -> Reference:
+def reference(stages: int, micro_batches: int, staleness: int = 0, tied: tuple[int, ...] = ()) -> Reference:
     """The undisturbed run of a shape, shared by all seeds."""
-    return Reference(stages, micro_batches, staleness)
+    return Reference(stages, micro_batches, staleness, tied)
 
 
 def commit_matches(record: Committed, expected: tuple[float, bool, float], micro_batches: int) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from atoll.control.feeder import Feeder
 from atoll.control.journal import Checkpointed, Epoch, Record, Term
 from atoll.control.messages import Ack, Committed
+from atoll.control.settings import Settings
 from atoll.control.worker import Worker
 from atoll.simulate import arithmetic
 from atoll.simulate.arithmetic import Cell, Sum
@@ -20,16 +21,17 @@ __all__ = ["Checker"]
 class Checker:
     """Collects violations, each with the virtual time it was seen at."""
 
-    def __init__(self, loop: Loop, stages: int, micro_batches: int, stored: Mapping[tuple[int, int, int], Any], staleness: int = 0) -> None:
+    def __init__(self, loop: Loop, settings: Settings, stored: Mapping[tuple[int, int, int], Any]) -> None:
         self.violations: list[str] = []
         self.commits = 0
         self.rollbacks = 0
         self.workers: dict[str, Worker] = {}
         self._loop = loop
-        self._stages = stages
-        self._micro_batches = micro_batches
+        self._stages = settings.stages
+        self._micro_batches = settings.micro_batches
+        self._tied = settings.tied[0] if settings.tied else ()
         self._stored = stored
-        self._reference = arithmetic.reference(stages, micro_batches, staleness)
+        self._reference = arithmetic.reference(settings.stages, settings.micro_batches, settings.staleness, self._tied)
         self._sums: dict[str, tuple[Sum, ...]] = {}
         self._cells: dict[tuple[int, int, int], tuple[Cell, ...]] = {}
         self._committed: set[tuple[int, int]] = set()
@@ -63,7 +65,7 @@ class Checker:
         self._next = (record.epoch, record.version)
         for stage in range(self._stages):
             if record.version == 0:
-                cells = arithmetic.initial_cells(stage)
+                cells = arithmetic.initial_cells(stage, stage in self._tied)
             else:
                 cells = self._cells.get((record.from_epoch, record.version, stage), ())
             self._cells[record.epoch, record.version, stage] = cells

@@ -15,7 +15,14 @@ __all__ = ["ExactCompute", "ExactFeed"]
 class ExactCompute:
     """What `atoll.control.world.Compute` asks for. `slowness` multiplies what kernels take; `on_digest` hears of every reduced gradient."""
 
-    def __init__(self, process: Process, randomness: random.Random, on_digest: Callable[[str, Sequence[Sum]], None] | None = None) -> None:
+    def __init__(
+        self,
+        process: Process,
+        randomness: random.Random,
+        on_digest: Callable[[str, Sequence[Sum]], None] | None = None,
+        tied: tuple[int, ...] = (),
+    ) -> None:
+        self._tied = tied
         self._process = process
         self._random = randomness
         self._on_digest = on_digest
@@ -26,7 +33,7 @@ class ExactCompute:
 
     async def initial(self, stage: int) -> tuple[Cell, ...]:
         """Before step 0."""
-        return arithmetic.initial_cells(stage)
+        return arithmetic.initial_cells(stage, stage in self._tied)
 
     async def forward(self, state: Any, version: int, micro_batch: int, stage: int, entering: int) -> int:
         """One kernel."""
@@ -50,20 +57,21 @@ class ExactCompute:
 
     def buffer(self, stage: int) -> list[Sum]:
         """Nothing summed."""
-        return [Sum(0, 0)] * CHUNKS
+        return [Sum(0, 0)] * (CHUNKS * (1 + (stage in self._tied)))
 
     async def accumulate(self, buffer: list[Sum], contribution: tuple[int, int]) -> None:
         """The sum lands a little later, as an asynchronous kernel's does; now and then much later."""
         late = 1.0 if self._random.random() < 0.9 else 15.0
         await self._process.sleep(self.landing_seconds * late * self.slowness)
-        for chunk in range(CHUNKS):
-            buffer[chunk] = arithmetic.add(buffer[chunk], Sum(contribution[chunk], 0))
+        for place in range(len(buffer)):
+            buffer[place] = arithmetic.add(buffer[place], Sum(contribution[place % CHUNKS], 0))
 
-    def part(self, buffers: Sequence[list[Sum]], chunk: int) -> Sum:
+    def part(self, buffers: Sequence[list[Sum]], stage: int, section: int, chunk: int) -> Sum:
         """One chunk of the sum of buffers."""
-        total = buffers[0][chunk] if buffers else Sum(0, 0)
+        place = section * CHUNKS + chunk
+        total = buffers[0][place] if buffers else Sum(0, 0)
         for buffer in buffers[1:]:
-            total = arithmetic.add(total, buffer[chunk])
+            total = arithmetic.add(total, buffer[place])
         return total
 
     def zero(self, stage: int, chunk: int) -> Sum:
@@ -85,7 +93,7 @@ class ExactCompute:
             self._on_digest(found, sums)
         return found
 
-    def norm_squared(self, sums: Sequence[Sum]) -> float:
+    def norm_squared(self, stage: int, section: int, sums: Sequence[Sum]) -> float:
         """Exact."""
         return arithmetic.norm_squared(arithmetic.values(sums))
 
@@ -98,14 +106,13 @@ class ExactCompute:
         """With the weights before the last step."""
         return tuple(cell._replace(weight=cell.before) for cell in state)
 
-    def read_chunk(self, state: Any, chunk: int) -> Cell:
-        """Weights and momentum."""
-        cell: Cell = state[chunk]
-        return cell
+    def read_chunk(self, state: Any, chunk: int) -> tuple[Cell, ...]:
+        """Weights and momentum, the stage's own and what it shares."""
+        return tuple(state[chunk::CHUNKS])
 
-    def assemble(self, stage: int, chunks: Sequence[Cell]) -> tuple[Cell, ...]:
+    def assemble(self, stage: int, chunks: Sequence[tuple[Cell, ...]]) -> tuple[Cell, ...]:
         """The state."""
-        return tuple(chunks)
+        return tuple(cell for cells in zip(*chunks, strict=True) for cell in cells)
 
     def snapshot(self, state: Any) -> Any:
         """States here never change."""

@@ -66,6 +66,7 @@ def draw_scenario(seed: int) -> Scenario:
         feeders=draw.choice((1, 1, 2)),
         micro_batches=draw.choice((3, 4, 5)),
         staleness=int(seed % 3 == 2),
+        tied=seed % 5 in (3, 4),
     )
     count = draw.choice((1, 2, 3, 4, 5, 6))
     faults = sorted((_draw_fault(draw, shape) for _ in range(count)), key=lambda fault: fault.at)

@@ -43,7 +43,7 @@ class ModelledCompute:
         """Counted with the kernel."""
         buffer[0] += contribution
 
-    def part(self, buffers: Sequence[list[int]], chunk: int) -> int:
+    def part(self, buffers: Sequence[list[int]], stage: int, section: int, chunk: int) -> int:
         """How many."""
         return sum(buffer[0] for buffer in buffers)
 
@@ -63,7 +63,7 @@ class ModelledCompute:
         """The counts."""
         return str(sums[0])
 
-    def norm_squared(self, sums: Sequence[int]) -> float:
+    def norm_squared(self, stage: int, section: int, sums: Sequence[int]) -> float:
         """Always the same."""
         return 1.0
 

@@ -27,6 +27,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     feeders: int = 1
     micro_batches: int = 6
     staleness: int = 0
+    tied: bool = False  # the first and the last stage share weights
 
 
 def exact_settings(shape: Shape) -> Settings:
@@ -49,6 +50,7 @@ def exact_settings(shape: Shape) -> Settings:
         max_norm=MAX_NORM,
         in_flight=8,
         staleness=shape.staleness,
+        tied=((0, shape.stages - 1),) if shape.tied else (),
     )
 
 
@@ -71,7 +73,7 @@ class ExactSwarm:
         self.loop = Loop()
         self.network = Network(self.loop, self.random)
         self.checkpoint_disk = CheckpointDisk(self.random)
-        self.checker = Checker(self.loop, shape.stages, shape.micro_batches, self.checkpoint_disk.stored, self.settings.staleness)
+        self.checker = Checker(self.loop, self.settings, self.checkpoint_disk.stored)
         self.journal_disk = JournalDisk(self.loop, self.random, fence=checks.journal_fence, on_record=self.checker.on_record)
         self.processes: dict[str, Process] = {}
         self.coordinators: dict[str, Coordinator] = {}
@@ -118,7 +120,9 @@ class ExactSwarm:
             self._start_worker(node, process)
 
     def _start_worker(self, node: Node, process: Process) -> None:
-        compute = self.computes[node.name] = ExactCompute(process, node.random, self.checker.on_digest)
+        compute = self.computes[node.name] = ExactCompute(
+            process, node.random, self.checker.on_digest, self.settings.tied[0] if self.settings.tied else ()
+        )
         compute.slowness = self._slowness.get(node.name, 1.0)
         store = CheckpointStore(self.checkpoint_disk, process)
         worker = self.workers[node.name] = Worker(

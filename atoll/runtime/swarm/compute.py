@@ -2,7 +2,8 @@
 
 Gradients are of the batch's *total* loss, undivided: who shares a step's micro-batches does not matter, and the commit says what the sum is
 divided by. After the parameters' gradients a sum holds one number for each parameter: how many micro-batches gave it a gradient at all,
-since an optimizer leaves a parameter without one alone.
+since an optimizer leaves a parameter without one alone. Parameters that several stages use are in sections of their own, after the
+stage's: each stage has a copy, gets the sum over all of them and makes the same step.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -32,7 +33,7 @@ from atoll.runtime.swarm.packing import chunk_range, pack, unpack
 from atoll.runtime.swarm.parcel import Parcel, leaves_from
 from atoll.runtime.swarm.staleness import check_rebindable, rebind
 
-__all__ = ["Contribution", "StageCompute", "StageState", "Sum", "programs_of"]
+__all__ = ["Contribution", "StageCompute", "StageState", "Sum", "programs_of", "tied_parameters"]
 
 Result = TypeVar("Result")
 _BLOCK = 4096
@@ -44,19 +45,20 @@ class StageState:
 
     module: StageModule
     parameters: list[nn.Parameter]
-    optimizer: torch.optim.Optimizer | None  # None: nothing is trained here
-    scheduler: LRScheduler | None
+    sizes: list[list[int]]  # of the parameters, by section
+    optimizer: torch.optim.Optimizer | None = None  # None: nothing is trained here
+    scheduler: LRScheduler | None = None
     packed: Tensor | None = None  # as bytes, until the next step
     before: "StageState | None" = None
 
 
 @dataclass
 class Sum:
-    """A buffer: gradients one after another, then how often each parameter had one."""
+    """A buffer: section by section, gradients one after another, then how often each parameter had one."""
 
     flat: Tensor
-    views: list[Tensor]
-    counts: Tensor
+    views: list[Tensor]  # of each parameter
+    counts: list[Tensor]  # of each section
 
 
 Contribution = list[Tensor | None]
@@ -95,7 +97,8 @@ class StageCompute:
         self._device = torch.device("cpu")
         self._spec = captured.program.call_spec.out_spec
         self._kept: dict[tuple[int, int, int], _Kept] = {}
-        self._lengths: dict[int, tuple[list[int], int]] = {}
+        self._tied = tied_parameters(self._programs)
+        self._sizes_of: dict[int, list[list[int]]] = {}  # of a stage's parameters, by section
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-compute")
 
     def close(self) -> None:
@@ -116,7 +119,7 @@ class StageCompute:
             model = self._job.build_model("cpu")
         state = self._weights_of(stage, model)
         self._kept.clear()
-        self._measure(stage, state.parameters)
+        self._sizes_of = {stage: state.sizes}  # a worker is on one stage at a time
         if self._staleness:
             state.before = self._weights_of(stage, model)
         if state.parameters:
@@ -133,11 +136,11 @@ class StageCompute:
         # the builder writes the device into a program's graphs: every state gets graphs of its own
         module = builder.stage(cut_stage(self._captured, self._bounds[stage], self._bounds[stage + 1]))
         held = sorted(module.parameters_by_name().items(), key=lambda item: order[item[0]])
-        return StageState(module, [parameter for _, parameter in held if parameter.requires_grad], None, None)
-
-    def _measure(self, stage: int, parameters: Sequence[nn.Parameter]) -> None:
-        sizes = [parameter.numel() for parameter in parameters]
-        self._lengths = {stage: (sizes, sum(sizes) + len(sizes))}  # a worker is on one stage at a time
+        shared = [names for together, names in self._tied.items() if stage in together]
+        own = {name for name, _ in held}.difference(*shared)
+        sections = [[parameter for name, parameter in held if name in names and parameter.requires_grad] for names in (own, *shared)]
+        sizes = [[parameter.numel() for parameter in section] for section in sections]
+        return StageState(module, [parameter for section in sections for parameter in section], sizes)
 
     def _pack(self, state: StageState) -> Tensor:
         if state.packed is None:
@@ -277,11 +280,10 @@ class StageCompute:
 
     def buffer(self, stage: int) -> Sum:
         """An empty sum of contributions."""
-        sizes, length = self._lengths[stage]
-        flat = torch.zeros(length)
-        ends = [0, *accumulate(sizes)]
-        views = [flat[start:stop] for start, stop in pairwise(ends)]
-        return Sum(flat, views, flat[ends[-1] :])
+        sections = self._sizes_of[stage]
+        flat = torch.zeros(sum(map(_length, sections)))
+        views, counts = _split(flat, sections)
+        return Sum(flat, views, counts)
 
     async def accumulate(self, buffer: Sum, contribution: Contribution) -> None:
         """Adds in place; the sum has landed when this comes back."""
@@ -290,16 +292,21 @@ class StageCompute:
             pairs = [(view, given) for view, given in zip(buffer.views, contribution, strict=True) if given is not None]
             if pairs:
                 torch._foreach_add_([view for view, _ in pairs], [given.reshape(-1).float() for _, given in pairs])
-            buffer.counts += torch.tensor([float(given is not None) for given in contribution])
+            found = iter([float(given is not None) for given in contribution])
+            for counts in buffer.counts:
+                counts += torch.tensor([next(found) for _ in range(counts.numel())])
 
         await self._run(add)
 
-    def _range(self, stage_length: int, chunk: int) -> tuple[int, int]:
-        return chunk_range(stage_length, self._chunks, chunk)
+    def _range(self, stage: int, section: int, chunk: int) -> tuple[int, int]:
+        lengths = [_length(sizes) for sizes in self._sizes_of[stage]]
+        first = sum(lengths[:section])
+        start, stop = chunk_range(lengths[section], self._chunks, chunk)
+        return first + start, first + stop
 
-    def part(self, buffers: Sequence[Sum], chunk: int) -> Tensor:
+    def part(self, buffers: Sequence[Sum], stage: int, section: int, chunk: int) -> Tensor:
         """A copy of one chunk of the sum of buffers."""
-        start, stop = self._range(buffers[0].flat.numel(), chunk)
+        start, stop = self._range(stage, section, chunk)
         total = buffers[0].flat[start:stop].clone()
         for buffer in buffers[1:]:
             total += buffer.flat[start:stop]
@@ -315,7 +322,8 @@ class StageCompute:
 
     def store(self, buffer: Sum, chunk: int, value: Tensor) -> None:
         """Overwrites one chunk of a buffer (only with the check `out-of-place` off)."""
-        start, stop = self._range(buffer.flat.numel(), chunk)
+        (stage,) = self._sizes_of
+        start, stop = self._range(stage, 0, chunk)
         buffer.flat[start:stop] = value
 
     def digest(self, sums: Sequence[Tensor]) -> str:
@@ -325,18 +333,14 @@ class StageCompute:
             found.update(part.contiguous().view(torch.uint8).numpy().data)
         return found.hexdigest()[:32]
 
-    def norm_squared(self, sums: Sequence[Tensor]) -> float:
-        """Of a stage's reduced gradient, undivided; not finite when the gradient is not."""
-        left = self._gradient_length(sums)
+    def norm_squared(self, stage: int, section: int, sums: Sequence[Tensor]) -> float:
+        """Of one section of a stage's reduced gradient, undivided; not finite when the gradient is not."""
+        left = sum(self._sizes_of[stage][section])
         total = 0.0
         for part in sums:
             total += _norm_squared(part[: max(0, left)])
             left -= part.numel()
         return total
-
-    def _gradient_length(self, sums: Sequence[Tensor]) -> int:
-        ((sizes, _),) = self._lengths.values()
-        return sum(part.numel() for part in sums) - len(sizes)
 
     async def apply(self, state: StageState, sums: Sequence[Tensor], commit: Committed) -> StageState:
         """The state after the step; unchanged where the commit says the step is skipped."""
@@ -352,12 +356,9 @@ class StageCompute:
         flat = torch.empty(sum(part.numel() for part in sums))
         for part, own in zip(sums, torch.split(flat, [part.numel() for part in sums]), strict=True):
             torch.mul(part, commit.clip / commit.weight, out=own)
-        counts = flat[flat.numel() - len(state.parameters) :]
-        first = 0
-        for parameter, count in zip(state.parameters, counts.tolist(), strict=True):
-            own = flat[first : first + parameter.numel()].view_as(parameter)
-            parameter.grad = own if count else None
-            first += parameter.numel()
+        views, counts = _split(flat, state.sizes)
+        for parameter, view, count in zip(state.parameters, views, torch.cat(counts).tolist(), strict=True):
+            parameter.grad = view.view_as(parameter) if count else None
         state.optimizer.step()
         if state.scheduler is not None:
             state.scheduler.step()
@@ -373,6 +374,22 @@ class StageCompute:
         state.parameters, before.parameters = before.parameters, state.parameters
         if state.optimizer is not None:
             rebind(state.optimizer, before.parameters, state.parameters)
+
+
+def _length(sizes: Sequence[int]) -> int:
+    """Of a section: gradients and counts."""
+    return sum(sizes) + len(sizes)
+
+
+def _split(flat: Tensor, sections: Sequence[Sequence[int]]) -> tuple[list[Tensor], list[Tensor]]:
+    """Where in it each parameter's gradient is, and the counts of each section."""
+    views: list[Tensor] = []
+    counts: list[Tensor] = []
+    for sizes, section in zip(sections, torch.split(flat, [_length(sizes) for sizes in sections]), strict=True):
+        *gradients, count = torch.split(section, [*sizes, len(sizes)])
+        views += gradients
+        counts.append(count)
+    return views, counts
 
 
 @torch.no_grad()
@@ -399,6 +416,19 @@ def _parcel(entering: Any) -> Parcel:
         return entering
     binding, leaves, values = entering
     return Parcel(tuple(binding), leaves, list(values))
+
+
+def tied_parameters(programs: Sequence[StageProgram]) -> dict[tuple[int, ...], set[str]]:
+    """Which stages share parameters, in order, and the names of those that each set of stages has in common."""
+    users: dict[str, list[int]] = {}
+    for stage, program in enumerate(programs):
+        for name in sorted({name for unit in program.units for name in unit.parameters.values()}):
+            users.setdefault(name, []).append(stage)
+    found: dict[tuple[int, ...], set[str]] = {}
+    for name, stages in users.items():
+        if len(stages) > 1:
+            found.setdefault(tuple(stages), set()).add(name)
+    return dict(sorted(found.items()))
 
 
 def programs_of(captured: Captured, bounds: Sequence[int]) -> list[StageProgram]:

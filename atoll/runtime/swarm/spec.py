@@ -11,8 +11,10 @@ from atoll.control.settings import Settings
 from atoll.fabric.fingerprint import job_fingerprint
 from atoll.fabric.method import Peer
 from atoll.fabric.roles import allowed
+from atoll.graph.capture import Captured
 from atoll.job import Job
 from atoll.plan import Plan
+from atoll.runtime.swarm.compute import programs_of, tied_parameters
 from atoll.script import load_job
 
 __all__ = ["JobService", "Nothing", "SwarmSpec", "bounds_of", "load_spec_job", "spec_of", "stored_every"]
@@ -52,10 +54,11 @@ class JobService:
 
 
 def spec_of(
-    script: Path, arguments: Sequence[str], job: Job, plan: Plan, parameters: int, checkpoint_every: int | None, codec: str = "none"
+    script: Path, arguments: Sequence[str], job: Job, plan: Plan, captured: Captured, checkpoint_every: int | None, codec: str = "none"
 ) -> SwarmSpec:
     """What a plan in swarm mode means for a job."""
-    size, batch = plan.micro_batch_size, job.batch_size
+    size, batch, parameters = plan.micro_batch_size, job.batch_size, captured.graph.parameters
+    bounds = bounds_of(plan)
     micro_batches = tuple((start, min(start + size, batch)) for start in range(0, batch, size))
     chunks = min(_MOST_CHUNKS, max(1, 4 * parameters // len(plan.stages) // _CHUNK_BYTES))
     settings = Settings(
@@ -70,8 +73,8 @@ def spec_of(
         max_norm=job.max_grad_norm,
         rebalance_seconds=60.0,
         staleness=plan.staleness,
+        tied=tuple(tied_parameters(programs_of(captured, bounds))),
     )
-    bounds = bounds_of(plan)
     config = {"arguments": list(arguments), "bounds": bounds, "micro_batches": micro_batches, "settings": msgspec.to_builtins(settings)}
     return SwarmSpec(
         script_name=script.name,

@@ -27,7 +27,6 @@ from atoll.fabric.security import Credentials, Member
 from atoll.graph.capture import Captured, capture_program
 from atoll.job import Job
 from atoll.runtime.memory import keep_freed_memory
-from atoll.runtime.stage.program import shared_parameters
 from atoll.runtime.swarm.clock import LoopClock
 from atoll.runtime.swarm.coding import Coding, coding_of
 from atoll.runtime.swarm.compute import StageCompute, programs_of
@@ -53,8 +52,7 @@ def check_divisible(captured: Captured, bounds: tuple[int, ...]) -> None:
     """AtollError where stages cannot be trained apart."""
     if captured.graph.precision == "fp16":
         raise AtollError("Job: precision: swarm training runs in fp32 or bf16; fp16 needs a loss scale that all agree on")
-    homes: dict[str, int] = {}
-    for stage, program in enumerate(programs_of(captured, bounds)):
+    for program in programs_of(captured, bounds):
         changed = [unit.buffers[attribute] for unit in program.units for attribute in unit.changes]
         if changed:
             name = captured.program.graph_signature.inputs_to_buffers.get(changed[0], changed[0]).removeprefix("model.")
@@ -62,12 +60,6 @@ def check_divisible(captured: Captured, bounds: tuple[int, ...]) -> None:
                 f"the buffer {name!r} is changed by computing (as BatchNorm's running statistics are), so workers of a stage would come to "
                 "differ; in swarm mode use track_running_stats=False or another normalisation, or train in lockstep"
             )
-        for name in {name for unit in program.units for name in unit.parameters.values()}:
-            if name in shared_parameters(captured) and homes.setdefault(name, stage) != stage:
-                raise AtollError(
-                    f"the parameter {name!r} is used by stages {homes[name]} and {stage}; swarm training needs every parameter in one "
-                    "stage: give it a plan whose stages keep its uses together"
-                )
 
 
 def take_part(

@@ -14,12 +14,13 @@ from atoll import Job
 from atoll.control.messages import Run
 from atoll.errors import AtollError, JobError
 from atoll.graph.capture import capture_program
-from atoll.runtime.swarm.compute import _norm_squared
+from atoll.runtime.swarm.compute import _norm_squared, programs_of, tied_parameters
 from atoll.runtime.swarm.taking_part import check_divisible
 
 from .one_process import OneProcess
 
 STEPS, BATCH = 6, 12
+BOUNDS = [0, 2, 3, 5]
 
 
 class Data(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -87,7 +88,7 @@ def swarm_losses(swarm: OneProcess) -> list[float]:
     return [commits[version].loss / commits[version].weight for version in range(STEPS)]  # type: ignore[union-attr]
 
 
-def check(swarm: OneProcess, expected: tuple[list[float], dict[str, Tensor]]) -> None:
+def check(swarm: OneProcess, expected: tuple[list[float], dict[str, Tensor]], untrained: tuple[str, ...] = ("unused",)) -> None:
     torch.testing.assert_close(torch.tensor(swarm_losses(swarm)), torch.tensor(expected[0]), rtol=1e-5, atol=1e-7)
     seen = set()
     for worker in swarm.workers.values():
@@ -95,7 +96,7 @@ def check(swarm: OneProcess, expected: tuple[list[float], dict[str, Tensor]]) ->
             for name, parameter in worker.state.module.parameters_by_name().items():
                 torch.testing.assert_close(parameter.detach(), expected[1][name], rtol=1e-5, atol=1e-6)
                 seen.add(name)
-    assert seen == {name for name in expected[1] if not name.startswith("unused")}
+    assert seen == {name for name in expected[1] if not name.startswith(untrained)}
 
 
 @pytest.mark.parametrize(("workers", "chunks", "clip"), [(3, 1, None), (5, 4, 0.05)])
@@ -177,6 +178,35 @@ def test_a_norm_of_what_is_not_finite_is_not(value: float) -> None:
     values = torch.ones(10_000)
     values[5000] = value
     assert not math.isfinite(_norm_squared(values))
+
+
+class Tied(nn.Module):
+    """The first and the last layer use one parameter; so do two in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 6)
+        self.last.weight = nn.Parameter(torch.randn(6, 16) / 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+        self.blocks[2][0].bias = self.blocks[0][0].bias  # type: ignore[index, union-attr, assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.last.weight + self.first.bias
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("staleness", "clip"), [(0, 0.05), (1, None)])
+def test_parameters_that_several_stages_use_are_trained_by_all_of_them(staleness: int, clip: float | None) -> None:
+    it = job(model=Tied, max_grad_norm=clip)
+    captured = capture_program(it)
+    layers = len(captured.graph.layers)
+    tied = tied_parameters(programs_of(captured, BOUNDS))
+    assert (BOUNDS[-1], tied) == (layers, {(0, 2): {"last.weight", "blocks.0.0.bias"}})
+    swarm = OneProcess(it, BOUNDS, 5, 4, chunks=3, max_norm=clip, staleness=staleness, tied=tuple(tied))
+    asyncio.run(swarm.run())
+    check(swarm, plain(it, staleness), untrained=("first.weight", "blocks.2.0.bias"))
 
 
 class Normalised(Model):

@@ -11,6 +11,7 @@ from atoll.control.happenings import Happening, Joined, Left, Repaired, RolledBa
 from atoll.control.journal import Checkpointed, Epoch, Term, decode, replay
 from atoll.control.messages import Committed
 from atoll.errors import PlanError
+from atoll.graph.capture import capture_program
 from atoll.plan import parse_plan
 from atoll.runtime.run_directory import RunDirectory
 from atoll.runtime.swarm.files import FileJournal
@@ -110,10 +111,12 @@ def test_a_journal_whose_newest_state_may_be_elsewhere_is_left_alone(tmp_path: P
 
 
 def test_other_stages_are_refused() -> None:
+    captured = capture_program(swarm_job.job)
+
     def spec(cut: int) -> Any:
         text = f'plan v1 graph="swarm job" cluster=here mode=swarm schedule=1f1b batch=12 micro_batch=3\nstage 0: layers 0-{cut}: h/0=12\n'
         plan = parse_plan(text + f"stage 1: layers {cut + 1}-4: h/1=12\n")
-        return spec_of(Path(swarm_job.__file__), (), swarm_job.job, plan, 1000, None)
+        return spec_of(Path(swarm_job.__file__), (), swarm_job.job, plan, captured, None)
 
     check_same_stages(spec(1), spec(1))
     with pytest.raises(PlanError, match=r"begin at layers 0, 2, the plan's stages begin at 0, 3"):

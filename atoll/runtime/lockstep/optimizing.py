@@ -1,10 +1,9 @@
-"""The end of a step: the norm of the whole gradient over all ranks, clipping, loss scaling, the optimizer — as one process would do it."""
+"""The end of a step: the norm of the whole gradient over all ranks, clipping, the optimizer — as one process would do it."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from atoll.errors import JobError
 
 __all__ = [
     "Counted",
-    "LossScale",
     "build_on_parts",
     "check_elementwise",
     "check_separable",
@@ -69,37 +67,6 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients and factor != 1.0:
         torch._foreach_mul_(gradients, factor)
-
-
-class LossScale:
-    """What fp16 losses are multiplied by: doubled after many good steps, halved after an overflow, the same on all ranks.
-
-    The numbers are those of `torch.amp.GradScaler`, which cannot be told of other ranks' overflows.
-    """
-
-    def __init__(self, enabled: bool) -> None:
-        self.enabled = enabled
-        self.value = 65536.0 if enabled else 1.0
-        self.good_steps = 0
-
-    def update(self, overflowed: bool) -> None:
-        """After a step."""
-        if not self.enabled:
-            return
-        if overflowed:
-            self.value, self.good_steps = self.value * 0.5, 0
-            return
-        self.good_steps += 1
-        if self.good_steps == 2000:
-            self.value, self.good_steps = self.value * 2.0, 0
-
-    def state(self) -> dict[str, float]:
-        """For a checkpoint."""
-        return {"value": self.value, "good_steps": self.good_steps}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """What `state` gave."""
-        self.value, self.good_steps = float(state["value"]), int(state["good_steps"])
 
 
 def build_on_parts(

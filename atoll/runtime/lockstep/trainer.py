@@ -16,9 +16,10 @@ from atoll.events import AnyEvent, Evaluated, NonFinite, Observer, RunFinished, 
 from atoll.job import Job
 from atoll.runtime.lockstep.beats import Doing
 from atoll.runtime.lockstep.counting import counted
-from atoll.runtime.lockstep.optimizing import LossScale, build_on_parts, clip_factor, scale_gradients, squared_norm
+from atoll.runtime.lockstep.optimizing import build_on_parts, clip_factor, scale_gradients, squared_norm
 from atoll.runtime.lockstep.rank import RankWork
 from atoll.runtime.peak import peak_memory_bytes
+from atoll.runtime.stage.loss_scale import LossScale
 
 __all__ = ["Reason", "Trainer"]
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from atoll.control.messages import Committed
 from atoll.graph.capture import Captured
 from atoll.job import Job, read_loss
 from atoll.runtime.stage.drawing import DrawKey
+from atoll.runtime.stage.loss_scale import LossScale
 from atoll.runtime.stage.module import StageBuilder, StageModule
 from atoll.runtime.stage.program import StageProgram, cut_stage
 from atoll.runtime.stage.sizes import Sizes
@@ -48,6 +49,7 @@ class StageState:
     sizes: list[list[int]]  # of the parameters, by section
     optimizer: torch.optim.Optimizer | None = None  # None: nothing is trained here
     scheduler: LRScheduler | None = None
+    scale: LossScale = field(default_factory=lambda: LossScale(False))  # of losses computed with these weights
     packed: Tensor | None = None  # as bytes, until the next step
     before: "StageState | None" = None
 
@@ -140,7 +142,8 @@ class StageCompute:
         own = {name for name, _ in held}.difference(*shared)
         sections = [[parameter for name, parameter in held if name in names and parameter.requires_grad] for names in (own, *shared)]
         sizes = [[parameter.numel() for parameter in section] for section in sections]
-        return StageState(module, [parameter for section in sections for parameter in section], sizes)
+        parameters = [parameter for section in sections for parameter in section]
+        return StageState(module, parameters, sizes, scale=LossScale(self._job.precision == "fp16"))
 
     def _pack(self, state: StageState) -> Tensor:
         if state.packed is None:
@@ -151,6 +154,7 @@ class StageCompute:
                     "optimizer": state.optimizer.state_dict() if state.optimizer is not None else None,
                     "scheduler": state.scheduler.state_dict() if state.scheduler is not None else None,
                     "before": [parameter.detach() for parameter in state.before.parameters] if state.before is not None else None,
+                    "scales": [each.scale.state() for each in (state, state.before) if each is not None],
                 }
             )
         return state.packed
@@ -164,6 +168,9 @@ class StageCompute:
                 buffer.copy_(saved["buffers"][name])
             if state.before is not None:  # where training was without staleness until now, both are the same
                 _copy(state.before.parameters, saved.get("before") or state.parameters)
+        for each, scale in zip((state, state.before), saved["scales"], strict=False):
+            if each is not None:
+                each.scale.restore(scale)
         if state.optimizer is not None:
             state.optimizer.load_state_dict(saved["optimizer"])
         if state.scheduler is not None:
@@ -231,7 +238,11 @@ class StageCompute:
     def _autocast(self) -> Any:
         if self._job.precision == "fp32":
             return nullcontext()
-        return torch.autocast(self._device.type, torch.bfloat16)
+        return torch.autocast(self._device.type, torch.float16 if self._job.precision == "fp16" else torch.bfloat16)
+
+    def _factor(self, state: StageState) -> float:
+        """What the loss is multiplied by: a sample's share of the batch, as one process scales it; 1 but in fp16."""
+        return state.scale.value / self._job.batch_size if state.scale.enabled else 1.0
 
     async def turn(
         self, state: StageState, version: int, micro_batch: int, stage: int, entering: Any
@@ -247,7 +258,7 @@ class StageCompute:
         start, stop = self._micro_batches[micro_batch]
         total = value.value if value.weight is not None else value.value * (stop - start)
         weight = float(value.weight) if value.weight is not None else float(stop - start)
-        back, own = self._differentiate(state, stage, kept, [total], [None])
+        back, own = self._differentiate(state, stage, kept, [total * self._factor(state)], [None])
         return back, own, float(total.detach()), weight
 
     async def backward(
@@ -274,7 +285,10 @@ class StageCompute:
         if roots and of:
             found = torch.autograd.grad(roots, of, gradients, allow_unused=True)
         back = [given if given is not None else torch.zeros_like(value) for value, given in zip(wanted, found, strict=False)]
-        return back, list(found[len(wanted) :])
+        own = list(found[len(wanted) :])
+        if state.scale.enabled:  # what is sent back stays scaled; what is summed does not, so that sums need not know of it
+            own = [given if given is None else given.float() / self._factor(state) for given in own]
+        return back, own
 
     # ---- sums
 
@@ -351,6 +365,7 @@ class StageCompute:
         self._forget_before(commit.version + 1)
         if state.before is not None:
             self._step_aside(state, state.before)
+        state.scale.update(commit.skipped)
         if commit.skipped or state.optimizer is None:
             return state
         flat = torch.empty(sum(part.numel() for part in sums))
@@ -372,6 +387,7 @@ class StageCompute:
         _copy(before.parameters, state.parameters)
         state.module, before.module = before.module, state.module
         state.parameters, before.parameters = before.parameters, state.parameters
+        before.scale.restore(state.scale.state())
         if state.optimizer is not None:
             rebind(state.optimizer, before.parameters, state.parameters)
 

@@ -50,8 +50,6 @@ _ACCOUNT_SECONDS = 2.0
 
 def check_divisible(captured: Captured, bounds: tuple[int, ...]) -> None:
     """AtollError where stages cannot be trained apart."""
-    if captured.graph.precision == "fp16":
-        raise AtollError("Job: precision: swarm training runs in fp32 or bf16; fp16 needs a loss scale that all agree on")
     for program in programs_of(captured, bounds):
         changed = [unit.buffers[attribute] for unit in program.units for attribute in unit.changes]
         if changed:

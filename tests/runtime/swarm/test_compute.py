@@ -209,6 +209,39 @@ def test_parameters_that_several_stages_use_are_trained_by_all_of_them(staleness
     check(swarm, plain(it, staleness), untrained=("first.weight", "blocks.2.0.bias"))
 
 
+def steep_loss(model: nn.Module, batch: Any) -> Tensor:
+    return 8 * loss(model, batch)
+
+
+def test_fp16_scales_losses_and_skips_overflows_as_one_process_does() -> None:
+    """The first scales are too large for this loss: steps are skipped until one fits."""
+    it = job(loss=steep_loss, precision="fp16", max_grad_norm=1.0)
+    model = it.build_model("cpu")
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3), torch.amp.GradScaler("cpu")
+    losses, skipped = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batch, value = it.samples.batch(step), torch.zeros(())
+        for start in range(0, BATCH, 4):
+            with torch.autocast("cpu", torch.float16):
+                share = steep_loss(model, [each[start : start + 4] for each in batch]) * 4 / BATCH
+            scaler.scale(share).backward()  # type: ignore[no-untyped-call]
+            value += share.detach()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(float(value))
+        skipped.append(scaler.get_scale() < before)
+    assert any(skipped)
+    assert not all(skipped)
+    swarm = OneProcess(it, [0, 1, 3, 5], 4, 4, chunks=2, max_norm=1.0)
+    asyncio.run(swarm.run())
+    assert [record.skipped for record in swarm.journal.records if type(record).__name__ == "Committed"] == skipped  # type: ignore[union-attr]
+    torch.testing.assert_close(torch.tensor(swarm_losses(swarm)), torch.tensor(losses), rtol=1e-2, atol=1e-2)
+
+
 class Normalised(Model):
     def __init__(self) -> None:
         super().__init__()

@@ -33,9 +33,10 @@ def stop_after(version: int) -> Any:
     return disturb
 
 
-def test_a_stopped_swarm_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_stopped_swarm_goes_on_from_its_checkpoint(staleness: int, tmp_path: Path) -> None:
     it, path = job(), tmp_path / "journal.jsonl"
-    first = OneProcess(it, [0, 2, 5], 3, 3)  # no checkpoints but the one of the stop
+    first = OneProcess(it, [0, 2, 5], 3, 3, staleness=staleness)  # no checkpoints but the one of the stop
     first.journal = FileJournal(path)  # type: ignore[assignment]
     asyncio.run(first.run(stop_after(1)))
     assert first.coordinator is not None
@@ -47,7 +48,7 @@ def test_a_stopped_swarm_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     resumed = asyncio.run(continue_journal(FileJournal(path)))
     assert resumed is not None
     assert (resumed.committed, resumed.checkpoint) == (history.version, history.version)
-    second = OneProcess(it, [0, 2, 5], 2, 3)
+    second = OneProcess(it, [0, 2, 5], 2, 3, staleness=staleness)
     second.checkpoints = first.checkpoints
     second.journal = FileJournal(path)  # type: ignore[assignment]
     asyncio.run(second.run())
@@ -55,7 +56,7 @@ def test_a_stopped_swarm_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     records = decode(path.read_bytes())[0]
     assert [record.version for record in records if isinstance(record, Committed)] == list(range(STEPS))  # no step twice
     second.journal.records = list(records)
-    check(second, plain(it))
+    check(second, plain(it, staleness))
 
 
 def test_every_start_has_its_number(tmp_path: Path) -> None:
@@ -76,9 +77,10 @@ def test_a_stop_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
     assert not any(isinstance(record, Committed | Checkpointed) for record in swarm.journal.records)
 
 
-def test_who_leaves_politely_takes_nothing_along() -> None:
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_who_leaves_politely_takes_nothing_along(staleness: int) -> None:
     it = job()
-    swarm = OneProcess(it, [0, 2, 5], 4, 3)
+    swarm = OneProcess(it, [0, 2, 5], 4, 3, staleness=staleness)
 
     def disturb(swarm: OneProcess, happening: Happening) -> None:
         if isinstance(happening, StepCommitted) and happening.version == 1:
@@ -88,7 +90,7 @@ def test_who_leaves_politely_takes_nothing_along() -> None:
     assert [happening.name for happening in swarm.happened if isinstance(happening, Left)] == ["worker-0"]
     assert not any(isinstance(happening, Repaired) for happening in swarm.happened)
     assert swarm.workers["worker-0"].stage == -1
-    check(swarm, plain(it))
+    check(swarm, plain(it, staleness))
 
 
 def test_a_journal_whose_newest_state_may_be_elsewhere_is_left_alone(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""What `latency_lab.py` trains: a stack of equal blocks, as a job for the swarm and in four parts for a pipeline written by hand.
+"""What `latency_lab.py` and `swarm_joining_lab.py` train: a stack of equal blocks, also in four parts for a pipeline written by hand.
 
-Arguments: steps, samples of a step, samples of a micro-batch. It stands alone, since machines that join are sent this file only.
+Arguments: steps, samples of a step, samples of a micro-batch, width. It stands alone, since machines that join are sent this file only.
 """
 
 import sys
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import atoll
 
-DEFAULTS = ("4", "128", "2")
-STEPS, BATCH, MICRO_BATCH = (int(word) for word in (*sys.argv[1:4], *DEFAULTS[len(sys.argv[1:4]) :]))
-TOKENS, FEATURES, WIDTH, BLOCKS, STAGES = 8, 32, 512, 8, 4
+DEFAULTS = ("4", "128", "2", "512")
+STEPS, BATCH, MICRO_BATCH, WIDTH = (int(word) for word in (*sys.argv[1:5], *DEFAULTS[len(sys.argv[1:5]) :]))
+TOKENS, FEATURES, BLOCKS, STAGES = 8, 32, 8, 4
 optimizer = partial(torch.optim.AdamW, lr=1e-3)
 
 

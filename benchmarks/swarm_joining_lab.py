@@ -2,7 +2,7 @@
 
     python benchmarks/swarm_joining_lab.py [--json] [--workers 8] [--joiners 16]      # needs root or user namespaces, and 0.4 GB a process
 
-A stage of eight workers on hosts of their own, 200 Mbit/s each; all joiners run `atoll join`, each on its own host, are held (SIGSTOP)
+A stage of eight workers on hosts of their own, 100 Mbit/s each; all joiners run `atoll join`, each on its own host, are held (SIGSTOP)
 when they have enrolled and let go together. Compute is real and small, its time imposed. All processes share this machine's cores, so
 joiners have the lowest priority (`nice`): that they load PyTorch and capture the model would else be taken from those who train, which
 machines of their own would not do. Of use is a joiner that has finished its first micro-batch; counted from being connected, against
@@ -36,13 +36,14 @@ from atoll.runtime.swarm.pacing import Imposed, Pace
 from atoll.script import load_job
 
 SCRIPT = Path(__file__).with_name("latency_lab_job.py")
-WIDTH, MICRO_BATCH, MICRO_BATCHES, MICRO_BATCH_SECONDS = 320, 2, 160, 1.0
-BYTES_PER_S = 25e6
+WIDTH, MICRO_BATCH, MICRO_BATCH_SECONDS = 192, 2, 1.0
+STEP_SECONDS = 20.0  # about
+BYTES_PER_S = 12.5e6
 CLUSTER = """
 name = "one-stage"
 [[site]]
 name = "here"
-network = {{ bandwidth = "200 Mbit/s", latency = "50 us" }}
+network = {{ bandwidth = "100 Mbit/s", latency = "50 us" }}
   [[site.host]]
   count = {hosts}
   devices = [{{ kind = "imposed" }}]
@@ -60,7 +61,8 @@ MOST_SLOWED, MOST_COPIES = 0.2, 2.0
 
 def prepare(folder: Path, workers: int, joiners: int) -> Setup:
     """Cluster and plan of a swarm that goes on for longer than is needed."""
-    arguments = ("1000", str(MICRO_BATCH * MICRO_BATCHES), str(MICRO_BATCH), str(WIDTH))
+    micro_batches = round(workers * STEP_SECONDS / MICRO_BATCH_SECONDS)
+    arguments = ("1000", str(MICRO_BATCH * micro_batches), str(MICRO_BATCH), str(WIDTH))
     job = load_job(SCRIPT, arguments)
     graph = capture_program(job).graph
     flops, file = 1e9, folder / "cluster.toml"
@@ -83,7 +85,7 @@ def prepare(folder: Path, workers: int, joiners: int) -> Setup:
         script=SCRIPT,
         arguments=arguments,
         steps=1000,
-        micro_batches=MICRO_BATCHES,
+        micro_batches=micro_batches,
         stages=1,
         head="here-0",
         hosts=hosts,

@@ -195,11 +195,12 @@ def test_what_cannot_be_divided_is_computed_whole_and_said_once(model: Callable[
     assert why in pair.said[0]
 
 
-def test_a_swarm_with_a_group_in_it_equals_plain_pytorch() -> None:
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_swarm_with_groups_in_it_equals_plain_pytorch(staleness: int) -> None:
     it = job()
-    swarm = OneProcess(it, [0, 1, 3, 5], 5, 4, groups={"worker-0": 2, "worker-3": 3})
+    swarm = OneProcess(it, [0, 1, 3, 5], 5, 4, groups={"worker-0": 2, "worker-3": 3}, staleness=staleness)
     asyncio.run(swarm.run())
-    check(swarm, plain(it))
+    check(swarm, plain(it, staleness))
 
 
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])

@@ -7,7 +7,8 @@ when they have enrolled and let go together. Compute is real and small, its time
 joiners have the lowest priority (`nice`): that they load PyTorch and capture the model would else be taken from those who train, which
 machines of their own would not do. Of use is a joiner that has finished its first micro-batch; counted from being connected, against
 copying the stage's bytes over its link or, where that is more, all joiners' bytes over the links of the eight. `slowed` compares the
-micro-batches that the eight compute a second, from when the joiners are let go until all are of use, with those before.
+micro-batches a second of the eight, in the steps from the one in which joiners are let go to the one in which all were of
+use, with those of the step before.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from atoll.script import load_job
 
 SCRIPT = Path(__file__).with_name("latency_lab_job.py")
 WIDTH, MICRO_BATCH, MICRO_BATCH_SECONDS = 192, 2, 1.0
-STEP_SECONDS = 20.0  # about
+STEP_SECONDS = 40.0  # about
 BYTES_PER_S = 12.5e6
 CLUSTER = """
 name = "one-stage"
@@ -164,6 +165,7 @@ def measure(workers: int, joiners: int, folder: Path) -> dict[str, object]:
         before = joining.done()
         joining.let_go()
         useful = joining.wait()
+        run.wait_for_steps(len(run.commits) + 1)
         during = joining.done()
         times = [at for at, _ in run.commits]
     rates = [(later[0] - sooner[0]) / (later[1] - sooner[1]) for sooner, later in ((first, before), (before, during))]

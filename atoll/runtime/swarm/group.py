@@ -69,19 +69,19 @@ class Lane(PacedCompute):
     def _take_weights(self, copy: StageState, leader: StageState) -> None:
         copy.optimizer = copy.scheduler = None
         copy.scale = leader.scale
-        own, theirs = copy.module, leader.module
+        own, theirs = copy.module, leader.module.parameters_by_name()
         if copy.parameters is leader.parameters:
             return
         self._kept.clear()  # forwards with other weights; those of a step before the last are never asked for
         with torch.no_grad():
-            if all(parameter.device == self._device for parameter in leader.parameters):
-                own.share_parameters(theirs.parameters_by_name())
+            if all(parameter.device == self._device for parameter in theirs.values()):
+                own.share_parameters(theirs)
                 copy.parameters = leader.parameters
             else:
                 for name, parameter in own.parameters_by_name().items():
-                    parameter.copy_(theirs.parameters_by_name()[name])
+                    parameter.copy_(theirs[name])
             for name, buffer in own.buffers_by_name().items():
-                buffer.copy_(theirs.buffers_by_name()[name])
+                buffer.copy_(leader.module.buffers_by_name()[name])
 
     def _build(self, stage: int) -> StageState:
         state = super()._build(stage)
@@ -136,7 +136,7 @@ class GroupCompute:
         self._tried: set[tuple[int, int]] = set()  # stage and samples of a micro-batch that was computed both ways
         self._told: set[int] = set()
         self._copies: list[StageState] = []
-        self._followed: tuple[StageState, int] | None = None  # whose weights the lanes have
+        self._followed: StageState | None = None  # whose weights the lanes have
         # what belongs to the first device
         self.initial, self.assemble, self.restore = whole.initial, whole.assemble, whole.restore
         self.read_chunk, self.snapshot, self.delayed = whole.read_chunk, whole.snapshot, whole.delayed
@@ -211,9 +211,9 @@ class GroupCompute:
         self, state: StageState, stage: int, micro_batch: int, one: Callable[[Lane, StageState, Range], Awaitable[Result]]
     ) -> list[Result]:
         """What every device with a piece of the micro-batch makes of it."""
-        if self._followed is None or self._followed[0] is not state:
+        if self._followed is not state:
             self._copies = [await lane.follow(stage, state) for lane in self._lanes]
-            self._followed = (state, stage)
+            self._followed = state
         working = [(lane, copy, lane.piece(micro_batch)) for lane, copy in zip(self._lanes, self._copies, strict=True)]
         return list(await asyncio.gather(*(one(lane, copy, piece) for lane, copy, piece in working if piece[0] < piece[1])))
 

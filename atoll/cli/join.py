@@ -38,6 +38,9 @@ def join(
     behind_nat: Annotated[
         bool, typer.Option("--behind-nat", help="Nobody can dial this machine; reach it through the coordinator.")
     ] = False,
+    devices: Annotated[
+        int, typer.Option(help="How many of this machine's devices work, in lockstep, as one worker.", metavar="N", min=1)
+    ] = 1,
 ) -> None:
     """Enrol in a run with a token, and work for it until it is over or Ctrl-C.
 
@@ -61,7 +64,7 @@ def join(
         if spec is None:
             _stay(member, coordinator)
             return
-    _work(credentials, address, spec, script, dialled=not behind_nat)
+    _work(credentials, address, spec, script, dialled=not behind_nat, devices=devices)
 
 
 def _spec(coordinator: "Remote") -> "SwarmSpec | None":
@@ -74,9 +77,10 @@ def _spec(coordinator: "Remote") -> "SwarmSpec | None":
         return None
 
 
-def _work(credentials: "Credentials", address: str, spec: "SwarmSpec", script: Path | None, *, dialled: bool) -> None:
+def _work(credentials: "Credentials", address: str, spec: "SwarmSpec", script: Path | None, *, dialled: bool, devices: int) -> None:
     """Until the run is over."""
     from atoll.cli.imposed import imposed_speed
+    from atoll.runtime.swarm.own_devices import OwnDevices
     from atoll.runtime.swarm.spec import load_spec_job
     from atoll.runtime.swarm.taking_part import take_part
     from atoll.script import load_job
@@ -95,6 +99,8 @@ def _work(credentials: "Credentials", address: str, spec: "SwarmSpec", script: P
             imposed=imposed_speed(os.environ),
             say=_print,
             polite=True,
+            devices=OwnDevices(tuple(range(devices))),
+            warn=_print,
         )
     except KeyboardInterrupt:
         print(f"{credentials.name} leaves at once: what it was doing is done again by others", flush=True)

@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import typer
 
 from atoll.cli.status import say
@@ -37,6 +38,7 @@ def launch_swarm(
     """Starts the swarm, or goes on with one that was begun, and waits for its end."""
     from atoll.fabric.security import Authority  # PyTorch takes seconds to load: mistakes above are told before
     from atoll.runtime.swarm.launching import SwarmProcesses, free_address
+    from atoll.runtime.swarm.own_devices import planned_workers
     from atoll.runtime.swarm.resuming import check_same_stages, continue_run
     from atoll.runtime.swarm.run_files import read_spec, read_start, write_spec, write_start
     from atoll.runtime.swarm.spec import spec_of
@@ -47,7 +49,8 @@ def launch_swarm(
     before = read_start(directory)
     if before is not None:
         check_same_stages(read_spec(directory.path), spec)
-    hosts = [device.rpartition("/")[0] for stage in plan.stages for device in stage.devices]
+    workers = planned_workers(plan)
+    hosts = [host for host, _ in workers]
     lab = lab_of(hosts, os.environ)
     address = listen or (before.address if before is not None else free_address("127.0.0.1" if lab is None else lab.address))
     write_spec(directory, spec)
@@ -76,6 +79,7 @@ def launch_swarm(
         generation=start.number,
         place=place,
         standby=standby,
+        devices=[msgspec.json.encode(own).decode() for _, own in workers],
     )
     _end(processes.run(), directory, settings)
 
@@ -110,6 +114,12 @@ def check_swarm(plan: Plan, captured: "Captured") -> None:
                 f"stage {number}: a swarm's worker holds a whole stage by itself; tensor, expert and split parallelism inside stages are "
                 "not run in swarm mode"
             )
+        for replica in stage.replicas:
+            hosts = sorted({device.rpartition("/")[0] for device in replica.devices})
+            if len(hosts) > 1:
+                raise PlanError(
+                    f"stage {number}: a swarm's worker is on one host, but a replica is on {' and '.join(hosts)}; make them two replicas"
+                )
     from atoll.runtime.swarm.spec import bounds_of
     from atoll.runtime.swarm.taking_part import check_divisible
 

@@ -1,4 +1,4 @@
-"""`python -m atoll.cli.swarm_process ROLE RUN ADDRESS NAME`: a process of a swarm, as `atoll run` starts it. Not for people."""
+"""`python -m atoll.cli.swarm_process ROLE RUN ADDRESS [DEVICES] NAME`: a process of a swarm, as `atoll run` starts it. Not for people."""
 
 import os
 import sys
@@ -17,14 +17,14 @@ _PATIENCE_SECONDS = 120.0  # the coordinator may just be starting again
 
 def main(arguments: Sequence[str]) -> int:
     """Coordinate, feed or work until the run is over; or evaluate the states named in place of an address."""
-    role, run, address, name = arguments
+    role, run, address, *devices, name = arguments
     try:
         if role == "coordinator":
             return 0 if _coordinate(RunDirectory(run), address) else 130
         elif role == "evaluate":
             _evaluate(RunDirectory(run), address)
         else:
-            _take_part(RunDirectory(run), address, name)
+            _take_part(RunDirectory(run), address, name, *devices)
     except AtollError as error:
         print(f"error: {name}: {error}" if role != "coordinator" else f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
@@ -54,10 +54,11 @@ def _evaluate(directory: RunDirectory, keys: str) -> None:
     print(msgspec.json.encode(found).decode(), flush=True)
 
 
-def _take_part(directory: RunDirectory, address: str, name: str) -> None:
+def _take_part(directory: RunDirectory, address: str, name: str, devices: str = "{}") -> None:
     from atoll.cli.imposed import imposed_speed
     from atoll.fabric.security import enrol
     from atoll.runtime.swarm.launching import TOKEN
+    from atoll.runtime.swarm.own_devices import OwnDevices
     from atoll.runtime.swarm.run_files import read_spec
     from atoll.runtime.swarm.taking_part import take_part
     from atoll.script import load_job
@@ -65,8 +66,14 @@ def _take_part(directory: RunDirectory, address: str, name: str) -> None:
     token = os.environ.pop(TOKEN)
     settings = directory.settings()
     job = load_job(settings.script, settings.arguments)
-    credentials = enrol(address, token, name, patience_seconds=_PATIENCE_SECONDS, say=lambda line: print(f"{name}: {line}", flush=True))
-    take_part(credentials, address, read_spec(directory.path), job, imposed=imposed_speed(os.environ), polite=True)
+
+    def say(line: str) -> None:
+        print(f"{name}: {line}", flush=True)
+
+    credentials = enrol(address, token, name, patience_seconds=_PATIENCE_SECONDS, say=say)
+    own = msgspec.json.decode(devices, type=OwnDevices)
+    spec, imposed = read_spec(directory.path), imposed_speed(os.environ)
+    take_part(credentials, address, spec, job, imposed=imposed, polite=True, devices=own, warn=say)
 
 
 if __name__ == "__main__":

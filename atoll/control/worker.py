@@ -108,7 +108,9 @@ class Worker:
         self._storing = False
         self._fetches = 0
         self._fetch_patience = Patience(settings.patience_seconds, 2 * settings.heartbeat_seconds)
-        self._asked_at = 0.0
+        self._sum_patience = Patience(2 * settings.heartbeat_seconds, settings.heartbeat_seconds)
+        self._reported_at = 0.0
+        self._heard_at = 0.0  # when parts or sums last came, or were asked for
         self._urgent: deque[tuple[Committed, list[Any], int]] = deque()  # commits to apply
         self._forwards: deque[Forward] = deque()
         self._backwards: deque[Backward] = deque()
@@ -176,12 +178,18 @@ class Worker:
             self._send(coordinator, beat)
 
     def _ask_again(self) -> None:
-        """Whatever is late is asked for once more; whom it is waiting for is told."""
+        """Whatever is late is asked for once more; whom it is waiting for is told.
+
+        Late is what takes longer than parts have taken so far: over a slow link, asking again too soon would fill it with doubles.
+        """
         now = self.node.clock.now()
         reduction = self.reduction
-        if reduction is not None and not reduction.complete and now - self._asked_at >= self.settings.heartbeat_seconds:
-            self._asked_at = now
-            reduction.ask()
+        if reduction is not None and not reduction.complete and now - self._reported_at >= self.settings.heartbeat_seconds:
+            self._reported_at = now
+            if now - self._heard_at >= self._sum_patience.seconds():
+                self._heard_at = now
+                self._sum_patience.failed()
+                reduction.ask()
             self._report(reduction)
         if self.fetch is not None and self._yours is not None:
             self.fetch.ask(now, self._yours.donors, self._send)
@@ -447,7 +455,7 @@ class Worker:
         self.reduction = Reduction(
             self.node.name, position, self.settings, order, self.compute, self._to_reduce().buffers, self.checks, self._send
         )
-        self._asked_at = self.node.clock.now()
+        self._reported_at = self._heard_at = self.node.clock.now()
         self.reduction.ask()
         self._finish_reduction()
 
@@ -499,6 +507,7 @@ class Worker:
     def _on_part(self, part: Part) -> None:
         reduction = self._reduction_of(part)
         if reduction is not None and not reduction.complete:
+            self._hear_of_sums()
             reduction.on_part(part)
             self._finish_reduction()
 
@@ -510,8 +519,14 @@ class Worker:
     def _on_sum(self, message: SumChunk) -> None:
         reduction = self._reduction_of(message)
         if reduction is not None and not reduction.complete:
+            self._hear_of_sums()
             reduction.on_sum(message)
             self._finish_reduction()
+
+    def _hear_of_sums(self) -> None:
+        now = self.node.clock.now()
+        self._sum_patience.measured(now - self._heard_at)
+        self._heard_at = now
 
     # --- work ---------------------------------------------------------------------------------------------------------------
 

@@ -186,6 +186,35 @@ def held(bench: Bench, round: tuple[int, int] = (1, 2)) -> str:
     return bench.sent(Reduced)[-1].digest
 
 
+def test_parts_that_are_on_their_way_are_not_asked_for_again() -> None:
+    bench = Bench()
+    bench.open()
+    bench.announce(Seal((1, 2)), 2)
+    bench.announce(reduce("a", "b", "c"), 3)
+    assert len(bench.sent(Pull)) == 6
+    for chunk in (0, 1):
+        for worker in ("a", "b", "c"):  # a slow link: one part takes several heart-beats
+            bench.run(5.0)
+            bench.inbox.put(part(worker, chunk, 1))
+            bench.run(0.01)
+    assert bench.sent(Pull) == []
+    assert bench.worker.reduction is not None
+    assert bench.worker.reduction.complete
+
+
+def test_parts_that_do_not_come_are_asked_for_again_and_ever_more_seldom() -> None:
+    bench = Bench()
+    bench.open()
+    bench.announce(Seal((1, 2)), 2)
+    bench.announce(reduce("a"), 3)
+    asked = []
+    for _ in range(4):
+        bench.sent(Pull)
+        bench.run(30.0)
+        asked.append(len(bench.sent(Pull)))
+    assert sum(asked[:2]) > sum(asked[2:]) > 0
+
+
 @pytest.mark.parametrize("without", ["", "round-digest", "term-digest"])
 def test_only_the_committed_result_is_applied(without: str) -> None:
     names = [without] if without else []

@@ -90,6 +90,13 @@ class StageModule(nn.Module):
                 found[name] = getattr(unit.graph_module, attribute)
         return found
 
+    def share_parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Uses these from now on, by the user's names, instead of its own."""
+        for unit in self.units:
+            assert isinstance(unit, UnitModule)
+            for attribute, name in unit.parameter_names.items():
+                setattr(unit.graph_module, attribute, parameters[name])
+
     def buffers_by_name(self) -> dict[str, Tensor]:
         """Buffers the rank's units read, by the user's name."""
         found: dict[str, Tensor] = {}

@@ -76,10 +76,10 @@ class Sizes:
             raise JobError(f"Job: collate: batch{path} has shape {list(shape)}, but the job was captured with [{wanted}]; {advice}")
 
     def take(self, leaves: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-        """Some samples of the leaves; what does not count samples stays whole."""
+        """Some samples of the leaves (all of the batch's or some); what does not count samples stays whole."""
         taken = dict(leaves)
-        for name, shape in self._shapes.items():
-            for dim, size in enumerate(shape):
+        for name in taken.keys() & self._shapes.keys():
+            for dim, size in enumerate(self._shapes[name]):
                 if size in self._samples:
                     taken[name] = taken[name].narrow(dim, start, stop - start)
         return taken
@@ -102,6 +102,10 @@ class Sizes:
         assert self.follow_samples
         return (samples,) * len(self.symbols)
 
+    def of_piece(self, binding: Binding, samples: int) -> Binding:
+        """The symbols' values for some of the samples of a batch with these."""
+        return tuple(samples if symbol in self._samples else value for symbol, value in zip(self.symbols, binding, strict=True))
+
     def shape(self, crossing: Crossing, binding: Binding) -> tuple[int, ...]:
         """The shape of a value that crosses."""
         key = (crossing.name, binding)
@@ -119,6 +123,12 @@ class Sizes:
         """The dimension of a value that counts samples, so that it can be divided among lanes; None where there is no such dimension."""
         dims = [d for d, size in enumerate(crossing.shape) if not isinstance(size, int) and size in self._samples]
         return dims[0] if len(dims) == 1 else None
+
+    def divisible(self, crossing: Crossing) -> bool:
+        """Whether a value can be divided by samples, or has nothing to do with their number."""
+        if self.sample_dim(crossing) is not None:
+            return True
+        return all(isinstance(size, int) or self._samples.isdisjoint(size.free_symbols) for size in crossing.shape)
 
 
 def _expression(size: Any) -> Any:

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from atoll.control.messages import Committed
+from atoll.data import to_device
 from atoll.graph.capture import Captured
 from atoll.job import Job, read_loss
 from atoll.runtime.stage.drawing import DrawKey
@@ -31,13 +32,14 @@ from atoll.runtime.stage.program import StageProgram, cut_stage
 from atoll.runtime.stage.sizes import Sizes
 from atoll.runtime.stage.state import InitialState
 from atoll.runtime.swarm.packing import chunk_range, pack, unpack
-from atoll.runtime.swarm.parcel import Parcel, leaves_from
+from atoll.runtime.swarm.parcel import Parcel, leaves_from, parcel_of
 from atoll.runtime.swarm.staleness import check_rebindable, rebind
 
-__all__ = ["Contribution", "StageCompute", "StageState", "Sum", "programs_of", "tied_parameters"]
+__all__ = ["CPU", "Contribution", "StageCompute", "StageState", "Sum", "programs_of", "tied_parameters"]
 
 Result = TypeVar("Result")
 _BLOCK = 4096
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -88,6 +90,7 @@ class StageCompute:
         micro_batches: Sequence[tuple[int, int]],
         generators: threading.Lock,
         staleness: int = 0,
+        device: torch.device = CPU,
     ) -> None:
         self._staleness = staleness
         self._job, self._captured, self._bounds, self._chunks = job, captured, bounds, chunks
@@ -96,7 +99,7 @@ class StageCompute:
         self._programs = programs_of(captured, bounds)
         self._leaves = leaves_from(self._programs)
         self._sizes, self._key = Sizes(captured), DrawKey(job.seed)
-        self._device = torch.device("cpu")
+        self._device = device  # of weights, sums and kernels; what comes from others and goes to them is in main memory
         self._spec = captured.program.call_spec.out_spec
         self._kept: dict[tuple[int, int, int], _Kept] = {}
         self._tied = tied_parameters(self._programs)
@@ -204,14 +207,14 @@ class StageCompute:
 
     async def forward(self, state: StageState, version: int, micro_batch: int, stage: int, entering: Any) -> Parcel:
         """What leaves the stage. The graph is kept for the backward."""
-        return await self._run(lambda: self._forward(state, version, micro_batch, stage, _parcel(entering)))
+        return await self._run(lambda: self._forward(state, version, micro_batch, stage, parcel_of(entering)))
 
     def _forward(self, state: StageState, version: int, micro_batch: int, stage: int, entering: Parcel) -> Parcel:
         kept = self._compute(state, version, micro_batch, stage, entering)
         self._forget_before(version)
         self._kept[version, micro_batch, stage] = kept
         leaves = {name: leaf for name, leaf in entering.leaves.items() if name in self._leaves[stage + 1]}
-        return Parcel(entering.binding, leaves, [value.detach() for value in kept.outputs])
+        return Parcel(entering.binding, leaves, [value.detach().cpu() for value in kept.outputs])
 
     def _forget_before(self, version: int) -> None:
         self._kept = {key: kept for key, kept in self._kept.items() if key[0] >= version}
@@ -219,11 +222,11 @@ class StageCompute:
     def _compute(self, state: StageState, version: int, micro_batch: int, stage: int, entering: Parcel) -> _Kept:
         program = self._programs[stage]
         inputs = [
-            value.detach().requires_grad_(crossing.wants_gradient)
+            value.detach().to(self._device).requires_grad_(crossing.wants_gradient)
             for value, crossing in zip(entering.values, program.receives, strict=True)
         ]
         numbers = {name: self._sizes.number(expression, entering.binding) for name, expression in program.numbers.items()}
-        values: dict[str, Any] = {**entering.leaves, **numbers}
+        values: dict[str, Any] = {**to_device(entering.leaves, self._device), **numbers}
         values.update(zip((crossing.name for crossing in program.receives), inputs, strict=True))
         self._turn_to(version, micro_batch)
         with self._autocast(), self._drawing(stage):
@@ -248,7 +251,7 @@ class StageCompute:
         self, state: StageState, version: int, micro_batch: int, stage: int, entering: Any
     ) -> tuple[list[Tensor], Contribution, float, float]:
         """Forward, loss and backward of the last stage."""
-        return await self._run(lambda: self._turn(state, version, micro_batch, stage, _parcel(entering)))
+        return await self._run(lambda: self._turn(state, version, micro_batch, stage, parcel_of(entering)))
 
     def _turn(
         self, state: StageState, version: int, micro_batch: int, stage: int, entering: Parcel
@@ -265,7 +268,7 @@ class StageCompute:
         self, state: StageState, version: int, micro_batch: int, stage: int, entering: Any, gradient: Any
     ) -> tuple[list[Tensor], Contribution]:
         """Of what the forward kept; where it was forgotten, the forward is run again and gives the same numbers."""
-        return await self._run(lambda: self._backward(state, version, micro_batch, stage, _parcel(entering), gradient))
+        return await self._run(lambda: self._backward(state, version, micro_batch, stage, parcel_of(entering), gradient))
 
     def _backward(
         self, state: StageState, version: int, micro_batch: int, stage: int, entering: Parcel, gradient: list[Tensor]
@@ -274,7 +277,7 @@ class StageCompute:
         wanting = [value for value, crossing in zip(kept.outputs, self._programs[stage].sends, strict=True) if crossing.wants_gradient]
         pairs = [(value, given) for value, given in zip(wanting, gradient, strict=True) if value.requires_grad]
         self._turn_to(version, micro_batch)
-        return self._differentiate(state, stage, kept, [value for value, _ in pairs], [given for _, given in pairs])
+        return self._differentiate(state, stage, kept, [value for value, _ in pairs], [given.to(self._device) for _, given in pairs])
 
     def _differentiate(
         self, state: StageState, stage: int, kept: _Kept, roots: list[Tensor], gradients: list[Tensor | None]
@@ -284,7 +287,7 @@ class StageCompute:
         found: Sequence[Tensor | None] = [None] * len(of)
         if roots and of:
             found = torch.autograd.grad(roots, of, gradients, allow_unused=True)
-        back = [given if given is not None else torch.zeros_like(value) for value, given in zip(wanted, found, strict=False)]
+        back = [(given if given is not None else torch.zeros_like(value)).cpu() for value, given in zip(wanted, found, strict=False)]
         own = list(found[len(wanted) :])
         if state.scale.enabled:  # what is sent back stays scaled; what is summed does not, so that sums need not know of it
             own = [given if given is None else given.float() / self._factor(state) for given in own]
@@ -295,7 +298,7 @@ class StageCompute:
     def buffer(self, stage: int) -> Sum:
         """An empty sum of contributions."""
         sections = self._sizes_of[stage]
-        flat = torch.zeros(sum(map(_length, sections)))
+        flat = torch.zeros(sum(map(_length, sections)), device=self._device)
         views, counts = _split(flat, sections)
         return Sum(flat, views, counts)
 
@@ -308,7 +311,7 @@ class StageCompute:
                 torch._foreach_add_([view for view, _ in pairs], [given.reshape(-1).float() for _, given in pairs])
             found = iter([float(given is not None) for given in contribution])
             for counts in buffer.counts:
-                counts += torch.tensor([next(found) for _ in range(counts.numel())])
+                counts += torch.tensor([next(found) for _ in range(counts.numel())], device=self._device)
 
         await self._run(add)
 
@@ -324,7 +327,7 @@ class StageCompute:
         total = buffers[0].flat[start:stop].clone()
         for buffer in buffers[1:]:
             total += buffer.flat[start:stop]
-        return total
+        return total.cpu()
 
     def zero(self, stage: int, chunk: int) -> Tensor:
         """A sum of no parts: nothing yet, so that the first part is the sum and not added to zeros."""
@@ -368,9 +371,9 @@ class StageCompute:
         state.scale.update(commit.skipped)
         if commit.skipped or state.optimizer is None:
             return state
-        flat = torch.empty(sum(part.numel() for part in sums))
+        flat = torch.empty(sum(part.numel() for part in sums), device=self._device)
         for part, own in zip(sums, torch.split(flat, [part.numel() for part in sums]), strict=True):
-            torch.mul(part, commit.clip / commit.weight, out=own)
+            torch.mul(part.to(self._device), commit.clip / commit.weight, out=own)
         views, counts = _split(flat, state.sizes)
         for parameter, view, count in zip(state.parameters, views, torch.cat(counts).tolist(), strict=True):
             parameter.grad = view.view_as(parameter) if count else None
@@ -424,14 +427,6 @@ def _norm_squared(values: Tensor) -> float:
     if bool(((norms < 1e12) & ((norms > 1e-12) | (norms == 0))).all()):
         return float(norms.square().sum())
     return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
-
-
-def _parcel(entering: Any) -> Parcel:
-    """Messages from elsewhere bring it as plain lists."""
-    if isinstance(entering, Parcel):
-        return entering
-    binding, leaves, values = entering
-    return Parcel(tuple(binding), leaves, list(values))
 
 
 def tied_parameters(programs: Sequence[StageProgram]) -> dict[tuple[int, ...], set[str]]:

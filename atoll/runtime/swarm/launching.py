@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +50,7 @@ class _Child:
 
 class SwarmProcesses:
     """The processes of this machine. `say` tells people; `generation` is another whenever the run is resumed; `place` makes of a worker's
-    number and command the command that runs it elsewhere.
+    number and command the command that runs it elsewhere; `devices` has every worker's own (`OwnDevices`, as JSON).
     """
 
     def __init__(
@@ -64,9 +64,10 @@ class SwarmProcesses:
         generation: int = 0,
         place: Callable[[int, list[str]], list[str]] = lambda number, command: command,
         standby: tuple[str, ...] = (),
+        devices: Sequence[str] = (),
     ) -> None:
         self._everywhere = ",".join((address, *standby))  # where whoever coordinates may be
-        self._run, self._address, self._say, self._place = run, address, say, place
+        self._run, self._address, self._say, self._place, self._devices = run, address, say, place, devices
         self._workers, self._restarts_left, self._generation = workers, max_restarts, generation
         self._asked_to_stop = False
         self._authority = Authority.open(run)
@@ -103,9 +104,11 @@ class SwarmProcesses:
         if role != "coordinator":
             environment[TOKEN] = self._authority.issue_token(role, lifetime_seconds=_TOKEN_SECONDS)
         address = self._address if role == "coordinator" else self._everywhere
-        command = [sys.executable, "-m", "atoll.cli.swarm_process", role, str(self._run.resolve()), address, called]
+        number = int(name.removeprefix("worker-")) if role == "worker" else -1
+        devices = [self._devices[number]] if 0 <= number < len(self._devices) else []
+        command = [sys.executable, "-m", "atoll.cli.swarm_process", role, str(self._run.resolve()), address, *devices, called]
         if role == "worker":
-            command = self._place(int(name.removeprefix("worker-")), command)
+            command = self._place(number, command)
         self._children[name] = _Child(name, role, subprocess.Popen(command, env=environment, start_new_session=True), restarts)
 
     def _wait_for_coordinator(self) -> None:

@@ -29,6 +29,10 @@ class Imposed(msgspec.Struct, frozen=True):
     file: str  # the cluster file
     device: str
 
+    def of_number(self, number: int) -> "Imposed":
+        """The device of this number on the same host."""
+        return Imposed(self.file, f"{self.device.rpartition('/')[0]}/{number}")
+
 
 class Pace:
     """How long forwards and backwards of every stage take at least on a device; PlanError where the file does not know it."""
@@ -52,14 +56,18 @@ class Pace:
 
 
 class PacedCompute(StageCompute):
-    """The same numbers, not before their time. `pace` is set once, before anything is computed."""
+    """The same numbers, not before their time. `pace` is set once, before anything is computed; None: as fast as it can."""
 
-    pace: Pace
+    pace: Pace | None = None
     _late = 0.0
 
     @asynccontextmanager
-    async def _imposed(self, seconds: float) -> AsyncIterator[None]:
+    async def _imposed(self, stage: int, micro_batch: int, *directions: bool) -> AsyncIterator[None]:
         """What one takes too long, since sleepers wake late, the next ones make good."""
+        if self.pace is None:
+            yield
+            return
+        seconds = sum(self.pace.seconds(stage, micro_batch, backward=backward) for backward in directions)
         due = time.perf_counter() + seconds - self._late
         yield
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
@@ -67,20 +75,19 @@ class PacedCompute(StageCompute):
 
     async def forward(self, state: StageState, version: int, micro_batch: int, stage: int, entering: Any) -> Parcel:
         """As `StageCompute`."""
-        async with self._imposed(self.pace.seconds(stage, micro_batch, backward=False)):
+        async with self._imposed(stage, micro_batch, False):
             return await super().forward(state, version, micro_batch, stage, entering)
 
     async def turn(
         self, state: StageState, version: int, micro_batch: int, stage: int, entering: Any
     ) -> tuple[list[Tensor], Contribution, float, float]:
         """As `StageCompute`."""
-        seconds = sum(self.pace.seconds(stage, micro_batch, backward=backward) for backward in (False, True))
-        async with self._imposed(seconds):
+        async with self._imposed(stage, micro_batch, False, True):
             return await super().turn(state, version, micro_batch, stage, entering)
 
     async def backward(
         self, state: StageState, version: int, micro_batch: int, stage: int, entering: Any, gradient: Any
     ) -> tuple[list[Tensor], Contribution]:
         """As `StageCompute`."""
-        async with self._imposed(self.pace.seconds(stage, micro_batch, backward=True)):
+        async with self._imposed(stage, micro_batch, True):
             return await super().backward(state, version, micro_batch, stage, entering, gradient)

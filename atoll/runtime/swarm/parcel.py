@@ -11,7 +11,7 @@ from torch import Tensor
 
 from atoll.runtime.stage.program import StageProgram
 
-__all__ = ["Parcel", "leaves_from"]
+__all__ = ["Parcel", "leaves_from", "parcel_of"]
 
 
 class Parcel(msgspec.Struct, frozen=True, array_like=True):
@@ -20,6 +20,14 @@ class Parcel(msgspec.Struct, frozen=True, array_like=True):
     binding: tuple[int, ...]  # the batch's sizes, which some shapes are computed from
     leaves: dict[str, Any]  # the batch's leaves that this stage or a later one reads
     values: list[Tensor]  # what the stage before made
+
+
+def parcel_of(entering: Any) -> Parcel:
+    """What enters, as a parcel: messages from elsewhere bring it as plain lists."""
+    if isinstance(entering, Parcel):
+        return entering
+    binding, leaves, values = entering
+    return Parcel(tuple(binding), leaves, list(values))
 
 
 def leaves_from(programs: Sequence[StageProgram]) -> list[frozenset[str]]:

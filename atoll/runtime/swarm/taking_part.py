@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal, TypeAlias
 
@@ -29,10 +29,12 @@ from atoll.job import Job
 from atoll.runtime.memory import keep_freed_memory
 from atoll.runtime.swarm.clock import LoopClock
 from atoll.runtime.swarm.coding import Coding, coding_of
-from atoll.runtime.swarm.compute import StageCompute, programs_of
+from atoll.runtime.swarm.compute import programs_of
 from atoll.runtime.swarm.feed import SampleFeed
 from atoll.runtime.swarm.files import RemoteCheckpoints
+from atoll.runtime.swarm.group import GroupCompute
 from atoll.runtime.swarm.measuring import MeasureService, Measuring
+from atoll.runtime.swarm.own_devices import OwnDevices
 from atoll.runtime.swarm.pacing import Imposed, Pace, PacedCompute
 from atoll.runtime.swarm.spec import SwarmSpec
 from atoll.runtime.swarm.transport import COORDINATOR, Directory, FabricTransport, Place, SwarmService
@@ -71,18 +73,23 @@ def take_part(
     imposed: Imposed | None = None,
     say: Callable[[str], None] = lambda line: None,
     polite: bool = False,
+    devices: OwnDevices | None = None,
+    warn: Callable[[str], None] = lambda line: None,
 ) -> Ending:
     """Works or feeds until the run is over. With `dialled=False` nobody connects to this machine: it is reached through the coordinator.
 
-    `imposed` names the device whose speed a worker has; `say` tells people when it is of use. With `polite` a worker that gets SIGINT or
-    SIGTERM asks to be let go: what it has summed still counts, and it leaves after the step, or as soon as its stage can do without it.
-    The second signal ends it at once (KeyboardInterrupt).
+    `devices` are a worker's own: several work in lockstep, as one strong worker. `imposed` names the device whose speed it has. `say` tells
+    people when it is of use, `warn` what they might not expect. With `polite` a worker that gets SIGINT or SIGTERM asks to be let go: what
+    it has summed still counts, and it leaves after the step, or as soon as its stage can do without it. The second signal ends it at once
+    (KeyboardInterrupt).
     """
     torch.set_num_threads(1)
     keep_freed_memory()
     captured = capture_program(job)
     check_divisible(captured, spec.bounds)
-    return asyncio.run(_Process(credentials, address, spec, job, captured, observer, dialled, imposed, say, polite).run())
+    return asyncio.run(
+        _Process(credentials, address, spec, job, captured, observer, dialled, imposed, say, polite, devices or OwnDevices(), warn).run()
+    )
 
 
 class _Process:
@@ -100,10 +107,12 @@ class _Process:
         imposed: Imposed | None,
         say: Callable[[str], None],
         polite: bool,
+        devices: OwnDevices,
+        warn: Callable[[str], None],
     ) -> None:
         self.credentials, self.address, self.spec, self.job, self.captured = credentials, address, spec, job, captured
         self._observer, self._dialled, self._imposed = observer, dialled, imposed
-        self._say, self._polite = say, polite
+        self._say, self._polite, self._devices, self._warn = say, polite, devices, warn
         self._ending: Ending = "over"
         self._errors: list[BaseException] = []
 
@@ -197,22 +206,39 @@ class _Process:
             for number in numbers:
                 loop.remove_signal_handler(number)
 
-    def _compute(self, generators: threading.Lock) -> StageCompute:
-        spec = self.spec
-        kind = StageCompute if self._imposed is None else PacedCompute
-        compute = kind(
-            self.job,
-            self.captured,
-            spec.bounds,
+    def _compute(self, generators: threading.Lock) -> PacedCompute | GroupCompute:
+        spec, devices = self.spec, self._devices.find()
+        if len(devices) == 1:
+            compute = PacedCompute(
+                *(self.job, self.captured, spec.bounds),
+                chunks=spec.settings.chunks,
+                micro_batches=spec.micro_batches,
+                generators=generators,
+                staleness=spec.settings.staleness,
+                device=devices[0],
+            )
+            if self._imposed is not None:
+                compute.pace = self._pace(0, spec.micro_batches)
+            return compute
+        group = GroupCompute(
+            *(self.job, self.captured, spec.bounds),
             chunks=spec.settings.chunks,
             micro_batches=spec.micro_batches,
             generators=generators,
             staleness=spec.settings.staleness,
+            devices=devices,
+            shares=self._devices.shares,
+            say=self._warn,
         )
         if self._imposed is not None:
-            assert isinstance(compute, PacedCompute)
-            compute.pace = Pace(self._imposed, self.captured.graph, spec.bounds, spec.micro_batches)
-        return compute
+            group.impose(self._pace)
+        return group
+
+    def _pace(self, index: int, micro_batches: Sequence[tuple[int, int]]) -> Pace:
+        """Of one of the worker's devices, for its samples of every micro-batch."""
+        assert self._imposed is not None
+        own = self._imposed.of_number(self._devices.numbers[index])
+        return Pace(own, self.captured.graph, self.spec.bounds, micro_batches)
 
     async def _until_over(self, work: Coroutine[Any, Any, None]) -> None:
         """The role's own end, or the first error of anything it started."""

@@ -3,7 +3,8 @@
 import asyncio
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from atoll import Job
@@ -18,8 +19,9 @@ from atoll.control.world import Node
 from atoll.fabric.payload import decode_payload, encode_payload
 from atoll.graph.capture import capture_program
 from atoll.runtime.swarm.clock import LoopClock
-from atoll.runtime.swarm.compute import StageCompute, programs_of
+from atoll.runtime.swarm.compute import CPU, StageCompute, programs_of
 from atoll.runtime.swarm.feed import SampleFeed
+from atoll.runtime.swarm.group import GroupCompute
 from atoll.runtime.swarm.transport import AnyMessage
 
 
@@ -52,9 +54,12 @@ class MemoryCheckpoints:
 
 
 class OneProcess:
-    """Everybody of a swarm. `disturb` is called with every step that is committed."""
+    """Everybody of a swarm. `disturb` is called with every step that is committed; `groups` says who has several devices, and how many."""
 
-    def __init__(self, job: Job, bounds: Sequence[int], workers: int, micro_batch_size: int, **settings: Any) -> None:
+    def __init__(
+        self, job: Job, bounds: Sequence[int], workers: int, micro_batch_size: int, groups: Mapping[str, int] | None = None, **settings: Any
+    ) -> None:
+        self.groups = groups or {}
         self.job, self.bounds = job, bounds
         self.captured = capture_program(job)
         size = job.batch_size
@@ -68,7 +73,7 @@ class OneProcess:
         self.workers: dict[str, Worker] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.inboxes: dict[str, Any] = {}
-        self.computes: dict[str, StageCompute] = {}
+        self.computes: dict[str, StageCompute | GroupCompute] = {}
         self.happened: list[Happening] = []
         self.errors: list[BaseException] = []
         self.generators = threading.Lock()
@@ -88,7 +93,8 @@ class OneProcess:
         return Node(name, clock, self, self.inboxes[name], self._nonce, random.Random(self._nonce))
 
     def add_worker(self, name: str) -> None:
-        compute = StageCompute(
+        kind = partial(GroupCompute, devices=[CPU] * self.groups[name]) if name in self.groups else StageCompute
+        compute = kind(
             self.job,
             self.captured,
             self.bounds,

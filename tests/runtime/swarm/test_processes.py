@@ -27,9 +27,9 @@ pytestmark = pytest.mark.timeout(600)
 ATOLL = [sys.executable, "-c", "from atoll.cli import main; main()"]
 JOIN = re.compile(r"atoll join (\S+) --token (\S+)")
 PLAN = """plan v1 graph="swarm job" cluster=here mode=swarm schedule=1f1b batch=12 micro_batch=3
-stage 0: layers 0-1: h/0=12
-stage 1: layers 2-4: h/1=12
-"""
+stage 0: layers 0-1: h/[0-1]=2*6
+stage 1: layers 2-4: h/2=12
+"""  # the first worker has two devices
 
 
 def plain() -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -100,7 +100,7 @@ def test_whoever_is_killed_or_joins_a_swarm_trains_what_one_process_does(tmp_pat
         assert found is not None
         with (
             (tmp_path / "late").open("w") as told,
-            started([*ATOLL, "join", found[1], "--token", found[2], "--name", "late"], told) as late,
+            started([*ATOLL, "join", found[1], "--token", found[2], "--name", "late", "--devices", "2"], told) as late,
         ):
             until(lambda: {"late", "worker-0", "worker-1"} <= having_a_state(run) and len(losses_of(run)) == 3, swarm, log)
             stages = stages_of(run)

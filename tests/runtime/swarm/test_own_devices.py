@@ -1,0 +1,37 @@
+"""Which workers a plan means: one for every replica, with the replica's devices."""
+
+import pytest
+import torch
+
+from atoll.cli.swarm import check_swarm
+from atoll.errors import PlanError
+from atoll.plan import parse_plan
+from atoll.runtime.swarm.own_devices import OwnDevices, planned_workers
+
+PLAN = """plan v1 graph=g cluster=c mode=swarm schedule=1f1b batch=16 micro_batch=4
+stage 0: layers 0-1: a/0=8 b/[2-3]=2*4
+stage 1: layers 2-4: (c/0 c/5)={samples}
+"""
+
+
+def test_the_devices_of_a_replica_are_one_worker() -> None:
+    assert planned_workers(parse_plan(PLAN.format(samples="2*8"))) == [
+        ("a", OwnDevices((0,))),
+        ("b", OwnDevices((2, 3))),
+        ("c", OwnDevices((0, 5))),
+    ]
+
+
+def test_shares_are_those_of_its_samples() -> None:
+    assert planned_workers(parse_plan(PLAN.format(samples="12,4")))[-1] == ("c", OwnDevices((0, 5), (3, 1)))
+
+
+def test_a_worker_on_two_hosts_is_refused() -> None:
+    plan = parse_plan(PLAN.format(samples="2*8").replace("c/5", "d/5"))
+    with pytest.raises(PlanError, match=r"stage 1: .* is on c and d"):
+        check_swarm(plan, None)  # type: ignore[arg-type]  # it is not asked: the plan is wrong
+
+
+def test_a_machine_without_accelerators_uses_its_processor_for_each() -> None:
+    if not torch.accelerator.is_available():
+        assert OwnDevices((0, 1)).find() == [torch.device("cpu")] * 2

@@ -10,6 +10,7 @@ from typing import Any
 
 from atoll.control.buffers import Buffer, Buffers
 from atoll.control.checks import ALL_CHECKS, Checks
+from atoll.control.device import Device
 from atoll.control.fetching import Fetch
 from atoll.control.messages import (
     Ack,
@@ -49,7 +50,10 @@ NEVER: Order = (0, 0)
 
 
 class Worker:
-    """One worker process. `await run()` ends when the run is finished or the worker was dismissed."""
+    """One worker. `await run()` ends when the run is finished or the worker was dismissed.
+
+    A process that hosts several stages runs as many workers; they are given the same `device`.
+    """
 
     def __init__(
         self,
@@ -61,8 +65,11 @@ class Worker:
         checks: Checks = ALL_CHECKS,
         on_state: Callable[["Worker"], None] | None = None,
         on_kernel: Callable[["Worker", float, float], None] | None = None,
+        device: Device | None = None,
     ) -> None:
         self.node = node
+        self._device = device or Device(node.clock)
+        self._device.workers += 1
         self._on_kernel = on_kernel  # told of every kernel: what it counts as, in forwards, and its seconds
         self._on_state = on_state  # told whenever there is a new state
         self.compute = compute
@@ -518,17 +525,23 @@ class Worker:
             self._wake.put(None)
 
     async def _execute(self) -> None:
-        """Steps of the optimizer first, then backwards, since they free memory and end what was begun, then forwards."""
         while not self.finished:
-            if self._urgent:
-                await self._apply(*self._urgent.popleft())
-            elif self._backwards:
-                await self._run_backward(self._backwards.popleft())
-            elif self._forwards:
-                await self._run_forward(self._forwards.popleft())
+            if self._urgent or self._backwards or self._forwards:
+                await self._device.take()
+                await self._execute_next()
+                self._device.give()
             else:
                 self._idle = True
                 await self._wake.take()
+
+    async def _execute_next(self) -> None:
+        """Steps of the optimizer first, then backwards, since they free memory and end what was begun, then forwards."""
+        if self._urgent:
+            await self._apply(*self._urgent.popleft())
+        elif self._backwards:
+            await self._run_backward(self._backwards.popleft())
+        elif self._forwards:
+            await self._run_forward(self._forwards.popleft())
 
     def _key(self, message: Forward | Backward) -> tuple[int, Attempt | None]:
         return message.micro_batch, message.attempt if self.checks.token else None
@@ -581,6 +594,7 @@ class Worker:
         seconds = self.node.clock.now() - began
         if self._on_kernel is not None:
             self._on_kernel(self, work, seconds)
+        seconds *= self._device.workers  # the others of this process compute as long
         if seconds > 0:
             self.speed = work / seconds if self.speed == 0 else self.speed + 0.1 * (work / seconds - self.speed)
         return seconds

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import socket
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import typer
@@ -44,7 +46,8 @@ def launch_swarm(
     before = read_start(directory)
     if before is not None:
         check_same_stages(read_spec(directory.path), spec)
-    hosts = [device.rpartition("/")[0] for stage in plan.stages for device in stage.devices]
+    hosted = Counter(device for stage in plan.stages for device in stage.devices)  # stages, by device
+    hosts = [device.rpartition("/")[0] for device in hosted]
     lab = lab_of(hosts, os.environ)
     address = listen or (before.address if before is not None else free_address("127.0.0.1" if lab is None else lab.address))
     write_spec(directory, spec)
@@ -55,7 +58,7 @@ def launch_swarm(
     where = "on this machine" if lab is None else f"on hosts of {lab.name}"
     if resumed is not None:
         say(_going_on(resumed.committed, resumed.checkpoint))
-    say(f"starting a coordinator, a feeder and {len(hosts)} workers {where}; the run is in {directory.path}")
+    say(f"starting a coordinator, a feeder and {_workers(tuple(hosted.values()))} {where}; the run is in {directory.path}")
     token = authority.issue_token("worker", uses=_JOIN_USES, lifetime_seconds=_JOIN_SECONDS)
     say(f"others join with: atoll join {','.join((_dialled(address), *standby))} --token {token}")
     for other in standby:
@@ -67,7 +70,7 @@ def launch_swarm(
     processes = SwarmProcesses(
         directory.path,
         address,
-        workers=len(hosts),
+        workers=tuple(hosted.values()),
         max_restarts=max_restarts,
         say=say,
         generation=start.number,
@@ -75,6 +78,13 @@ def launch_swarm(
         standby=standby,
     )
     _end(processes.run(), directory, settings)
+
+
+def _workers(hosted: Sequence[int]) -> str:
+    several = sum(count > 1 for count in hosted)
+    if not several:
+        return f"{len(hosted)} workers"
+    return f"{len(hosted)} workers, {several} of which host{'s' if several == 1 else ''} several stages,"
 
 
 def _going_on(committed: int, checkpoint: int) -> str:

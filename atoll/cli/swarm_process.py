@@ -1,4 +1,4 @@
-"""`python -m atoll.cli.swarm_process ROLE RUN ADDRESS NAME`: a process of a swarm, as `atoll run` starts it. Not for people."""
+"""`python -m atoll.cli.swarm_process ROLE RUN ADDRESS NAME [STAGES]`: a process of a swarm, as `atoll run` starts it. Not for people."""
 
 import os
 import sys
@@ -16,15 +16,16 @@ _PATIENCE_SECONDS = 120.0  # the coordinator may just be starting again
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Coordinate, feed or work until the run is over; or evaluate the states named in place of an address."""
-    role, run, address, name = arguments
+    """Coordinate, feed or work (on one stage, or as many as are hosted) until the run is over; or evaluate the states named in place of an
+    address."""
+    role, run, address, name, *stages = arguments
     try:
         if role == "coordinator":
             return 0 if _coordinate(RunDirectory(run), address) else 130
         elif role == "evaluate":
             _evaluate(RunDirectory(run), address)
         else:
-            _take_part(RunDirectory(run), address, name)
+            _take_part(RunDirectory(run), address, name, int(stages[0]) if stages else 1)
     except AtollError as error:
         print(f"error: {name}: {error}" if role != "coordinator" else f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
@@ -54,7 +55,7 @@ def _evaluate(directory: RunDirectory, keys: str) -> None:
     print(msgspec.json.encode(found).decode(), flush=True)
 
 
-def _take_part(directory: RunDirectory, address: str, name: str) -> None:
+def _take_part(directory: RunDirectory, address: str, name: str, stages: int) -> None:
     from atoll.cli.imposed import imposed_speed
     from atoll.fabric.security import enrol
     from atoll.runtime.swarm.launching import TOKEN
@@ -66,7 +67,7 @@ def _take_part(directory: RunDirectory, address: str, name: str) -> None:
     settings = directory.settings()
     job = load_job(settings.script, settings.arguments)
     credentials = enrol(address, token, name, patience_seconds=_PATIENCE_SECONDS, say=lambda line: print(f"{name}: {line}", flush=True))
-    take_part(credentials, address, read_spec(directory.path), job, imposed=imposed_speed(os.environ), polite=True)
+    take_part(credentials, address, read_spec(directory.path), job, imposed=imposed_speed(os.environ), polite=True, stages=stages)
 
 
 if __name__ == "__main__":

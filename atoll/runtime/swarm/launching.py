@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,8 +49,8 @@ class _Child:
 
 
 class SwarmProcesses:
-    """The processes of this machine. `say` tells people; `generation` is another whenever the run is resumed; `place` makes of a worker's
-    number and command the command that runs it elsewhere.
+    """The processes of this machine. `workers` says how many stages each worker hosts; `say` tells people; `generation` is another whenever
+    the run is resumed; `place` makes of a worker's number and command the command that runs it elsewhere.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SwarmProcesses:
         run: Path,
         address: str,
         *,
-        workers: int,
+        workers: Sequence[int],
         max_restarts: int,
         say: Callable[[str], None],
         generation: int = 0,
@@ -80,7 +80,7 @@ class SwarmProcesses:
             self._start("coordinator", "coordinator")
             self._wait_for_coordinator()
             self._start("feeder", "feeder")
-            for number in range(self._workers):
+            for number in range(len(self._workers)):
                 self._start(f"worker-{number}", "worker")
             return self._look_after()
         finally:
@@ -105,7 +105,9 @@ class SwarmProcesses:
         address = self._address if role == "coordinator" else self._everywhere
         command = [sys.executable, "-m", "atoll.cli.swarm_process", role, str(self._run.resolve()), address, called]
         if role == "worker":
-            command = self._place(int(name.removeprefix("worker-")), command)
+            number = int(name.removeprefix("worker-"))
+            stages = self._workers[number]
+            command = self._place(number, [*command, str(stages)] if stages > 1 else command)
         self._children[name] = _Child(name, role, subprocess.Popen(command, env=environment, start_new_session=True), restarts)
 
     def _wait_for_coordinator(self) -> None:

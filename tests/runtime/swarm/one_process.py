@@ -8,19 +8,21 @@ from typing import Any
 
 from atoll import Job
 from atoll.control.coordinator import Coordinator
+from atoll.control.device import Device
 from atoll.control.feeder import Feeder
 from atoll.control.happenings import Happening
+from atoll.control.hosting import hosted_workers, process_of
 from atoll.control.journal import Record, admit
 from atoll.control.messages import Message
 from atoll.control.settings import Settings
 from atoll.control.worker import Worker
-from atoll.control.world import Node
+from atoll.control.world import Node, Transport
 from atoll.fabric.payload import decode_payload, encode_payload
 from atoll.graph.capture import capture_program
 from atoll.runtime.swarm.clock import LoopClock
 from atoll.runtime.swarm.compute import StageCompute, programs_of
 from atoll.runtime.swarm.feed import SampleFeed
-from atoll.runtime.swarm.transport import AnyMessage
+from atoll.runtime.swarm.transport import AnyMessage, Inboxes
 
 
 class MemoryJournal:
@@ -49,6 +51,17 @@ class MemoryCheckpoints:
 
     async def read(self, epoch: int, version: int, stage: int) -> Any:
         return self.stored.get((epoch, version, stage))
+
+
+class Inside:
+    """What workers of one process send each other is handed over as it is, as in a real process."""
+
+    def __init__(self, process: str, outside: Transport) -> None:
+        self.inboxes, self._outside = Inboxes(process), outside
+
+    def send(self, to: str, message: Message) -> None:
+        if not self.inboxes.put(to, message):
+            self._outside.send(to, message)
 
 
 class OneProcess:
@@ -87,13 +100,30 @@ class OneProcess:
         self.inboxes[name] = clock.mailbox()
         return Node(name, clock, self, self.inboxes[name], self._nonce, random.Random(self._nonce))
 
+    def add_process(self, name: str, stages: int) -> None:
+        """One that hosts so many stages."""
+        inside = Inside(name, self)
+        device = Device(LoopClock(self.errors.append))
+        self._nonce += 1
+        for worker in hosted_workers(name, stages):
+            clock = LoopClock(self.errors.append)
+            self.inboxes[worker] = inside.inboxes.open(worker, clock)
+            self._start(Node(worker, clock, inside, self.inboxes[worker], self._nonce, random.Random(self._nonce)), device)
+
+    async def kill_process(self, name: str) -> None:
+        for worker in [worker for worker in self.workers if process_of(worker) == name]:
+            await self.kill(worker)
+
     def add_worker(self, name: str) -> None:
+        self._start(self._node(name), None)
+
+    def _start(self, node: Node, device: Device | None) -> None:
         compute = StageCompute(
             self.job, self.captured, self.bounds, chunks=self.settings.chunks, micro_batches=self.micro_batches, generators=self.generators
         )
-        worker = Worker(self._node(name), compute, self.checkpoints, self.settings, ("coordinator",))
-        self.workers[name], self.computes[name] = worker, compute
-        self.tasks[name] = asyncio.get_running_loop().create_task(worker.run())
+        worker = Worker(node, compute, self.checkpoints, self.settings, ("coordinator",), device=device)
+        self.workers[node.name], self.computes[node.name] = worker, compute
+        self.tasks[node.name] = asyncio.get_running_loop().create_task(worker.run())
 
     async def kill(self, name: str) -> None:
         del self.inboxes[name]

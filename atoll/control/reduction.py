@@ -1,7 +1,8 @@
 """Reduction: one worker's part in summing a stage's chosen buffers — the chunks it owns, and the sums it collects from other owners.
 
 Nothing here waits: asking, answering and asking again are driven by messages and by the worker's tick. The result is kept apart from the
-buffers, so that a round that fails can be repeated with the same buffers.
+buffers, so that a round that fails can be repeated with the same buffers. What is late is asked for again, and late is what takes longer
+than chunks have taken so far: over a slow link, asking sooner would fill it with doubles, and nothing would ever be summed.
 """
 
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 from atoll.control.buffers import Buffers
 from atoll.control.checks import Checks
 from atoll.control.messages import Message, Part, Pull, PullSum, Reduce, Round, StageReduction, SumChunk
+from atoll.control.patience import Patience
 from atoll.control.world import Compute
 
 __all__ = ["Reduction"]
@@ -39,7 +41,10 @@ class Reduction:
         buffers: Buffers,
         checks: Checks,
         send: Callable[[str, Message], None],
+        patience: Patience,
     ) -> None:
+        self._patience = patience  # kept over rounds
+        self._asked: dict[tuple[int, str], float] = {}  # when which chunk was asked of whom
         self.round: Round = order.round
         self.position = position
         self._worker = worker
@@ -62,17 +67,31 @@ class Reduction:
         """Whether all chunks of the result are here."""
         return self.digest != ""
 
-    def ask(self) -> None:
+    def ask(self, now: float) -> None:
         """Asks for everything not here yet: at the start, and again when an answer is late."""
+        limit = now - self._patience.seconds()
+        if any(at <= limit for at in self._asked.values()):
+            self._patience.failed()
         for chunk, owner in enumerate(self._plan.owners):
             owned = self._owned.get(chunk)
             if owned is None:
-                if chunk not in self.sums:
+                if chunk not in self.sums and self._due(chunk, owner, now, limit):
                     self._send(owner, PullSum(self.round, *self.position, chunk, self._worker))
                 continue
             for who in self._plan.contributors:
-                if who.worker in owned.waiting_for:
+                if who.worker in owned.waiting_for and self._due(chunk, who.worker, now, limit):
                     self._send(who.worker, Pull(self.round, *self.position, chunk, self._worker, who.incarnation, who.buffers))
+
+    def _due(self, chunk: int, of: str, now: float, limit: float) -> bool:
+        if self._asked.get((chunk, of), limit) > limit:
+            return False
+        self._asked[chunk, of] = now
+        return True
+
+    def _answered(self, chunk: int, by: str, now: float) -> None:
+        at = self._asked.pop((chunk, by), None)
+        if at is not None:
+            self._patience.measured(now - at)
 
     def missing(self) -> tuple[str, ...]:
         """Whom this worker is waiting for."""
@@ -85,7 +104,7 @@ class Reduction:
                 names.add(owner)
         return tuple(sorted(names))
 
-    def on_part(self, part: Part) -> None:
+    def on_part(self, part: Part, now: float) -> None:
         """A contributor's chunk. Each is added once, in the order of arrival."""
         owned = self._owned.get(part.chunk)
         if owned is None or owned.done:
@@ -93,6 +112,7 @@ class Reduction:
         if part.worker not in owned.waiting_for and self._checks.duplicate_filter:
             return
         owned.waiting_for.discard(part.worker)
+        self._answered(part.chunk, part.worker, now)
         owned.total = self._compute.add(owned.total, part.payload)
         if owned.waiting_for:
             return
@@ -113,9 +133,10 @@ class Reduction:
         else:
             owned.wanted_by.add(pull.worker)
 
-    def on_sum(self, message: SumChunk) -> None:
+    def on_sum(self, message: SumChunk, now: float) -> None:
         """An owner's sum."""
         if message.chunk not in self.sums:
+            self._answered(message.chunk, self._plan.owners[message.chunk], now)
             self._keep(message.chunk, message.payload)
 
     def _keep(self, chunk: int, value: Any) -> None:

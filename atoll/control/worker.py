@@ -103,6 +103,7 @@ class Worker:
         self._storing = False
         self._fetches = 0
         self._fetch_patience = Patience(settings.patience_seconds, 2 * settings.heartbeat_seconds)
+        self._reduce_patience = Patience(settings.heartbeat_seconds, settings.heartbeat_seconds)
         self._asked_at = 0.0
         self._urgent: deque[tuple[Committed, list[Any], int]] = deque()  # commits to apply
         self._forwards: deque[Forward] = deque()
@@ -135,6 +136,7 @@ class Worker:
             handler = handlers.get(type(message))
             if handler is not None:
                 handler(message)
+        self._device.workers -= 1  # the others have it to themselves
 
     def leave(self) -> None:
         """Asks to be let go: what it has summed still counts, and it is dismissed after the step."""
@@ -176,7 +178,7 @@ class Worker:
         reduction = self.reduction
         if reduction is not None and not reduction.complete and now - self._asked_at >= self.settings.heartbeat_seconds:
             self._asked_at = now
-            reduction.ask()
+            reduction.ask(now)
             self._report(reduction)
         if self.fetch is not None and self._yours is not None:
             self.fetch.ask(now, self._yours.donors, self._send)
@@ -414,9 +416,11 @@ class Worker:
                 return  # this incarnation never sealed that round
         elif listed:
             return  # somebody else who had this name
-        self.reduction = Reduction(self.node.name, position, order, self.compute, self.buffers, self.checks, self._send)
+        self.reduction = Reduction(
+            self.node.name, position, order, self.compute, self.buffers, self.checks, self._send, self._reduce_patience
+        )
         self._asked_at = self.node.clock.now()
-        self.reduction.ask()
+        self.reduction.ask(self._asked_at)
         self._finish_reduction()
 
     def _finish_reduction(self) -> None:
@@ -458,7 +462,7 @@ class Worker:
     def _on_part(self, part: Part) -> None:
         reduction = self._reduction_of(part)
         if reduction is not None and not reduction.complete:
-            reduction.on_part(part)
+            reduction.on_part(part, self.node.clock.now())
             self._finish_reduction()
 
     def _on_pull_sum(self, pull: PullSum) -> None:
@@ -469,7 +473,7 @@ class Worker:
     def _on_sum(self, message: SumChunk) -> None:
         reduction = self._reduction_of(message)
         if reduction is not None and not reduction.complete:
-            reduction.on_sum(message)
+            reduction.on_sum(message, self.node.clock.now())
             self._finish_reduction()
 
     # --- work ---------------------------------------------------------------------------------------------------------------

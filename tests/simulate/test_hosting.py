@@ -5,7 +5,7 @@ import pytest
 from atoll.control import Settings
 from atoll.control.happenings import Moved
 from atoll.control.hosting import process_of, processes
-from atoll.control.messages import Backward, Forward, Reduce, Run
+from atoll.control.messages import Backward, Forward, Part, Reduce, Run
 from atoll.simulate.faults import draw_scenario
 from atoll.simulate.fuzz import run_scenario
 from atoll.simulate.peers import PeerModel, PeerSwarm
@@ -125,6 +125,20 @@ def test_workers_that_share_a_device_are_not_rated_at_its_speed_each() -> None:
     assert len(swarm.committed) == 8
     for stage in swarm.coordinator.members.capacities(swarm.loop.now):
         assert stage == pytest.approx(3.5 / 0.35, rel=0.3)  # in forwards: two halves
+
+
+def test_a_reduction_over_slow_links_is_not_asked_for_again_and_again() -> None:
+    """Chunks take longer than heart-beats; each part travels once but for a few before that is known."""
+    settings = Settings(stages=2, micro_batches=20, steps=3, chunks=19, heartbeat_seconds=0.5, patience_seconds=10.0)
+    model = PeerModel(forward_seconds=0.06, backward_seconds=0.14, gradient_bytes=79e6, bytes_per_s=2.5e7, shared_links=True)
+    swarm = PeerSwarm(settings, model)
+    parts: list[Part] = []
+    swarm.network.watch = lambda source, target, message: parts.append(message) if isinstance(message, Part) else None
+    for number in range(8):
+        swarm.start(f"p{number}")
+    swarm.loop.run(400.0, lambda: len(swarm.committed) == 3)
+    assert len(swarm.committed) == 3
+    assert len(parts) <= 1.1 * 3 * 2 * 19 * 4
 
 
 def test_rebalancing_settles_where_processes_host_several_stages() -> None:

@@ -51,6 +51,7 @@ class Network:
         self.jitter_seconds = jitter_seconds
         self.faults: LinkFaults | None = None
         self.watch: Callable[[str, str, Any], None] | None = None
+        self.check: Callable[[Any], None] | None = None  # sees every message when it is sent
         self.block: Callable[[str, str, Any], bool] | None = None  # for directed tests: True loses the message
         self.sent = 0
         self.dropped = 0
@@ -99,6 +100,8 @@ class Network:
         """What `Port.send` does: `source` is a process, `target` anybody."""
         self.sent += 1
         process = process_of(target)
+        if self.check is not None:
+            self.check(message)
         if (self._cut and (source, process) in self._cut) or (self.block is not None and self.block(source, target, message)):
             self.dropped += 1
             return

@@ -78,6 +78,7 @@ class ExactSwarm:
         self.network = Network(self.loop, self.random)
         self.checkpoint_disk = CheckpointDisk(self.random)
         self.checker = Checker(self.loop, shape.stages, shape.micro_batches, self.checkpoint_disk.stored)
+        self.network.check = self.checker.on_message
         self.journal_disk = JournalDisk(self.loop, self.random, fence=checks.journal_fence, on_record=self.checker.on_record)
         self.processes: dict[str, Process] = {}
         self.coordinators: dict[str, Coordinator] = {}

@@ -35,6 +35,9 @@ def join(
         Path | None, typer.Option(help="Use this copy of the training script instead of the one the run sends.", metavar="FILE")
     ] = None,
     timeout: Annotated[float, typer.Option(help="How long to try where nobody answers yet.", metavar="SECONDS", min=0)] = 60.0,
+    stages: Annotated[
+        int, typer.Option(help="Host so many of the job's stages here, on one device: for machines with memory to spare.", min=1)
+    ] = 1,
     behind_nat: Annotated[
         bool, typer.Option("--behind-nat", help="Nobody can dial this machine; reach it through the coordinator.")
     ] = False,
@@ -64,7 +67,8 @@ def join(
         if spec is None:
             _stay(member, coordinator)
             return
-    _work(credentials, address, spec, script, dialled=not behind_nat, devices=devices)
+        _check_stages(stages, spec)
+    _work(credentials, address, spec, script, dialled=not behind_nat, devices=devices, stages=stages)
 
 
 def _spec(coordinator: "Remote") -> "SwarmSpec | None":
@@ -77,7 +81,16 @@ def _spec(coordinator: "Remote") -> "SwarmSpec | None":
         return None
 
 
-def _work(credentials: "Credentials", address: str, spec: "SwarmSpec", script: Path | None, *, dialled: bool, devices: int) -> None:
+def _check_stages(stages: int, spec: "SwarmSpec") -> None:
+    """Before the script is run and the model is captured, which may take long."""
+    from atoll.runtime.swarm.taking_part import check_hosted
+
+    check_hosted(stages, spec)
+
+
+def _work(
+    credentials: "Credentials", address: str, spec: "SwarmSpec", script: Path | None, *, dialled: bool, devices: int, stages: int
+) -> None:
     """Until the run is over."""
     from atoll.cli.imposed import imposed_speed
     from atoll.runtime.swarm.own_devices import OwnDevices
@@ -99,7 +112,7 @@ def _work(credentials: "Credentials", address: str, spec: "SwarmSpec", script: P
             imposed=imposed_speed(os.environ),
             say=_print,
             polite=True,
-            devices=OwnDevices(tuple(range(devices))),
+            devices=OwnDevices(tuple(range(devices)), stages=stages),
             warn=_print,
         )
     except KeyboardInterrupt:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,7 +62,7 @@ def launch_swarm(
     where = "on this machine" if lab is None else f"on hosts of {lab.name}"
     if resumed is not None:
         say(_going_on(resumed.committed, resumed.checkpoint))
-    say(f"starting a coordinator, a feeder and {len(hosts)} workers {where}; the run is in {directory.path}")
+    say(f"starting a coordinator, a feeder and {_workers([own.stages for _, own in workers])} {where}; the run is in {directory.path}")
     token = authority.issue_token("worker", uses=_JOIN_USES, lifetime_seconds=_JOIN_SECONDS)
     say(f"others join with: atoll join {','.join((_dialled(address), *standby))} --token {token}")
     for other in standby:
@@ -73,15 +74,21 @@ def launch_swarm(
     processes = SwarmProcesses(
         directory.path,
         address,
-        workers=len(hosts),
+        workers=[msgspec.json.encode(own).decode() for _, own in workers],
         max_restarts=max_restarts,
         say=say,
         generation=start.number,
         place=place,
         standby=standby,
-        devices=[msgspec.json.encode(own).decode() for _, own in workers],
     )
     _end(processes.run(), directory, settings)
+
+
+def _workers(hosted: Sequence[int]) -> str:
+    several = sum(count > 1 for count in hosted)
+    if not several:
+        return f"{len(hosted)} workers"
+    return f"{len(hosted)} workers, {several} of which host{'s' if several == 1 else ''} several stages,"
 
 
 def _going_on(committed: int, checkpoint: int) -> str:

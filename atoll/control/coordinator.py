@@ -24,6 +24,7 @@ from atoll.control.happenings import (
     StepCommitted,
     TookOver,
 )
+from atoll.control.hosting import processes
 from atoll.control.journal import Checkpointed, Epoch, FencedError, Record, Term, replay
 from atoll.control.membership import Member, Members
 from atoll.control.messages import (
@@ -284,10 +285,10 @@ class Coordinator:
         return Assignment(member.nonce, member.incarnation, member.stage, donors, store)
 
     def _window(self) -> int:
-        """Three micro-batches for every worker: one in hand, one waiting, one on its way. More would only queue, and hide who is slow."""
-        workers = sum(len(row) for row in self._routes)
+        """Three micro-batches for every process: one in hand, one waiting, one on its way. More would only queue, and hide who is slow."""
+        workers = processes(peer.worker for row in self._routes for peer in row)
         feeders = sum(1 for _, lease in self._leases.values() if lease) or 1
-        return max(1, min(self.settings.in_flight, -(-3 * workers // feeders)))
+        return max(1, min(self.settings.in_flight, -(-3 * len(workers) // feeders)))
 
     def _donors(self, member: Member) -> tuple[str, ...]:
         """Some who have the state, not the same ones for everybody."""
@@ -341,17 +342,20 @@ class Coordinator:
         return bool(self._live_feeders(now))
 
     def _fill_empty_stages(self, now: float) -> None:
-        """A stage without anybody gets a worker of the stage with most: nothing moves without it, so nothing is lost."""
+        """A stage without anybody gets a worker of the stage that can spare most: nothing moves without it, so nothing is lost."""
         if self.trailing is not None:
             return  # those who move would be missing in its sums
+        least = max(1, self.settings.minimum_replicas)
         rows: list[list[Member]] = [[] for _ in range(self.settings.stages)]
         for member in self.members:
             if member.worker and member.stage >= 0 and self.members.heard(member, now):
                 rows[member.stage].append(member)
         for stage, row in enumerate(rows):
-            richest = max(rows, key=len)
-            if not row and len(richest) > max(1, self.settings.minimum_replicas):
-                member = richest.pop()
+            spare = [] if row else max(([m for m in other if Members.may_go(m, other, least)] for other in rows), key=len)
+            if spare:
+                member = spare[-1]
+                rows[member.stage].remove(member)
+                row.append(member)
                 self._observe(Moved(member.name, member.stage, stage, "the stage had nobody"))
                 self.members.move(member, stage)
                 self._manifests.pop(member.name, None)
@@ -637,8 +641,8 @@ class Coordinator:
         for member in list(self.members):
             if not member.leaving or member.stage < 0:
                 continue
-            staying = sum(other.stage == member.stage and not other.leaving for other in self._usable(now))
-            if staying >= self.settings.minimum_replicas:
+            staying = [other for other in self._usable(now) if not other.leaving]
+            if Members.may_go(member, staying, self.settings.minimum_replicas):
                 self._observe(Left(member.name, member.stage))
                 self.members.move(member, -1)
                 self._announce(member, self._view())
@@ -649,7 +653,9 @@ class Coordinator:
         for name, stage in self._wishes.items():
             usable = self._usable(now)
             member = next((member for member in usable if member.name == name and member.stage != stage), None)
-            if member is not None and sum(other.stage == member.stage for other in usable) > self.settings.minimum_replicas:
+            if member is None or not Members.may_go(member, usable, self.settings.minimum_replicas):
+                continue
+            if stage not in self.members.hosted_beside(name, member.nonce):
                 self._observe(Moved(name, member.stage, stage, "asked for"))
                 self.members.move(member, stage)
         self._wishes.clear()

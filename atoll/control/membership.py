@@ -1,7 +1,9 @@
 """Membership: who is in the swarm, under which incarnation, and who can be relied on now. No decisions about steps are made here."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
+from atoll.control.hosting import hosted_number, process_of, processes
 from atoll.control.messages import Committed, FeederBeat, Order, Peer, Round, WorkerBeat
 from atoll.control.rebalancing import RatedPeer, place
 from atoll.control.settings import Settings
@@ -77,20 +79,22 @@ class Members:
         """Takes a heart-beat. Gives the member, None for one that is out of date, and whether it is somebody new.
 
         A nonce grows with every start of a process, so a beat of an earlier start is known as such however late it comes. A coordinator
-        that has just taken over believes the incarnations it is told: they were issued by the terms before.
+        that has just taken over believes the incarnations it is told: they were issued by the terms before. A process hosts no more workers
+        than there are stages.
         """
         worker = isinstance(beat, WorkerBeat)
         name = beat.worker if isinstance(beat, WorkerBeat) else beat.feeder
         stage = beat.stage if isinstance(beat, WorkerBeat) else -1
+        number = hosted_number(name)
         member = self._members.get(name)
-        if member is not None and beat.nonce < member.nonce:
+        if number is None or number >= self._settings.stages or (member is not None and beat.nonce < member.nonce):
             return None, False
         new = member is None or beat.nonce > member.nonce or beat.incarnation > member.incarnation
         if new:
             known = beat.incarnation > 0 and (not worker or 0 <= stage < self._settings.stages)
             incarnation = beat.incarnation if known else self.issue()
             if worker and not known:
-                stage = place(self.capacities(now))
+                stage = place(self.capacities(now), self.hosted_beside(name, beat.nonce))
             member = self._members[name] = Member(name, worker, incarnation, beat.nonce, stage, now)
         assert member is not None
         member.heard_at = now
@@ -98,6 +102,11 @@ class Members:
         if beat.incarnation == member.incarnation:
             self._copy(member, beat)
         return member, new
+
+    def hosted_beside(self, name: str, nonce: int) -> set[int]:
+        """The stages of the other workers of its process."""
+        process = process_of(name)
+        return {m.stage for m in self if m.stage >= 0 and m.nonce == nonce and m.name != name and process_of(m.name) == process}
 
     @staticmethod
     def _copy(member: Member, beat: WorkerBeat | FeederBeat) -> None:
@@ -150,25 +159,35 @@ class Members:
     def capacities(self, now: float) -> list[float]:
         """What the workers heard of each stage add up to, in typical peers, divided by the stage's work."""
         settings = self._settings
-        speeds = [member.speed for member in self if member.worker and member.speed > 0]
-        typical = sum(speeds) / len(speeds) if speeds else 1.0
         totals = [0.0] * settings.stages
-        for member in self:
-            if member.worker and member.stage >= 0 and not member.leaving and self.heard(member, now):
-                totals[member.stage] += member.speed or typical
+        for member, speed in self._speeds(m for m in self if m.worker and m.stage >= 0):
+            if not member.leaving and self.heard(member, now):
+                totals[member.stage] += speed
         work = settings.work or (1.0,) * settings.stages
         return [total / each for total, each in zip(totals, work, strict=True)]
 
     def rated(self, usable: list[Member], now: float) -> list[list[RatedPeer]]:
-        """Workers of every stage with their speeds; one not measured yet counts as typical, one that is still fetching as not ready."""
+        """Workers of every stage with their speeds; one that is still fetching counts as not ready."""
         ready = {member.name for member in usable}
         workers = [m for m in self if m.worker and m.stage >= 0 and not m.leaving and (m.name in ready or self.heard(m, now))]
-        speeds = [member.speed for member in workers if member.speed > 0]
-        typical = sum(speeds) / len(speeds) if speeds else 1.0
         rows: list[list[RatedPeer]] = [[] for _ in range(self._settings.stages)]
-        for member in workers:
-            rows[member.stage].append(RatedPeer(member.name, member.speed or typical, member.name in ready))
+        for member, speed in self._speeds(workers):
+            rows[member.stage].append(RatedPeer(member.name, speed, member.name in ready))
         return rows
+
+    @staticmethod
+    def _speeds(workers: Iterable[Member]) -> Iterator[tuple[Member, float]]:
+        """With the speed of each: as measured, else that of a typical process, divided among its workers."""
+        known = list(workers)
+        sharing = Counter(process_of(member.name) for member in known)
+        speeds = [member.speed * sharing[process_of(member.name)] for member in known if member.speed > 0]
+        typical = sum(speeds) / len(speeds) if speeds else 1.0
+        return ((member, member.speed or typical / sharing[process_of(member.name)]) for member in known)
+
+    @staticmethod
+    def may_go(member: Member, others: Iterable[Member], minimum: int) -> bool:
+        """Whether enough processes stay on its stage without it, of these."""
+        return len(processes(other.name for other in others if other.stage == member.stage and other is not member)) >= minimum
 
     @staticmethod
     def peers(members: list[Member], stages: int) -> tuple[tuple[Peer, ...], ...]:

@@ -244,7 +244,7 @@ class Ack(Message, frozen=True, gc=False):
     incarnation: int
     forward: bool
     owns: bool
-    seconds: float  # what the kernel took
+    seconds: float  # what the kernel took, times those who share the device
 
 
 class BufferManifest(msgspec.Struct, frozen=True, gc=False):

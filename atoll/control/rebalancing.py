@@ -2,14 +2,21 @@
 
 A pipeline runs as fast as its slowest stage, and a stage as fast as the speeds of its peers add up, divided by its work. A move must
 raise that minimum by more than it costs, and by a margin (hysteresis), so that measured speeds that waver move nobody.
+
+Workers of one process share its device and die together: they belong on different stages, next to each other where that costs nothing, and
+count as one replica. Their speeds are those of their share of the device (`atoll/control/device.py`).
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 
 import msgspec
 
+from atoll.control.hosting import process_of, processes
+
 __all__ = ["Move", "RatedPeer", "best_throughput", "place", "plan_moves", "throughput"]
 
+NEARLY = 1.1  # stages with so many times the weakest's capacity are as good a place, if they are next to what a process hosts
 CANDIDATES = 8  # peers of a stage that are tried for a move: those of distinct speeds, spread from slow to fast
 
 
@@ -35,9 +42,17 @@ def throughput(capacities: Sequence[float]) -> float:
     return min(capacities, default=0.0)
 
 
-def place(capacities: Sequence[float]) -> int:
-    """The stage a new peer helps most: the weakest, the first of equals."""
-    return min(range(len(capacities)), key=lambda stage: (capacities[stage], stage))
+def place(capacities: Sequence[float], hosted: Collection[int] = ()) -> int:
+    """The stage a new peer helps most: the weakest, the first of equals.
+
+    `hosted` are the stages its process has already: it gets another while there is one, and among those nearly as weak as the weakest one
+    that is next to them.
+    """
+    every = range(len(capacities))
+    free = [stage for stage in every if stage not in hosted] or list(every)
+    enough = NEARLY * min(capacities[stage] for stage in free)
+    near = [stage for stage in free if capacities[stage] <= enough and (stage - 1 in hosted or stage + 1 in hosted)]
+    return min(near or free, key=lambda stage: (capacities[stage], stage))
 
 
 def best_throughput(speeds: Sequence[float], work: Sequence[float]) -> float:
@@ -64,7 +79,7 @@ def plan_moves(
     """The moves, in order, whose gain over the horizon exceeds their cost by most; none where no gain passes the hysteresis.
 
     While a peer migrates it works nowhere, which costs throughput where its old stage becomes the slowest. No stage falls below
-    `minimum_replicas`, nor below one, of those who are ready.
+    `minimum_replicas`, nor below one, of processes that are ready; nobody moves to a stage that its process has already.
     """
     rows = [list(row) for row in stages]
     before = _capacities(rows, work)
@@ -101,10 +116,10 @@ def _best_step(rows: Sequence[Sequence[RatedPeer]], work: Sequence[float], minim
     capacities = _capacities(rows, work)
     target = place(capacities)
     best: tuple[list[float], tuple[int, int, RatedPeer]] | None = None
-    for source, row in enumerate(rows):
-        if source == target or sum(peer.ready for peer in row) <= minimum:
+    for source in range(len(rows)):
+        if source == target:
             continue
-        for peer in _candidates(row):
+        for peer in _candidates(rows, source, target, minimum):
             after = list(capacities)
             after[source] -= peer.speed / work[source]
             after[target] += peer.speed / work[target]
@@ -124,9 +139,26 @@ def _clearly_greater(first: Sequence[float], second: Sequence[float]) -> bool:
     return False
 
 
-def _candidates(row: Sequence[RatedPeer]) -> list[RatedPeer]:
-    distinct = {peer.speed: peer for peer in sorted(row, key=lambda peer: (peer.speed, peer.worker)) if peer.ready}
-    peers = list(distinct.values())
+def _candidates(rows: Sequence[Sequence[RatedPeer]], source: int, target: int, minimum: int) -> list[RatedPeer]:
+    """Peers that may move, one of each speed: of equals one whose process hosts a stage next to the target and none next to the source."""
+    ready = [peer for peer in rows[source] if peer.ready]
+    there = processes(peer.worker for peer in rows[target])
+    counts = Counter(process_of(peer.worker) for peer in ready)
+    staying = {name: len(counts) - (count == 1) for name, count in counts.items()}  # processes, when one worker of `name` goes
+    movable = [peer for peer in ready if (name := process_of(peer.worker)) not in there and staying[name] >= minimum]
+    around = [_processes_around(rows, stage, source) for stage in (target, source)]
+
+    def order(peer: RatedPeer) -> tuple[float, int, str]:
+        name = process_of(peer.worker)
+        return peer.speed, (name in around[0]) - (name in around[1]), peer.worker
+
+    peers = list({peer.speed: peer for peer in sorted(movable, key=order)}.values())
     if len(peers) <= CANDIDATES:
         return peers
     return [peers[round(i * (len(peers) - 1) / (CANDIDATES - 1))] for i in range(CANDIDATES)]
+
+
+def _processes_around(rows: Sequence[Sequence[RatedPeer]], stage: int, left: int) -> set[str]:
+    """Those with a worker next to a stage, but for the stage that is left."""
+    nearby = [near for near in (stage - 1, stage + 1) if 0 <= near < len(rows) and near != left]
+    return processes(peer.worker for near in nearby for peer in rows[near])

@@ -3,12 +3,17 @@
 Every peer has an expected finish time. The least gets the task and its time grows by the task's size divided by its moving-average
 throughput, so that work is shared in proportion to speed without anybody being asked. A new peer, or one whose ban is over, enters at
 the current minimum (SWARM, ICML 2023, section 3.2).
+
+A path stays in a process that also hosts the next stage, where that worker's turn is at most one task away: it saves the link. Its time
+grows as anybody's, so nobody gets more than a task beyond its share for it.
 """
 
 import heapq
 import random
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
+from atoll.control.hosting import process_of
 from atoll.control.messages import Peer
 
 __all__ = ["Router", "StageRouter"]
@@ -16,16 +21,19 @@ __all__ = ["Router", "StageRouter"]
 SMOOTHING = 0.1
 LONGEST_BAN = 8  # doublings
 
+Entry: TypeAlias = tuple[float, int, str]
+"""(expected finish time, turn, worker)."""
+
 
 class _Known:
-    __slots__ = ("peer", "speed", "banned_until", "bans", "queued")
+    __slots__ = ("peer", "speed", "banned_until", "bans", "entry")
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
         self.speed = peer.speed
         self.banned_until = 0.0
         self.bans = 0
-        self.queued = False
+        self.entry: Entry | None = None  # in the heap; another entry of the same name is out of date
 
 
 class StageRouter:
@@ -34,7 +42,8 @@ class StageRouter:
     def __init__(self, randomness: random.Random) -> None:
         self._random = randomness
         self._known: dict[str, _Known] = {}
-        self._heap: list[tuple[float, int, str]] = []
+        self._heap: list[Entry] = []
+        self._by_process: dict[str, list[str]] = {}
         self._typical = 1.0
         self._turns = 0
 
@@ -52,25 +61,64 @@ class StageRouter:
                 known.speed = peer.speed
         speeds = [known.speed for known in self._known.values() if known.speed > 0]
         self._typical = sum(speeds) / len(speeds) if speeds else 1.0
-        self._heap = [entry for entry in self._heap if entry[2] in self._known and self._known[entry[2]].queued]
+        self._heap = [entry for entry in self._heap if self._is_current(entry)]
         heapq.heapify(self._heap)
+        self._by_process = {}
+        for name in self._known:
+            self._by_process.setdefault(process_of(name), []).append(name)
         self._enter()
         return gone
 
+    def _is_current(self, entry: Entry) -> bool:
+        known = self._known.get(entry[2])
+        return known is not None and known.entry is entry
+
     def _enter(self) -> None:
         start = self._heap[0][0] if self._heap else 0.0
-        newcomers = [name for name, known in self._known.items() if not known.queued]
+        newcomers = [name for name, known in self._known.items() if known.entry is None]
         self._random.shuffle(newcomers)  # so that several feeders do not all begin with the same peer
         for name in newcomers:
-            self._known[name].queued = True
-            heapq.heappush(self._heap, (start, self._turn(), name))
+            self._push(start, name)
 
-    def pick(self, now: float, work: float) -> str | None:
-        """The peer to use for a task of `work` forwards; None when there is none. Banned ones only where nobody else is left."""
-        aside: list[tuple[float, int, str]] = []
-        chosen: tuple[float, int, str] | None = None
+    def _push(self, time: float, name: str) -> None:
+        entry = self._known[name].entry = (time, self._turn(), name)
+        heapq.heappush(self._heap, entry)
+
+    def pick(self, now: float, work: float, beside: str = "") -> str | None:
+        """The peer to use for a task of `work` forwards; None when there is none. Banned ones only where nobody else is left.
+
+        One in the process `beside` is used in place of the peer whose turn it is, if its own turn is at most one task away.
+        """
+        chosen = self._next(now)
+        if chosen is None:
+            return None
+        near = self._near(beside, chosen, now, work) if beside in self._by_process else None
+        if near is not None:
+            heapq.heappush(self._heap, chosen)
+            chosen = near
+        self._push(chosen[0] + self._seconds(chosen[2], work), chosen[2])
+        return chosen[2]
+
+    def _seconds(self, name: str, work: float) -> float:
+        return work / (self._known[name].speed or self._typical)
+
+    def _near(self, process: str, chosen: Entry, now: float, work: float) -> Entry | None:
+        """The next of a process's peers, where it is as good as `chosen`."""
+        if process_of(chosen[2]) == process or self._known[chosen[2]].banned_until > now:
+            return None
+        known = [self._known[name] for name in self._by_process[process]]
+        entries = [peer.entry for peer in known if peer.entry is not None and peer.banned_until <= now]
+        near = min(entries, default=None)
+        return near if near is not None and near[0] <= chosen[0] + self._seconds(near[2], work) else None
+
+    def _next(self, now: float) -> Entry | None:
+        """Takes the peer whose turn it is out of the heap; banned ones stay in it, unless there are no others."""
+        aside: list[Entry] = []
+        chosen: Entry | None = None
         while self._heap and chosen is None:
             entry = heapq.heappop(self._heap)
+            if not self._is_current(entry):
+                continue
             if self._known[entry[2]].banned_until <= now:
                 chosen = entry
             else:
@@ -81,10 +129,9 @@ class StageRouter:
             chosen = min(aside, key=lambda entry: self._known[entry[2]].banned_until)
         for entry in aside:
             if entry is not chosen:  # a banned one comes back at the minimum, not with a backlog of turns
-                heapq.heappush(self._heap, (max(entry[0], chosen[0]), entry[1], entry[2]))
-        known = self._known[chosen[2]]
-        heapq.heappush(self._heap, (chosen[0] + work / (known.speed or self._typical), self._turn(), chosen[2]))
-        return chosen[2]
+                later = self._known[entry[2]].entry = (max(entry[0], chosen[0]), entry[1], entry[2])
+                heapq.heappush(self._heap, later)
+        return chosen
 
     def _turn(self) -> int:
         """Equal peers take turns in order: by chance, queues would grow at some while others stand idle."""
@@ -129,11 +176,11 @@ class Router:
 
     def path(self, now: float, work: float) -> tuple[str, ...] | None:
         """A worker for every stage; None while a stage has nobody."""
-        found = []
+        found: list[str] = []
         for stage in self.stages:
             if not len(stage):
                 return None
-            worker = stage.pick(now, work)
+            worker = stage.pick(now, work, process_of(found[-1]) if found else "")
             assert worker is not None
             found.append(worker)
         return tuple(found)

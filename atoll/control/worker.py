@@ -10,6 +10,7 @@ from typing import Any
 
 from atoll.control.buffers import Buffer, Buffers
 from atoll.control.checks import ALL_CHECKS, Checks
+from atoll.control.device import Device
 from atoll.control.fetching import Fetch
 from atoll.control.messages import (
     Ack,
@@ -59,7 +60,10 @@ class _Sealed:
 
 
 class Worker:
-    """One worker process. `await run()` ends when the run is finished or the worker was dismissed."""
+    """One worker. `await run()` ends when the run is finished or the worker was dismissed.
+
+    A process that hosts several stages runs as many workers; they are given the same `device`.
+    """
 
     def __init__(
         self,
@@ -71,8 +75,11 @@ class Worker:
         checks: Checks = ALL_CHECKS,
         on_state: Callable[["Worker"], None] | None = None,
         on_kernel: Callable[["Worker", float, float], None] | None = None,
+        device: Device | None = None,
     ) -> None:
         self.node = node
+        self._device = device or Device(node.clock)
+        self._device.workers += 1
         self._on_kernel = on_kernel  # told of every kernel: what it counts as, in forwards, and its seconds
         self._on_state = on_state  # told whenever there is a new state
         self.compute = compute
@@ -142,6 +149,7 @@ class Worker:
             handler = handlers.get(type(message))
             if handler is not None:
                 handler(message)
+        self._device.workers -= 1  # the others have it to themselves
 
     def leave(self) -> None:
         """Asks to be let go: what it has summed still counts, and it is dismissed after the step."""
@@ -448,12 +456,12 @@ class Worker:
         plan = order.stages[self.stage]
         listed = next((incarnation for worker, incarnation in plan.members if worker == self.node.name), 0)
         if listed and (listed == self.incarnation or not self.checks.incarnation):
-            if self._to_reduce().frozen != order.round and self.checks.round_match:
+            if self.to_reduce().frozen != order.round and self.checks.round_match:
                 return  # this incarnation never sealed that round
         elif listed:
             return  # somebody else who had this name
         self.reduction = Reduction(
-            self.node.name, position, self.settings, order, self.compute, self._to_reduce().buffers, self.checks, self._send
+            self.node.name, position, self.settings, order, self.compute, self.to_reduce().buffers, self.checks, self._send
         )
         self._reported_at = self._heard_at = self.node.clock.now()
         self.reduction.ask()
@@ -462,7 +470,7 @@ class Worker:
     def _sections(self) -> tuple[int, ...]:
         return self.settings.sections(self.stage) if self.stage >= 0 else ()
 
-    def _to_reduce(self) -> _Sealed:
+    def to_reduce(self) -> _Sealed:
         """The sums of the version's step."""
         return self._sealed or _Sealed(self.buffers, self.frozen)
 
@@ -486,7 +494,7 @@ class Worker:
     def _on_pull(self, pull: Pull) -> None:
         if self.state is None or not self._here(pull):
             return
-        sealed = self._to_reduce()
+        sealed = self.to_reduce()
         if self.checks.round_match and sealed.frozen != pull.round:
             return
         if self.checks.incarnation and pull.incarnation != self.incarnation:
@@ -581,17 +589,23 @@ class Worker:
             self._wake.put(None)
 
     async def _execute(self) -> None:
-        """Steps of the optimizer first, then backwards, since they free memory and end what was begun, then forwards."""
         while not self.finished:
-            if self._urgent:
-                await self._apply(*self._urgent.popleft())
-            elif self._backwards:
-                await self._run_backward(self._backwards.popleft())
-            elif self._forwards:
-                await self._run_forward(self._forwards.popleft())
+            if self._urgent or self._backwards or self._forwards:
+                await self._device.take()
+                await self._execute_next()
+                self._device.give()
             else:
                 self._idle = True
                 await self._wake.take()
+
+    async def _execute_next(self) -> None:
+        """Steps of the optimizer first, then backwards, since they free memory and end what was begun, then forwards."""
+        if self._urgent:
+            await self._apply(*self._urgent.popleft())
+        elif self._backwards:
+            await self._run_backward(self._backwards.popleft())
+        elif self._forwards:
+            await self._run_forward(self._forwards.popleft())
 
     def _weights(self) -> Any:
         """What the step under way is computed with: with staleness the weights before the last step."""
@@ -650,6 +664,7 @@ class Worker:
         seconds = self.node.clock.now() - began
         if self._on_kernel is not None:
             self._on_kernel(self, work, seconds)
+        seconds *= self._device.workers  # the others of this process compute as long
         if seconds > 0:
             self.speed = work / seconds if self.speed == 0 else self.speed + 0.1 * (work / seconds - self.speed)
         return seconds

@@ -170,11 +170,11 @@ def _devices(plan: Plan) -> Iterator[Problem]:
 
 
 def _may_not_share(plan: Plan, a: int, b: int) -> str:
-    """Why these stages may not name the same devices, or `""` when they are virtual stages of one another."""
+    """Why these stages may not name the same devices, or `""` when they are virtual stages of one another or hosted in a swarm."""
     if plan.schedule != "interleaved":
         return f"stages share devices only under schedule interleaved, not {plan.schedule}"
     groups = [{frozenset(replica.devices) for replica in plan.stages[index].replicas} for index in (a, b)]
-    return "" if groups[0] == groups[1] else "stages that share devices must have the same replicas"
+    return "" if plan.mode == "swarm" or groups[0] == groups[1] else "stages that share devices must have the same replicas"
 
 
 def _against_cluster(plan: Plan, cluster: Cluster) -> Iterator[Problem]:

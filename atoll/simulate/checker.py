@@ -8,7 +8,7 @@ from typing import Any
 
 from atoll.control.feeder import Feeder
 from atoll.control.journal import Checkpointed, Epoch, Record, Term
-from atoll.control.messages import Ack, Committed
+from atoll.control.messages import Ack, BufferManifest, Committed, Manifest, Part, Round
 from atoll.control.settings import Settings
 from atoll.control.worker import Worker
 from atoll.simulate import arithmetic
@@ -36,6 +36,7 @@ class Checker:
         self._cells: dict[tuple[int, int, int], tuple[Cell, ...]] = {}
         self._committed: set[tuple[int, int]] = set()
         self._next: tuple[int, int] = (-1, 0)
+        self._reported: dict[tuple[str, int], tuple[Round, tuple[BufferManifest, ...]]] = {}  # by worker and incarnation
 
     def wrong(self, text: str) -> None:
         """Something is."""
@@ -123,6 +124,16 @@ class Checker:
             return
         if worker.run_round == feeder.round and not worker.buffers.holds(ack.micro_batch):
             self.wrong(f"{feeder.node.name} believes that {ack.worker} owns micro-batch {ack.micro_batch}, which it does not")
+
+    def on_message(self, message: Any) -> None:
+        """A message is sent: a buffer that is summed must be what its manifest said."""
+        if type(message) is Manifest:
+            self._reported[message.worker, message.incarnation] = message.round, message.buffers
+        elif type(message) is Part:
+            worker = self.workers.get(message.worker)
+            round, buffers = self._reported.get((message.worker, message.incarnation), (None, ()))
+            if worker is not None and round == message.round and worker.to_reduce().buffers.manifests() != buffers:
+                self.wrong(f"{message.worker} gives a part of buffers that are not what its manifest said")
 
     def at_the_end(self) -> None:
         """Every state there is."""

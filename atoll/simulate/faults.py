@@ -7,6 +7,7 @@ from itertools import permutations
 import msgspec
 
 from atoll.control import Coordinator
+from atoll.control.hosting import process_of, processes
 from atoll.control.messages import Phase, Reduce
 from atoll.simulate.network import LinkFaults
 from atoll.simulate.swarm import COORDINATORS, ExactSwarm, Shape
@@ -54,19 +55,23 @@ PHASES = {
 """When faults that matter most in some phase strike; others come at any time, half of them in a phase too."""
 
 WINDOW = 55.0
+HOSTING = 0.25  # of the seeds
 
 
 def draw_scenario(seed: int) -> Scenario:
     """The scenario of a seed."""
     draw = random.Random(seed)
     stages = 2 if draw.random() < 0.8 else 3
-    shape = Shape(
-        stages=stages,
-        workers=sum(draw.choice((2, 2, 3)) for _ in range(stages)),
-        feeders=draw.choice((1, 1, 2)),
-        micro_batches=draw.choice((3, 4, 5)),
-        staleness=int(seed % 3 == 2),
-        tied=seed % 5 in (3, 4),
+    shape = _draw_hosting(
+        random.Random(f"hosting {seed}"),  # of its own: a seed without hosting is what it would be if there were none
+        Shape(
+            stages=stages,
+            workers=sum(draw.choice((2, 2, 3)) for _ in range(stages)),
+            feeders=draw.choice((1, 1, 2)),
+            micro_batches=draw.choice((3, 4, 5)),
+            staleness=int(seed % 3 == 2),
+            tied=seed % 5 in (3, 4),
+        ),
     )
     count = draw.choice((1, 2, 3, 4, 5, 6))
     faults = sorted((_draw_fault(draw, shape) for _ in range(count)), key=lambda fault: fault.at)
@@ -81,6 +86,18 @@ def draw_scenario(seed: int) -> Scenario:
         corrupt=0.02 * draw.random() if rough else 0.0,
         faults=tuple(faults),
     )
+
+
+def _draw_hosting(draw: random.Random, shape: Shape) -> Shape:
+    """In a quarter of the seeds processes host several stages each, some or all of them, and are as many or fewer."""
+    if draw.random() >= HOSTING:
+        return shape
+    workers = draw.randint(2, shape.workers)
+    most = draw.randint(2, shape.stages)
+    alike = draw.random() < 0.5
+    hosting = [most if alike else draw.randint(1, most) for _ in range(workers)]
+    hosting[0] = max(hosting[0], shape.stages - sum(hosting[1:]))  # a worker for every stage
+    return msgspec.structs.replace(shape, workers=workers, hosting=tuple(hosting))
 
 
 def _draw_fault(draw: random.Random, shape: Shape) -> Fault:
@@ -111,7 +128,7 @@ def _draw_fault(draw: random.Random, shape: Shape) -> Fault:
     elif kind == "slow-disk":
         value = draw.choice((10.0, 40.0, 100.0))
     elif kind == "move":
-        targets = (draw.choice(workers),)
+        targets = (draw.choice([worker for process in workers for worker in shape.hosted(process)]),)
         value = float(draw.randrange(shape.stages))
     phase = draw.choice(PHASES[kind]) if kind in PHASES else draw.choice(("", "", "seal", "reduce"))
     longest = 0.5 if kind == "stall" else 1.5
@@ -151,7 +168,7 @@ def _strike(swarm: ExactSwarm, fault: Fault) -> None:
         _kill(swarm, fault.targets, end)
     elif fault.kind == "kill-stage":
         stage = int(fault.value)
-        _kill(swarm, [name for name, worker in list(swarm.workers.items()) if worker.stage == stage], end)
+        _kill(swarm, list(dict.fromkeys(process_of(name) for name, worker in swarm.workers.items() if worker.stage == stage)), end)
     elif fault.kind in ("stop", "stop-coordinator"):
         _stop(swarm, fault.targets[0] if fault.targets else _coordinator_name(swarm), end)
     elif fault.kind in ("cut", "cut-one-way", "isolate", "deafen"):
@@ -186,9 +203,9 @@ def _rearrange(swarm: ExactSwarm, fault: Fault) -> None:
     coordinator = swarm.coordinator()
     if fault.kind == "move" and coordinator is not None:
         coordinator.move(fault.targets[0], int(fault.value))
-    worker = swarm.workers.get(fault.targets[0])
-    if fault.kind == "leave" and worker is not None:
-        worker.leave()
+    if fault.kind == "leave":
+        for name in swarm.hosted(fault.targets[0]):
+            swarm.workers[name].leave()
 
 
 def _coordinator_name(swarm: ExactSwarm) -> str:
@@ -232,11 +249,11 @@ def _stall(swarm: ExactSwarm, which: float, end: float) -> None:
     for name, worker in sorted(swarm.workers.items()):
         rows.setdefault(worker.stage, []).append(name)
     mates = max(rows.values(), key=len, default=[])
-    contributors = [name for name in mates if swarm.workers[name].buffers.manifests()]
+    contributors = sorted(processes(name for name in mates if swarm.workers[name].buffers.manifests()))
     if not contributors:
         return
     victim = contributors[int(which * len(contributors))]
-    pairs = list(permutations([name for name in mates if name != victim], 2))
+    pairs = list(permutations(sorted(processes(mates) - {victim}), 2))
     for pair in pairs:
         swarm.network.hold(*pair)
     first: Phase | None = None
@@ -281,8 +298,7 @@ def _heal(swarm: ExactSwarm) -> None:
     swarm.network.release_all()
     for name in swarm.names():
         swarm.slow_down(name, 1.0)
-        gone = swarm.workers.get(name)
-        if gone is not None and gone.finished:
+        if any(swarm.workers[worker].finished for worker in swarm.hosted(name)):
             swarm.kill(name)
         swarm.go_on(name)
         swarm.start(name)

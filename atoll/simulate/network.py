@@ -1,12 +1,14 @@
 """Network: carries messages between processes on the virtual clock, with the faults a seed asks for.
 
-A message that arrives is what was sent: a corrupted one fails its check-sum and is dropped, as the fabric does.
+A message that arrives is what was sent: a corrupted one fails its check-sum and is dropped, as the fabric does. Links are between
+processes: what workers of one process tell each other touches none.
 """
 
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from atoll.control.hosting import process_of
 from atoll.control.messages import Backward, Forward, Part, StateChunk, SumChunk
 from atoll.simulate.links import SharedLinks
 from atoll.simulate.loop import Loop, Process, SimulatedMailbox
@@ -49,22 +51,23 @@ class Network:
         self.jitter_seconds = jitter_seconds
         self.faults: LinkFaults | None = None
         self.watch: Callable[[str, str, Any], None] | None = None
+        self.check: Callable[[Any], None] | None = None  # sees every message when it is sent
         self.block: Callable[[str, str, Any], bool] | None = None  # for directed tests: True loses the message
         self.sent = 0
         self.dropped = 0
         self._random = randomness
         self._ports: dict[str, Port] = {}
         self._cut: dict[tuple[str, str], int] = {}
-        self._held: dict[tuple[str, str], list[Any]] = {}
+        self._held: dict[tuple[str, str], list[tuple[str, Any]]] = {}
         self._sizes = dict(sizes or {})
         self._bytes_per_s = bytes_per_s
         self._shared = shared  # in place of uplinks that send one message after another
         self._unlimited = unlimited  # senders whose messages count as nothing
         self._free_at: dict[str, float] = {}
 
-    def open(self, process: Process) -> "Port":
-        """The process's place on the network, in place of whoever had its name."""
-        port = self._ports[process.name] = Port(self, process)
+    def open(self, process: Process, name: str = "") -> "Port":
+        """The place on the network of a process, or of one of the workers it hosts, instead of whoever had that name."""
+        port = self._ports[name or process.name] = Port(self, process, name or process.name)
         return port
 
     def cut(self, source: str, target: str) -> None:
@@ -85,8 +88,8 @@ class Network:
 
     def release(self, source: str, target: str) -> None:
         """The connection recovers: what waited arrives now, in order."""
-        for message in self._held.pop((source, target), ()):
-            self.loop.at(self.loop.now, self._deliver, (target, message))
+        for addressed in self._held.pop((source, target), ()):
+            self.loop.at(self.loop.now, self._deliver, addressed)
 
     def release_all(self) -> None:
         """Every connection that hangs recovers."""
@@ -94,30 +97,37 @@ class Network:
             self.release(*pair)
 
     def send(self, source: str, target: str, message: Any) -> None:
-        """What `Port.send` does."""
+        """What `Port.send` does: `source` is a process, `target` anybody."""
         self.sent += 1
-        if (self._cut and (source, target) in self._cut) or (self.block is not None and self.block(source, target, message)):
+        process = process_of(target)
+        if self.check is not None:
+            self.check(message)
+        if (self._cut and (source, process) in self._cut) or (self.block is not None and self.block(source, target, message)):
             self.dropped += 1
             return
         if self.watch is not None:
             self.watch(source, target, message)
-        if self._held and (source, target) in self._held and isinstance(message, BULK):
-            self._held[source, target].append(message)
+        if self._held and (source, process) in self._held and isinstance(message, BULK):
+            self._held[source, process].append((target, message))
             return
         arrival = self.loop.now + self.latency_seconds
         if self.jitter_seconds:
             arrival += self.jitter_seconds * self._random.random()
         size = self._sizes.get(type(message)) if self._sizes else None
         if size and self._shared is not None and source not in self._unlimited:
-            arrival += self._shared.arrives_at(self.loop.now, source, target, size) - self.loop.now
+            arrival += self._shared.arrives_at(self.loop.now, source, process, size) - self.loop.now
         elif size and source not in self._unlimited:
             begins = max(self.loop.now, self._free_at.get(source, 0.0))
             self._free_at[source] = begins + size / self._bytes_per_s
             arrival += self._free_at[source] - self.loop.now
-        if self.faults is not None and source != target:
+        if self.faults is not None and source != process:
             self._send_badly(self.faults, arrival, target, message)
         else:
             self.loop.at(arrival, self._deliver, (target, message))
+
+    def hand_over(self, target: str, message: Any) -> None:
+        """From one worker to another of the same process, in memory."""
+        self.loop.at(self.loop.now, self._deliver, (target, message))
 
     def _send_badly(self, faults: LinkFaults, arrival: float, target: str, message: Any) -> None:
         draw = self._random.random
@@ -140,16 +150,21 @@ class Network:
 
 
 class Port:
-    """One process's end: what `atoll.control.world.Transport` asks for, and its inbox."""
+    """The end of one process or hosted worker: what `atoll.control.world.Transport` asks for, and its inbox."""
 
-    __slots__ = ("network", "process", "inbox")
+    __slots__ = ("network", "process", "name", "inbox")
 
-    def __init__(self, network: Network, process: Process) -> None:
+    def __init__(self, network: Network, process: Process, name: str) -> None:
         self.network = network
         self.process = process
+        self.name = name
         self.inbox: SimulatedMailbox = process.mailbox()
 
     def send(self, to: str, message: Any) -> None:
         """Lost if the process is dead."""
-        if self.process.alive:
+        if not self.process.alive:
+            return
+        if to != self.name and process_of(to) == self.process.name:
+            self.network.hand_over(to, message)
+        else:
             self.network.send(self.process.name, to, message)

@@ -6,7 +6,9 @@ from collections.abc import Callable
 import msgspec
 
 from atoll.control import Coordinator, Feeder, Node, Settings, Worker
+from atoll.control.device import Device
 from atoll.control.happenings import Happening, Moved, RolledBack, StepCommitted
+from atoll.control.hosting import hosted_workers, process_of
 from atoll.control.messages import Backward, Forward, Part, StateChunk, SumChunk
 from atoll.simulate.disks import CheckpointDisk, CheckpointStore, JournalDisk, JournalHandle
 from atoll.simulate.links import SharedLinks
@@ -83,8 +85,12 @@ class PeerSwarm:
 
     def _node(self, name: str) -> Node:
         self._nonce += 1
-        process = self._processes[name] = Process(name, self.loop)
-        port = self.network.open(process)
+        self._processes[name] = Process(name, self.loop)
+        return self._hosted_node(name)
+
+    def _hosted_node(self, name: str) -> Node:
+        process = self._processes[process_of(name)]
+        port = self.network.open(process, name)
         return Node(name, process, port, port.inbox, self._nonce, random.Random(self.random.getrandbits(32)))
 
     def _start_feeder(self, name: str) -> Feeder:
@@ -92,20 +98,30 @@ class PeerSwarm:
         self._processes[name].spawn(feeder.run())
         return feeder
 
-    def start(self, name: str, slowness: float = 1.0) -> None:
-        """A worker joins."""
-        node = self._node(name)
+    def start(self, name: str, slowness: float = 1.0, stages: int = 1) -> None:
+        """A process joins that hosts so many stages, on one device."""
+        first = self._node(name)
         process = self._processes[name]
+        device = Device(process)
+        for worker in hosted_workers(name, stages):
+            self._start_worker(first if worker == name else self._hosted_node(worker), process, device, slowness)
+
+    def _start_worker(self, node: Node, process: Process, device: Device, slowness: float) -> None:
         compute = ModelledCompute(
-            process, forward_seconds=self.model.forward_seconds, backward_seconds=self.model.backward_seconds, slowness=slowness
+            process,
+            forward_seconds=self.model.forward_seconds,
+            backward_seconds=self.model.backward_seconds,
+            slowness=slowness,
         )
-        worker = self.workers[name] = Worker(node, compute, CheckpointStore(self.checkpoint_disk, process), self.settings, (COORDINATOR,))
+        store = CheckpointStore(self.checkpoint_disk, process)
+        worker = self.workers[node.name] = Worker(node, compute, store, self.settings, (COORDINATOR,), device=device)
         process.spawn(worker.run())
 
     def kill(self, name: str) -> None:
-        """A worker is gone, without a word."""
+        """A process is gone with all its workers, without a word."""
         self._processes[name].kill()
-        self.workers.pop(name, None)
+        for worker in [worker for worker in self.workers if process_of(worker) == name]:
+            del self.workers[worker]
 
     def _on_happening(self, happening: Happening) -> None:
         if isinstance(happening, StepCommitted):

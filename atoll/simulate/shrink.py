@@ -10,7 +10,7 @@ __all__ = ["shorten"]
 
 
 def shorten(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
-    """Leaves out faults, then kinds of bad network, then feeders and workers, as long as the scenario still fails."""
+    """Leaves out faults, then kinds of bad network, then hosting, feeders and workers, as long as the scenario still fails."""
     shorter = True
     while shorter:
         shorter = False
@@ -27,6 +27,8 @@ def _shorter(scenario: Scenario) -> list[Scenario]:
     for name in ("duplicate", "reorder", "delay", "corrupt"):
         if getattr(scenario, name):
             found += [msgspec.structs.replace(scenario, **{name: 0.0})]
+    if shape.hosting and shape.workers >= shape.stages:
+        found.append(msgspec.structs.replace(scenario, shape=msgspec.structs.replace(shape, hosting=())))
     if shape.feeders > 1:
         found.append(msgspec.structs.replace(scenario, shape=msgspec.structs.replace(shape, feeders=shape.feeders - 1)))
     if shape.workers > shape.stages:

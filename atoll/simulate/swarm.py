@@ -6,7 +6,9 @@ from collections.abc import Callable
 import msgspec
 
 from atoll.control import ALL_CHECKS, Checks, Coordinator, Feeder, Node, Settings, Worker
+from atoll.control.device import Device
 from atoll.control.happenings import Happening
+from atoll.control.hosting import hosted_workers, process_of
 from atoll.simulate.arithmetic import CHUNKS, MAX_NORM
 from atoll.simulate.checker import Checker
 from atoll.simulate.disks import CheckpointDisk, CheckpointStore, JournalDisk, JournalHandle
@@ -23,11 +25,17 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """How large a simulated swarm is."""
 
     stages: int = 2
-    workers: int = 6
+    workers: int = 6  # processes
     feeders: int = 1
     micro_batches: int = 6
     staleness: int = 0
     tied: bool = False  # the first and the last stage share weights
+    hosting: tuple[int, ...] = ()  # stages hosted by each of the first processes; all others host one
+
+    def hosted(self, process: str) -> tuple[str, ...]:
+        """The workers of a process."""
+        number = int(process[1:])
+        return hosted_workers(process, self.hosting[number] if number < len(self.hosting) else 1)
 
 
 def exact_settings(shape: Shape) -> Settings:
@@ -74,6 +82,7 @@ class ExactSwarm:
         self.network = Network(self.loop, self.random)
         self.checkpoint_disk = CheckpointDisk(self.random)
         self.checker = Checker(self.loop, self.settings, self.checkpoint_disk.stored)
+        self.network.check = self.checker.on_message
         self.journal_disk = JournalDisk(self.loop, self.random, fence=checks.journal_fence, on_record=self.checker.on_record)
         self.processes: dict[str, Process] = {}
         self.coordinators: dict[str, Coordinator] = {}
@@ -91,7 +100,7 @@ class ExactSwarm:
             self.start(name)
 
     def names(self) -> list[str]:
-        """Of feeders and workers."""
+        """Of the processes of feeders and workers."""
         return [f"f{i}" for i in range(self.shape.feeders)] + [f"w{i}" for i in range(self.shape.workers)]
 
     def alive(self, name: str) -> bool:
@@ -105,8 +114,7 @@ class ExactSwarm:
             return
         self._starts += 1
         process = self.processes[name] = Process(name, self.loop)
-        port = self.network.open(process)
-        node = Node(name, process, port, port.inbox, self._starts, random.Random(self.random.getrandbits(32)))
+        node = self._node(name, process)
         if name in COORDINATORS:
             journal = JournalHandle(self.journal_disk, process)
             coordinator = self.coordinators[name] = Coordinator(node, journal, self.settings, self.checks, self._observe)
@@ -117,24 +125,35 @@ class ExactSwarm:
             )
             process.spawn(feeder.run())
         else:
-            self._start_worker(node, process)
+            device = Device(process)
+            for worker in self.shape.hosted(name):
+                self._start_worker(node if worker == name else self._node(worker, process), process, device)
 
-    def _start_worker(self, node: Node, process: Process) -> None:
+    def _node(self, name: str, process: Process) -> Node:
+        port = self.network.open(process, name)
+        return Node(name, process, port, port.inbox, self._starts, random.Random(self.random.getrandbits(32)))
+
+    def _start_worker(self, node: Node, process: Process, device: Device) -> None:
         compute = self.computes[node.name] = ExactCompute(
             process, node.random, self.checker.on_digest, self.settings.tied[0] if self.settings.tied else ()
         )
-        compute.slowness = self._slowness.get(node.name, 1.0)
+        compute.slowness = self._slowness.get(process.name, 1.0)
         store = CheckpointStore(self.checkpoint_disk, process)
         worker = self.workers[node.name] = Worker(
-            node, compute, store, self.settings, COORDINATORS, self.checks, on_state=self.checker.on_state
+            node, compute, store, self.settings, COORDINATORS, self.checks, on_state=self.checker.on_state, device=device
         )
         process.spawn(worker.run())
 
     def kill(self, name: str) -> None:
-        """Ends a process at once."""
+        """Ends a process at once, with all its workers."""
         if self.alive(name):
             self.processes[name].kill()
-            self.workers.pop(name, None)
+            for worker in self.hosted(name):
+                del self.workers[worker]
+
+    def hosted(self, name: str) -> list[str]:
+        """The workers that run in a process."""
+        return [worker for worker in self.workers if process_of(worker) == name]
 
     def stop(self, name: str) -> None:
         """As SIGSTOP does."""
@@ -147,10 +166,11 @@ class ExactSwarm:
             self.processes[name].go_on()
 
     def slow_down(self, name: str, factor: float) -> None:
-        """Kernels of this worker take so many times as long, also after it is started again."""
+        """Kernels of this process take so many times as long, also after it is started again."""
         self._slowness[name] = factor
-        if name in self.computes:
-            self.computes[name].slowness = factor
+        for worker, compute in self.computes.items():
+            if process_of(worker) == name:
+                compute.slowness = factor
 
     def coordinator(self) -> Coordinator | None:
         """The one with the newest term that still runs."""

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from atoll.cli.main import run
+from atoll.control.settings import Settings
 from atoll.fabric.security import Authority, Credentials, Member, serve
+from atoll.runtime.swarm.spec import JobService, SwarmSpec
 from tests.fabric.test_fabric import eventually
 
 
@@ -72,6 +74,20 @@ def test_what_goes_wrong_is_one_sentence(
     assert run(["join", address or there, "--token", token if token == "atoll1.abc" else good, "--timeout", "0"]) == 1
     told = capsys.readouterr().err
     assert said in told
+    assert "Traceback" not in told
+
+
+def test_more_stages_than_the_run_has_are_refused_before_anything_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    authority = Authority.create(tmp_path / "run")
+    settings = Settings(stages=2, micro_batches=1, steps=1)
+    spec = SwarmSpec(
+        script_name="train.py", script="boom", arguments=(), bounds=(0, 1, 2), micro_batches=((0, 1),), settings=settings, fingerprint={}
+    )
+    coordinator, address = serve(authority, "127.0.0.1:0", services=[JobService(spec)])
+    with coordinator:
+        assert run(["join", address, "--token", authority.issue_token("worker"), "--stages", "3"]) == 2
+    told = capsys.readouterr().err
+    assert "--stages 3: the run has 2 stages; a process hosts at least one and each at most once" in told
     assert "Traceback" not in told
 
 

@@ -3,6 +3,10 @@
 import random
 from collections import Counter
 
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.control.hosting import process_of
 from atoll.control.messages import Peer
 from atoll.control.patience import Patience
 from atoll.control.router import Router, StageRouter
@@ -91,3 +95,44 @@ def test_patience_rises_at_once_falls_slowly_and_doubles() -> None:
     for _ in range(2000):
         patience.measured(1.0)
     assert patience.seconds() < 2.6
+
+
+def hosting(*rows: dict[str, float]) -> Router:
+    router = Router(len(rows), random.Random(0))
+    router.update([[Peer(name, 1, speed) for name, speed in row.items()] for row in rows])
+    return router
+
+
+def test_a_path_stays_in_a_process_that_hosts_the_next_stage() -> None:
+    router = hosting({"a": 1.0, "b": 1.01, "c": 0.98}, {"a+1": 1.02, "b+1": 1.0, "c+1": 0.99})
+    paths = [router.path(0.0, 3.5) for _ in range(300)]
+    assert sum(path is not None and process_of(path[0]) == process_of(path[1]) for path in paths) >= 295
+
+
+def test_a_hosted_worker_that_is_banned_or_behind_is_passed_over() -> None:
+    router = hosting({"a": 1.0}, {"a+1": 1.0, "b": 1.0})
+    router.stages[1].ban("a+1", 0.0, 10.0)
+    assert {router.path(1.0, 1.0) for _ in range(20)} == {("a", "b")}
+    shares = Counter(path[1] for path in (router.path(20.0, 1.0) for _ in range(100)) if path is not None)
+    assert abs(shares["a+1"] - shares["b"]) <= 2  # not everything, though every path comes from its process
+
+
+speeds = st.sampled_from([0.5, 1.0, 1.0, 1.03, 2.0, 5.0])
+hosts = st.lists(st.lists(st.one_of(st.none(), speeds), min_size=3, max_size=3), min_size=1, max_size=5)
+
+
+@given(hosts, st.integers(0, 1000))
+def test_shares_follow_speeds_whoever_hosts_what(drawn: list[list[float | None]], seed: int) -> None:
+    """Of every stage each worker gets its share but for two tasks: one that any order may leave, one that staying in a process adds."""
+    rows: list[dict[str, float]] = [{f"lone{stage}": 1.0} for stage in range(3)]
+    for number, row in enumerate(drawn):
+        for stage, speed in enumerate(row):
+            if speed is not None:
+                rows[stage][f"p{number}" if stage == 0 else f"p{number}+{stage}"] = speed
+    router = Router(3, random.Random(seed))
+    router.update([[Peer(name, 1, speed) for name, speed in row.items()] for row in rows])
+    paths = [router.path(0.0, 3.5) for _ in range(240)]
+    for stage, row in enumerate(rows):
+        counts = Counter(path[stage] for path in paths if path is not None)
+        for name, speed in row.items():
+            assert abs(counts[name] - 240 * speed / sum(row.values())) <= 2 * len(row)

@@ -280,3 +280,11 @@ def test_of_many_stages_those_around_the_wrong_one_are_shown() -> None:
     table = str(caught.value).splitlines()[4:]
     assert [line.split()[0] for line in table] == ["0", "…", "27", "28", "29", "30", "31", "32", "33", "…", "47"]
     assert "▶7/8◀" in table[5]
+
+
+def test_in_a_swarm_a_device_may_be_in_several_stages() -> None:
+    """Its worker hosts them; in lockstep only virtual stages share devices."""
+    stages = "stage 0: layers 0-1: a/0=4\nstage 1: layers 2-3: a/0=2 a/1=2\n"
+    validate(parse_plan(f"plan v1 graph=g cluster=c mode=swarm schedule=interleaved batch=4 micro_batch=2\n{stages}"))
+    with pytest.raises(PlanError, match="must have the same replicas"):
+        validate(parse_plan(f"plan v1 graph=g cluster=c schedule=interleaved batch=4 micro_batch=2\n{stages}"))

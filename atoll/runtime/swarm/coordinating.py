@@ -126,7 +126,7 @@ class _Coordinating:
         clock = self._clock = LoopClock(self._errors.append)
         inbox = clock.mailbox()
 
-        def arrived(message: Message) -> None:
+        def arrived(to: str, message: Message) -> None:
             loop.call_soon_threadsafe(inbox.put, message)
 
         places = Directory()

@@ -49,8 +49,8 @@ class _Child:
 
 
 class SwarmProcesses:
-    """The processes of this machine. `say` tells people; `generation` is another whenever the run is resumed; `place` makes of a worker's
-    number and command the command that runs it elsewhere; `devices` has every worker's own (`OwnDevices`, as JSON).
+    """The processes of this machine. `workers` are what each worker has and hosts (`OwnDevices`, as JSON); `say` tells people; `generation`
+    is another whenever the run is resumed; `place` makes of a worker's number and command the command that runs it elsewhere.
     """
 
     def __init__(
@@ -58,16 +58,15 @@ class SwarmProcesses:
         run: Path,
         address: str,
         *,
-        workers: int,
+        workers: Sequence[str],
         max_restarts: int,
         say: Callable[[str], None],
         generation: int = 0,
         place: Callable[[int, list[str]], list[str]] = lambda number, command: command,
         standby: tuple[str, ...] = (),
-        devices: Sequence[str] = (),
     ) -> None:
         self._everywhere = ",".join((address, *standby))  # where whoever coordinates may be
-        self._run, self._address, self._say, self._place, self._devices = run, address, say, place, devices
+        self._run, self._address, self._say, self._place = run, address, say, place
         self._workers, self._restarts_left, self._generation = workers, max_restarts, generation
         self._asked_to_stop = False
         self._authority = Authority.open(run)
@@ -81,7 +80,7 @@ class SwarmProcesses:
             self._start("coordinator", "coordinator")
             self._wait_for_coordinator()
             self._start("feeder", "feeder")
-            for number in range(self._workers):
+            for number in range(len(self._workers)):
                 self._start(f"worker-{number}", "worker")
             return self._look_after()
         finally:
@@ -105,7 +104,7 @@ class SwarmProcesses:
             environment[TOKEN] = self._authority.issue_token(role, lifetime_seconds=_TOKEN_SECONDS)
         address = self._address if role == "coordinator" else self._everywhere
         number = int(name.removeprefix("worker-")) if role == "worker" else -1
-        devices = [self._devices[number]] if 0 <= number < len(self._devices) else []
+        devices = [self._workers[number]] if role == "worker" else []
         command = [sys.executable, "-m", "atoll.cli.swarm_process", role, str(self._run.resolve()), address, *devices, called]
         if role == "worker":
             command = self._place(number, command)

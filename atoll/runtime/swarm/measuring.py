@@ -7,14 +7,16 @@ import msgspec
 import torch
 
 from atoll.control.worker import Worker
+from atoll.errors import RefusedError
 from atoll.fabric.method import Peer
 from atoll.fabric.roles import allowed
 from atoll.runtime.run_directory import RunDirectory
 from atoll.runtime.swarm.compute import StageState
 from atoll.runtime.swarm.measured import MEMBERS, Kernels, Measured, read_members
+from atoll.runtime.swarm.transport import speaks_for
 from atoll.units import format_bytes, format_seconds
 
-__all__ = ["MeasureService", "Measuring", "state_bytes"]
+__all__ = ["Account", "MeasureService", "Measuring", "state_bytes"]
 
 
 class Measuring:
@@ -58,6 +60,13 @@ class Measuring:
         return measured
 
 
+class Account(msgspec.Struct, frozen=True):
+    """What one worker measured. What was received is in the account of the first of its process."""
+
+    worker: str
+    measured: Measured
+
+
 class MeasureService:
     """Takes what workers say of themselves and writes it to the run's directory."""
 
@@ -66,9 +75,11 @@ class MeasureService:
         self._members = read_members(directory)
 
     @allowed("worker")
-    async def measured(self, measured: Measured, peer: Peer) -> None:
-        """The newest account of the caller."""
-        self._members[peer.name] = measured
+    async def measured(self, account: Account, peer: Peer) -> None:
+        """The newest account of a worker of the caller."""
+        if not speaks_for(peer.name, peer.role, account.worker):
+            raise RefusedError(f"{peer.name} gave an account of {account.worker}")
+        self._members[account.worker] = account.measured
 
     def write(self) -> None:
         """What is known, whole or not at all."""

@@ -7,13 +7,15 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal, TypeAlias
 
 import torch
 
+from atoll.control.device import Device
 from atoll.control.feeder import Feeder
+from atoll.control.hosting import hosted_workers
 from atoll.control.messages import Message
 from atoll.control.worker import Worker
 from atoll.control.world import Node
@@ -33,13 +35,14 @@ from atoll.runtime.swarm.compute import programs_of
 from atoll.runtime.swarm.feed import SampleFeed
 from atoll.runtime.swarm.files import RemoteCheckpoints
 from atoll.runtime.swarm.group import GroupCompute
-from atoll.runtime.swarm.measuring import MeasureService, Measuring
+from atoll.runtime.swarm.measured import Measured
+from atoll.runtime.swarm.measuring import Account, MeasureService, Measuring
 from atoll.runtime.swarm.own_devices import OwnDevices
 from atoll.runtime.swarm.pacing import Imposed, Pace, PacedCompute
 from atoll.runtime.swarm.spec import SwarmSpec
-from atoll.runtime.swarm.transport import COORDINATOR, Directory, FabricTransport, Place, SwarmService
+from atoll.runtime.swarm.transport import COORDINATOR, Directory, FabricTransport, Inboxes, Place, SwarmService
 
-__all__ = ["Ending", "check_divisible", "take_part"]
+__all__ = ["Ending", "check_divisible", "check_hosted", "take_part"]
 
 Ending: TypeAlias = Literal["over", "left"]
 """How taking part ended: with the run, or because this process asked to leave."""
@@ -62,6 +65,13 @@ def check_divisible(captured: Captured, bounds: tuple[int, ...]) -> None:
             )
 
 
+def check_hosted(stages: int, spec: SwarmSpec) -> None:
+    """AtollError where a process cannot host so many stages."""
+    if not 1 <= stages <= spec.settings.stages:
+        whole = "one stage" if spec.settings.stages == 1 else f"{spec.settings.stages} stages"
+        raise AtollError(f"--stages {stages}: the run has {whole}; a process hosts at least one and each at most once")
+
+
 def take_part(
     credentials: Credentials,
     address: str,
@@ -78,18 +88,18 @@ def take_part(
 ) -> Ending:
     """Works or feeds until the run is over. With `dialled=False` nobody connects to this machine: it is reached through the coordinator.
 
-    `devices` are a worker's own: several work in lockstep, as one strong worker. `imposed` names the device whose speed it has. `say` tells
-    people when it is of use, `warn` what they might not expect. With `polite` a worker that gets SIGINT or SIGTERM asks to be let go: what
-    it has summed still counts, and it leaves after the step, or as soon as its stage can do without it. The second signal ends it at once
-    (KeyboardInterrupt).
+    `devices` are a worker's own: several work in lockstep, as one strong worker, and it may host several stages on them; the coordinator
+    says which. `imposed` names the device whose speed it has. `say` tells people when it is of use, `warn` what they might not expect.
+    With `polite` a worker that gets SIGINT or SIGTERM asks to be let go: what it has summed still counts, and it leaves after the step, or
+    as soon as its stage can do without it. The second signal ends it at once (KeyboardInterrupt).
     """
     torch.set_num_threads(1)
     keep_freed_memory()
+    own = devices or OwnDevices()
+    check_hosted(own.stages, spec)
     captured = capture_program(job)
     check_divisible(captured, spec.bounds)
-    return asyncio.run(
-        _Process(credentials, address, spec, job, captured, observer, dialled, imposed, say, polite, devices or OwnDevices(), warn).run()
-    )
+    return asyncio.run(_Process(credentials, address, spec, job, captured, observer, dialled, imposed, say, polite, own, warn).run())
 
 
 class _Process:
@@ -119,25 +129,32 @@ class _Process:
     async def run(self) -> "Ending":
         loop = asyncio.get_running_loop()
         clock = LoopClock(self._errors.append)
-        inbox = clock.mailbox()
+        inboxes = Inboxes(self.credentials.name)
 
-        def arrived(message: Message) -> None:
-            loop.call_soon_threadsafe(inbox.put, message)
+        def arrived(to: str, message: Message) -> None:
+            loop.call_soon_threadsafe(inboxes.put, to, message)
 
         member = await asyncio.to_thread(self._member, arrived)
         try:
             listening = await asyncio.to_thread(member.fabric.listen, "0.0.0.0:0") if self._dialled else ""
             coordinator = await asyncio.to_thread(member.join, self.address)
             clock.spawn(self._register(coordinator, _own_address(self.address, listening)))
-            transport = FabricTransport(member, coordinator, coding=self._coding(member))
-            node = Node(self.credentials.name, clock, transport, inbox, time.time_ns(), random.Random(secrets.randbits(64)))
-            await self._play(node, member, coordinator)
+            transport = FabricTransport(member, coordinator, coding=self._coding(member), inside=inboxes)
+            nonce = time.time_ns()
+            nodes = [
+                Node(name, clock, transport, inboxes.open(name, clock), nonce, random.Random(secrets.randbits(64)))
+                for name in hosted_workers(self.credentials.name, self._devices.stages)
+            ]
+            if self.credentials.role == "feeder":
+                await self._feed(nodes[0])
+            else:
+                await self._work(nodes, member, coordinator)
             return self._ending
         finally:
             await clock.close()
             await asyncio.to_thread(member.close)
 
-    def _member(self, arrived: Callable[[Message], None]) -> Member:
+    def _member(self, arrived: Callable[[str, Message], None]) -> Member:
         return Member(
             self.credentials,
             services=[SwarmService(arrived)],
@@ -162,38 +179,50 @@ class _Process:
                     raise coordinator.given_up from error
             await asyncio.sleep(_REGISTER_SECONDS)
 
-    async def _play(self, node: Node, member: Member, coordinator: Remote) -> None:
-        generators = threading.Lock()
-        spec = self.spec
-        if self.credentials.role == "feeder":
-            programs = programs_of(self.captured, spec.bounds)
-            feed = SampleFeed(self.job, self.captured, programs, spec.micro_batches, generators)
-            await self._until_over(Feeder(node, feed, spec.settings, (COORDINATOR,)).run())
-            feed.close()
-            return
-        compute = self._compute(generators)
+    async def _feed(self, node: Node) -> None:
+        programs = programs_of(self.captured, self.spec.bounds)
+        feed = SampleFeed(self.job, self.captured, programs, self.spec.micro_batches, threading.Lock())
+        await self._until_over(Feeder(node, feed, self.spec.settings, (COORDINATOR,)).run())
+        feed.close()
+
+    async def _work(self, nodes: Sequence[Node], member: Member, coordinator: Remote) -> None:
+        """One worker for every stage hosted, on one device."""
+        generators, device = threading.Lock(), Device(nodes[0].clock)
         checkpoints = RemoteCheckpoints(coordinator)
-        measuring = Measuring(self._say)
-        worker = Worker(
-            node, compute, checkpoints, spec.settings, (COORDINATOR,), on_state=measuring.on_state, on_kernel=measuring.on_kernel
-        )
-        node.clock.spawn(_account(measuring, member, coordinator))
-        with self._obeying_signals(worker):
-            await self._until_over(worker.run())
-        if worker.stage < 0:
+        computes, workers, accounts = [], [], {}
+        for node in nodes:
+            compute, measuring = self._compute(generators), Measuring(self._say)
+            worker = Worker(
+                node,
+                compute,
+                checkpoints,
+                self.spec.settings,
+                (COORDINATOR,),
+                on_state=measuring.on_state,
+                on_kernel=measuring.on_kernel,
+                device=device,
+            )
+            computes.append(compute)
+            workers.append(worker)
+            accounts[node.name] = measuring
+        nodes[0].clock.spawn(_account(accounts, member, coordinator))
+        with self._obeying_signals(workers):
+            await self._until_over(_all(worker.run() for worker in workers))
+        if all(worker.stage < 0 for worker in workers):
             self._ending = "left"
-        if worker.state is not None and worker.version == spec.settings.steps:
-            final = checkpoints.write(worker.epoch, worker.version, worker.stage, compute.snapshot(worker.state))
-            await self._until_over(final)
-        compute.close()
+        for worker, compute in zip(workers, computes, strict=True):
+            if worker.state is not None and worker.version == self.spec.settings.steps:
+                await self._until_over(checkpoints.write(worker.epoch, worker.version, worker.stage, compute.snapshot(worker.state)))
+            compute.close()
 
     @contextmanager
-    def _obeying_signals(self, worker: Worker) -> Iterator[None]:
+    def _obeying_signals(self, workers: Sequence[Worker]) -> Iterator[None]:
         """The first asks to be let go; after it they do what they always do."""
         loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM) if self._polite else ()
 
         def leave() -> None:
-            worker.leave()
+            for worker in workers:
+                worker.leave()
             self._say("leaves as soon as its stage can do without it, after this step at the soonest; Ctrl-C again leaves at once")
             for number in numbers:
                 loop.remove_signal_handler(number)
@@ -251,19 +280,30 @@ class _Process:
         await task
 
 
-async def _account(measuring: Measuring, member: Member, coordinator: Remote) -> None:
+async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    await asyncio.gather(*works)
+
+
+async def _account(accounts: Mapping[str, Measuring], member: Member, coordinator: Remote) -> None:
     """Tells the coordinator from time to time what was measured here; what does not arrive is told again."""
     while True:
         await asyncio.sleep(_ACCOUNT_SECONDS)
         peers = {name: remote for name, remote in member.fabric.peers.items() if remote.estimate is not None}
-        estimates = {name: remote.estimate for name, remote in peers.items()}
-        measured = measuring.look(
-            {name: remote.received_bytes for name, remote in peers.items()},
-            {name: estimate.incoming.bytes_per_s for name, estimate in estimates.items() if estimate and estimate.incoming.bytes_per_s},
-            {name: estimate.round_trip.mean for name, estimate in estimates.items() if estimate and estimate.round_trip.mean},
-        )
-        with suppress(FabricError):
-            await asyncio.wrap_future(coordinator.call_soon(MeasureService.measured, measured, timeout_seconds=_ANSWER_SECONDS))
+        for worker, measuring in accounts.items():
+            measured = _look(measuring, peers)
+            peers = {}  # links are the process's: they are in the account of its first worker
+            with suppress(FabricError):
+                account = Account(worker, measured)
+                await asyncio.wrap_future(coordinator.call_soon(MeasureService.measured, account, timeout_seconds=_ANSWER_SECONDS))
+
+
+def _look(measuring: Measuring, peers: Mapping[str, Remote]) -> Measured:
+    estimates = {name: remote.estimate for name, remote in peers.items()}
+    return measuring.look(
+        {name: remote.received_bytes for name, remote in peers.items()},
+        {name: estimate.incoming.bytes_per_s for name, estimate in estimates.items() if estimate and estimate.incoming.bytes_per_s},
+        {name: estimate.round_trip.mean for name, estimate in estimates.items() if estimate and estimate.round_trip.mean},
+    )
 
 
 def _own_address(coordinator: str, listening: str) -> Place:

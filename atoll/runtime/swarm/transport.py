@@ -1,7 +1,8 @@
 """Transport: the swarm's messages over the fabric. Who is where is found in a directory that the coordinator keeps.
 
 A message that cannot be sent is lost, as the protocol expects. Nobody can speak for another: a message that names its sender must come from
-the member whose certificate has that name, and roles send only what is theirs to send.
+the member whose certificate has that name, and roles send only what is theirs to send. A process that hosts several stages is one member
+and speaks for all its workers; what they tell each other stays in memory.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ from typing import TypeAlias, cast
 
 import msgspec
 
+from atoll.control.hosting import hosted_number, process_of
 from atoll.control.messages import (
     Ack,
     Announce,
@@ -27,6 +29,7 @@ from atoll.control.messages import (
     SumChunk,
     WorkerBeat,
 )
+from atoll.control.world import Clock, Mailbox
 from atoll.errors import FabricError, RefusedError
 from atoll.fabric import Remote
 from atoll.fabric.method import Peer
@@ -34,7 +37,18 @@ from atoll.fabric.roles import allowed
 from atoll.fabric.security import Member
 from atoll.runtime.swarm.coding import Coding, FixedCoding, coded, coded_bytes, decoded, is_coded
 
-__all__ = ["COORDINATOR", "AnyMessage", "Directory", "FabricTransport", "Place", "SwarmService"]
+__all__ = [
+    "COORDINATOR",
+    "AnyMessage",
+    "Directory",
+    "FabricTransport",
+    "Inboxes",
+    "Letter",
+    "Place",
+    "SwarmService",
+    "check_sender",
+    "speaks_for",
+]
 
 COORDINATOR = "coordinator"
 _MOST_WAITING = 4096  # messages on their way to one peer; more are lost
@@ -82,21 +96,59 @@ def check_sender(message: Message, name: str, role: str) -> None:
     if not isinstance(message, _BY_ROLE.get(role, ())):
         raise RefusedError(f"{name} is a {role}, which sends no {type(message).__name__}")
     field = _SENDERS.get(type(message))
-    if field is not None and getattr(message, field) != name:
+    if field is not None and not speaks_for(name, role, getattr(message, field)):
         raise RefusedError(f"{name} sent a {type(message).__name__} in the name of {getattr(message, field)}")
 
 
-class SwarmService:
-    """Where messages arrive. `arrived` is called in the fabric's loop."""
+def speaks_for(name: str, role: str, named: str) -> bool:
+    """Whether a member may say something in this name: its own, or that of a worker it hosts. No certificate has a hosted worker's name."""
+    return named == name or (role == "worker" and process_of(named) == name and hosted_number(named) is not None)
 
-    def __init__(self, arrived: Callable[[Message], None]) -> None:
+
+class Letter(msgspec.Struct, frozen=True, array_like=True):
+    """A message and whom it is for: several workers may be reached at one place."""
+
+    to: str
+    message: AnyMessage
+
+
+class SwarmService:
+    """Where messages arrive. `arrived` is called in the fabric's loop with whom a message is for and the message."""
+
+    def __init__(self, arrived: Callable[[str, Message], None]) -> None:
         self._arrived = arrived
 
     @allowed("coordinator", "feeder", "worker")
-    async def deliver(self, message: AnyMessage, peer: Peer) -> None:
+    async def deliver(self, letter: Letter, peer: Peer) -> None:
         """One message; that it was taken means nothing more."""
+        message = letter.message
         check_sender(message, peer.name, peer.role)
-        self._arrived(await asyncio.to_thread(decoded, message) if is_coded(message) else message)
+        self._arrived(letter.to, await asyncio.to_thread(decoded, message) if is_coded(message) else message)
+
+
+class Inboxes:
+    """The inboxes of one process, by the name of who hears there. Belongs to the event loop of the protocol.
+
+    What workers of a process send each other is put there as it is: nobody changes a tensor that came in a message, but for parts of a
+    reduction, which are copies made for whoever asked (`StageCompute.part`). Activations are safe since no graph is cut where a value that
+    crosses is changed in place later (`atoll/graph/liveness.py`).
+    """
+
+    def __init__(self, process: str) -> None:
+        self._process = process
+        self._inboxes: dict[str, Mailbox] = {}
+
+    def open(self, name: str, clock: Clock) -> Mailbox:
+        """A new one."""
+        inbox = self._inboxes[name] = clock.mailbox()
+        return inbox
+
+    def put(self, to: str, message: Message) -> bool:
+        """False: it is for another process. What nobody here is called is lost."""
+        inbox = self._inboxes.get(to)
+        if inbox is not None:
+            inbox.put(message)
+        return process_of(to) == self._process
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -118,23 +170,29 @@ class Directory:
 
     @allowed("coordinator", "feeder", "worker")
     async def find(self, name: str, peer: Peer) -> Place:
-        """Where a member listens; RefusedError when nobody of that name has said."""
-        place = self._places.get(name)
+        """Where a member, or a worker it hosts, listens; RefusedError when nobody of that name has said."""
+        place = self.get(name)
         if place is None:
             raise RefusedError(f"nobody called {name!r} has said where it listens")
         return place
 
     def get(self, name: str) -> Place | None:
         """The same, for the coordinator itself."""
-        return self._places.get(name)
+        return self._places.get(process_of(name))
 
 
 class FabricTransport:
     """Sends to whoever has a name. Belongs to the event loop of the protocol, which is not the fabric's."""
 
     def __init__(
-        self, member: Member, coordinator: Remote | None, directory: Directory | None = None, coding: Coding | None = None
+        self,
+        member: Member,
+        coordinator: Remote | None,
+        directory: Directory | None = None,
+        coding: Coding | None = None,
+        inside: Inboxes | None = None,
     ) -> None:
+        self._inside = inside  # where this process hears itself
         self._member, self._coordinator, self._directory = member, coordinator, directory
         self._coding = coding or FixedCoding("none")
         self._remotes: dict[str, asyncio.Task[Remote]] = {}
@@ -144,24 +202,27 @@ class FabricTransport:
 
     def send(self, to: str, message: Message) -> None:
         """Never waits and never fails: what cannot be sent is lost."""
-        if self._waiting.get(to, 0) >= _MOST_WAITING:
+        if self._inside is not None and self._inside.put(to, message):
+            return
+        process = process_of(to)
+        if self._waiting.get(process, 0) >= _MOST_WAITING:
             self.lost += 1
             return
-        self._waiting[to] = self._waiting.get(to, 0) + 1
-        task = asyncio.get_running_loop().create_task(self._deliver(to, message))
+        self._waiting[process] = self._waiting.get(process, 0) + 1
+        task = asyncio.get_running_loop().create_task(self._deliver(process, to, message))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _deliver(self, to: str, message: Message) -> None:
+    async def _deliver(self, process: str, to: str, message: Message) -> None:
         try:
-            remote = await self._remote(to)
+            remote = await self._remote(process)
             limit = None if isinstance(message, Forward | Backward | Part | SumChunk | StateChunk) else _SMALL_SECONDS
-            small = await self._coded(to, message)
-            await asyncio.wrap_future(remote.call_soon(SwarmService.deliver, cast(AnyMessage, small), timeout_seconds=limit))
+            letter = Letter(to, cast(AnyMessage, await self._coded(process, message)))
+            await asyncio.wrap_future(remote.call_soon(SwarmService.deliver, letter, timeout_seconds=limit))
         except FabricError:
             self.lost += 1
         finally:
-            self._waiting[to] -= 1
+            self._waiting[process] -= 1
 
     async def _coded(self, to: str, message: Message) -> Message:
         nbytes = coded_bytes(message)

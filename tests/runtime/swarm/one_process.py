@@ -9,20 +9,22 @@ from typing import Any
 
 from atoll import Job
 from atoll.control.coordinator import Coordinator
+from atoll.control.device import Device
 from atoll.control.feeder import Feeder
 from atoll.control.happenings import Happening
+from atoll.control.hosting import hosted_workers, process_of
 from atoll.control.journal import Record, admit
 from atoll.control.messages import Message
 from atoll.control.settings import Settings
 from atoll.control.worker import Worker
-from atoll.control.world import Node
+from atoll.control.world import Node, Transport
 from atoll.fabric.payload import decode_payload, encode_payload
 from atoll.graph.capture import capture_program
 from atoll.runtime.swarm.clock import LoopClock
 from atoll.runtime.swarm.compute import CPU, StageCompute, programs_of
 from atoll.runtime.swarm.feed import SampleFeed
 from atoll.runtime.swarm.group import GroupCompute
-from atoll.runtime.swarm.transport import AnyMessage
+from atoll.runtime.swarm.transport import AnyMessage, Inboxes
 
 
 class MemoryJournal:
@@ -51,6 +53,17 @@ class MemoryCheckpoints:
 
     async def read(self, epoch: int, version: int, stage: int) -> Any:
         return self.stored.get((epoch, version, stage))
+
+
+class Inside:
+    """What workers of one process send each other is handed over as it is, as in a real process."""
+
+    def __init__(self, process: str, outside: Transport) -> None:
+        self.inboxes, self._outside = Inboxes(process), outside
+
+    def send(self, to: str, message: Message) -> None:
+        if not self.inboxes.put(to, message):
+            self._outside.send(to, message)
 
 
 class OneProcess:
@@ -92,8 +105,25 @@ class OneProcess:
         self.inboxes[name] = clock.mailbox()
         return Node(name, clock, self, self.inboxes[name], self._nonce, random.Random(self._nonce))
 
+    def add_process(self, name: str, stages: int) -> None:
+        """One that hosts so many stages."""
+        inside = Inside(name, self)
+        device = Device(LoopClock(self.errors.append))
+        self._nonce += 1
+        for worker in hosted_workers(name, stages):
+            clock = LoopClock(self.errors.append)
+            self.inboxes[worker] = inside.inboxes.open(worker, clock)
+            self._start(Node(worker, clock, inside, self.inboxes[worker], self._nonce, random.Random(self._nonce)), device)
+
+    async def kill_process(self, name: str) -> None:
+        for worker in [worker for worker in self.workers if process_of(worker) == name]:
+            await self.kill(worker)
+
     def add_worker(self, name: str) -> None:
-        kind = partial(GroupCompute, devices=[CPU] * self.groups[name]) if name in self.groups else StageCompute
+        self._start(self._node(name), None)
+
+    def _start(self, node: Node, device: Device | None) -> None:
+        kind = partial(GroupCompute, devices=[CPU] * self.groups[node.name]) if node.name in self.groups else StageCompute
         compute = kind(
             self.job,
             self.captured,
@@ -103,9 +133,9 @@ class OneProcess:
             generators=self.generators,
             staleness=self.settings.staleness,
         )
-        worker = Worker(self._node(name), compute, self.checkpoints, self.settings, ("coordinator",))
-        self.workers[name], self.computes[name] = worker, compute
-        self.tasks[name] = asyncio.get_running_loop().create_task(worker.run())
+        worker = Worker(node, compute, self.checkpoints, self.settings, ("coordinator",), device=device)
+        self.workers[node.name], self.computes[node.name] = worker, compute
+        self.tasks[node.name] = asyncio.get_running_loop().create_task(worker.run())
 
     async def kill(self, name: str) -> None:
         del self.inboxes[name]

@@ -85,7 +85,8 @@ def test_over_sockets_fewer_bytes_arrive(tmp_path: Path) -> None:
     arrived: list[Message] = []
     both = threading.Event()
 
-    def take(message: Message) -> None:
+    def take(to: str, message: Message) -> None:
+        assert to == "rome"
         arrived.append(message)
         if len(arrived) == 2:
             both.set()

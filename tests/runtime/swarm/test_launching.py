@@ -17,7 +17,7 @@ class Noted(SwarmProcesses):
     def __init__(self, run: Path, max_restarts: int) -> None:
         Authority.create(run)
         self.said: list[str] = []
-        super().__init__(run, "127.0.0.1:1", workers=1, max_restarts=max_restarts, say=self.said.append)
+        super().__init__(run, "127.0.0.1:1", workers=[1], max_restarts=max_restarts, say=self.said.append)
 
     def _start(self, name: str, role: str, restarts: int = 0) -> None:
         self._children[name] = _Child(name, role, cast("subprocess.Popen[bytes]", None), restarts)
@@ -47,3 +47,13 @@ def test_workers_are_started_again_as_often_as_asked_for(tmp_path: Path) -> None
     assert not swarm.end("worker-1", -9)
     assert not swarm.end("worker-0", 0)  # it left politely
     assert swarm.said == ["worker-0 died (signal 9); it is started again", "worker-1 died (signal 9); the run goes on without it"]
+
+
+def test_a_worker_is_told_how_many_stages_it_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: commands.append(command))
+    Authority.create(tmp_path)
+    swarm = SwarmProcesses(tmp_path, "127.0.0.1:1", workers=[2, 1], max_restarts=0, say=print)
+    for number in (0, 1):
+        swarm._start(f"worker-{number}", "worker")
+    assert [command[command.index("127.0.0.1:1") + 1 :] for command in commands] == [["worker-0", "2"], ["worker-1"]]

@@ -27,9 +27,13 @@ pytestmark = pytest.mark.timeout(600)
 ATOLL = [sys.executable, "-c", "from atoll.cli import main; main()"]
 JOIN = re.compile(r"atoll join (\S+) --token (\S+)")
 PLAN = """plan v1 graph="swarm job" cluster=here mode=swarm schedule=1f1b batch=12 micro_batch=3
-stage 0: layers 0-1: h/[0-1]=2*6
-stage 1: layers 2-4: h/2=12
-"""  # the first worker has two devices
+stage 0: layers 0-1: h/0=12
+stage 1: layers 2-4: h/1=12
+"""
+HOSTING = """plan v1 graph="swarm job" cluster=here mode=swarm schedule=interleaved batch=12 micro_batch=3
+stage 0: layers 0-1: h/0=12
+stage 1: layers 2-4: h/0=6 h/1=6
+"""
 
 
 def plain() -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -72,7 +76,7 @@ def until(condition: Callable[[], bool], process: "subprocess.Popen[str]", log: 
 
 def kill(run: "subprocess.Popen[str]", name: str) -> None:
     for child in psutil.Process(run.pid).children():
-        if child.cmdline()[-1] == name:
+        if name in child.cmdline()[-2:]:  # the number of stages may follow
             child.send_signal(signal.SIGKILL)
 
 
@@ -90,9 +94,11 @@ def started(command: list[str], out: IO[str]) -> Iterator["subprocess.Popen[str]
 
 
 def test_whoever_is_killed_or_joins_a_swarm_trains_what_one_process_does(tmp_path: Path) -> None:
-    (tmp_path / "p.plan").write_text(PLAN)
+    """A process that hosts both stages is killed; another that hosts both has joined; the third has one."""
+    (tmp_path / "p.plan").write_text(HOSTING)
     run, log, allowed = tmp_path / "run", tmp_path / "log", tmp_path / "allowed"
     allowed.write_text("3")
+    everybody = {"worker-0", "worker-0+1", "worker-1", "late", "late+1"}
     command = [*ATOLL, "run", swarm_job.__file__, "--plan", str(tmp_path / "p.plan"), "--mode", "swarm", "--checkpoint-every", "5"]
     with log.open("w") as out, started([*command, "--out", str(run), "--", str(allowed)], out) as swarm:
         until(lambda: JOIN.search(log.read_text()) is not None, swarm, log)
@@ -100,21 +106,23 @@ def test_whoever_is_killed_or_joins_a_swarm_trains_what_one_process_does(tmp_pat
         assert found is not None
         with (
             (tmp_path / "late").open("w") as told,
-            started([*ATOLL, "join", found[1], "--token", found[2], "--name", "late", "--devices", "2"], told) as late,
+            started([*ATOLL, "join", found[1], "--token", found[2], "--name", "late", "--stages", "2"], told) as late,
         ):
-            until(lambda: {"late", "worker-0", "worker-1"} <= having_a_state(run) and len(losses_of(run)) == 3, swarm, log)
-            stages = stages_of(run)
-            victim = next(name for name in ("worker-0", "worker-1") if list(stages.values()).count(stages[name]) == 2)
+            until(lambda: everybody <= having_a_state(run) and len(losses_of(run)) == 3, swarm, log)
             allowed.write_text("5")
-            kill(swarm, victim)
+            kill(swarm, "worker-0")
             until(lambda: len(losses_of(run)) == 5, swarm, log)
             kill(swarm, "coordinator")
             allowed.write_text(str(swarm_job.STEPS))
             assert swarm.wait() == 0, log.read_text()
             assert late.wait() == 0
     check_trained(run, tmp_path)
+    assert "2 workers, 1 of which hosts several stages, on this machine" in log.read_text()
+    for process in ("worker-0", "late"):
+        assert {stages_of(run)[name] for name in (process, f"{process}+1")} == {0, 1}
+    assert all(read_members(RunDirectory(run))[name].kernels for name in ("late", "late+1"))
     assert (tmp_path / "late").read_text().endswith("The run is over\n")
-    assert f"{victim} died (signal 9); the run goes on without it" in log.read_text()
+    assert "worker-0 died (signal 9); the run goes on without it" in log.read_text()
     assert "the coordinator died (signal 9) and is started again" in log.read_text()
 
 

@@ -1,6 +1,7 @@
 """Which processes of a swarm are started again, and when that is no use."""
 
 import subprocess
+import sys
 from pathlib import Path
 from typing import cast
 
@@ -47,3 +48,11 @@ def test_workers_are_started_again_as_often_as_asked_for(tmp_path: Path) -> None
     assert not swarm.end("worker-1", -9)
     assert not swarm.end("worker-0", 0)  # it left politely
     assert swarm.said == ["worker-0 died (signal 9); it is started again", "worker-1 died (signal 9); the run goes on without it"]
+
+
+def test_processes_that_capture_nothing_load_nothing_that_captures() -> None:
+    """Starting is what takes long in a small run: the coordinator and evaluations need PyTorch and little else."""
+    code = "import sys, atoll.runtime.swarm.coordinating, atoll.runtime.swarm.evaluating; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "torch" in loaded
+    assert not {"sympy", "scipy", "torch.distributed.checkpoint", "atoll.graph.capture", "atoll.planner"} & set(loaded)

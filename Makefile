@@ -58,7 +58,7 @@ PURE := tests/cli tests/cluster tests/codec tests/control tests/cost tests/graph
 unexport PYTHONDONTWRITEBYTECODE
 
 unit: install nats
-	@$(BIN)/python -m pytest -n 2 --dist worksteal $(PURE)
+	@COLUMNS= $(BIN)/python -m pytest -n 2 --dist worksteal $(PURE)
 	@$(BIN)/python -m pytest $(addprefix --ignore=,$(PURE))
 
 # Measured rows are not part of the project: give a file in the format benchmarks/README.md describes to have predictions checked.

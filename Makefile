@@ -51,7 +51,11 @@ nats:
 		|| echo "nats-server is not installed: the tests that need it are skipped"
 
 # Tests that compute in their own process run two at a time; those that start processes need the cores to themselves.
-PURE := tests/cluster tests/codec tests/control tests/cost tests/graph tests/plan tests/planner tests/simulate tests/watch
+PURE := tests/cli tests/cluster tests/codec tests/control tests/cost tests/graph tests/plan tests/planner tests/simulate tests/watch \
+	$(wildcard tests/test_*.py tests/runtime/test_alone*.py) $(filter-out %/test_expert.py %/test_tensor_models.py,$(wildcard tests/runtime/stage/test_*.py))
+
+# Tests start over a hundred processes: without this each would compile the package anew where the environment asks for no bytecode.
+unexport PYTHONDONTWRITEBYTECODE
 
 unit: install nats
 	@COLUMNS= $(BIN)/python -m pytest -n 2 --dist worksteal $(PURE)

@@ -3,6 +3,7 @@
 `make soak` asks for the profile `soak`: many more examples, new ones each time.
 """
 
+import os
 import signal
 
 import pytest
@@ -24,3 +25,9 @@ def interruptible() -> None:
     """Shells start what runs in the background with Ctrl-C ignored, which the commands that tests start would inherit."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_terminal() -> None:
+    """Tests that run two at a time are told the width of a terminal, which changes what commands print."""
+    os.environ.pop("COLUMNS", None)

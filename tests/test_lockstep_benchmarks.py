@@ -12,6 +12,7 @@ import lockstep_links
 
 from atoll import capture
 from atoll.cost import Evaluator
+from atoll.graph import Graph
 from atoll.plan import validate
 
 
@@ -27,11 +28,16 @@ def test_the_ideal_gain_is_that_of_work_divided_at_will(speeds: tuple[int, ...],
     assert lockstep_imposed.ideal_gain(speeds) == pytest.approx(gain)
 
 
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return capture(lockstep_imposed.plain_job())
+
+
 @pytest.mark.parametrize("layout", ["data", "pipeline"])
-def test_both_plans_are_lawful_and_the_aware_one_is_predicted_to_be_faster(layout: str) -> None:
+def test_both_plans_are_lawful_and_the_aware_one_is_predicted_to_be_faster(graph: Graph, layout: str) -> None:
     speeds = (3, 1)
     pair = lockstep_imposed.pair_of(layout, speeds, capture)
-    graph, cluster = capture(lockstep_imposed.plain_job()), lockstep_imposed.imposed_cluster(speeds)
+    cluster = lockstep_imposed.imposed_cluster(speeds)
     for plan in (pair.equal, pair.aware):
         validate(plan, graph, cluster)
         assert len(plan.stages) == (1 if layout == "data" else 2)

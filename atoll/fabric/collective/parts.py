@@ -14,7 +14,6 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 import numpy as np
-from scipy.optimize import linprog
 
 from atoll.errors import FabricError
 from atoll.fabric.collective.network import Network
@@ -121,6 +120,8 @@ class _Program:
 
     def _solve(self, rows: list[np.ndarray], bounds: list[float]) -> tuple[float, list[float]]:
         """Minimises the last variable."""
+        from scipy.optimize import linprog  # takes a moment to load, and only whoever plans a reduction needs it
+
         equalities, wholes = self._equalities(self.count)
         found = linprog(
             np.append(np.zeros(self.count), 1.0),

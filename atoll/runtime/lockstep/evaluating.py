@@ -30,7 +30,7 @@ from atoll.runtime.stage.program import StageProgram, Unit, cut_stage
 from atoll.runtime.stage.sizes import Sizes
 from atoll.runtime.stage.state import InitialState
 
-__all__ = ["Evaluation", "EvaluatedFunction", "buffers_read", "prepare_evaluation"]
+__all__ = ["Evaluation", "EvaluatedFunction", "buffers_read", "capture_evaluated", "prepare_evaluation"]
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,19 @@ class EvaluatedFunction:
     stages: list[_EvalStage]
 
 
+def capture_evaluated(job: Job) -> dict[str, Captured]:
+    """The programs of what is evaluated: the loss, under an empty name, and metrics. None when the job does not evaluate."""
+    if job.eval_dataset is None:
+        return {}
+    programs = {}
+    for name, function in {"": job.eval_loss or job.loss, **job.metrics}.items():
+        known = name or ("eval_loss" if job.eval_loss else "loss")
+        programs[name] = capture_program(_Measured(f"{job.name}: {known}", job.model, function, job.precision, job), training=False)
+    return programs
+
+
 def prepare_evaluation(
-    job: Job,
+    programs: Mapping[str, Captured],
     layout: Layout,
     rank: int,
     training: Captured,
@@ -85,14 +96,9 @@ def prepare_evaluation(
     state: Callable[[Captured], InitialState],
     device: torch.device,
 ) -> list[EvaluatedFunction]:
-    """Capture what is evaluated and cut it where the plan cuts training; empty when the job does not evaluate."""
-    if job.eval_dataset is None:
-        return []
-    functions: dict[str, LossFunction] = {"": job.eval_loss or job.loss, **job.metrics}
+    """Cut the programs of what is evaluated where the plan cuts training."""
     prepared = []
-    for name, function in functions.items():
-        known = name or ("eval_loss" if job.eval_loss else "loss")
-        captured = capture_program(_Measured(f"{job.name}: {known}", job.model, function, job.precision, job), training=False)
+    for name, captured in programs.items():
         stages = [_cut(layout, place, training, captured, buffers, state(captured), device) for place in layout.places(rank)]
         prepared.append(EvaluatedFunction(name, captured, Sizes(captured), stages))
     return prepared

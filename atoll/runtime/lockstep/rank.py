@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from atoll.runtime.lockstep.building import build_in_turn
 from atoll.runtime.lockstep.channels import Channels
 from atoll.runtime.lockstep.check import check
 from atoll.runtime.lockstep.dividing import Dividing
-from atoll.runtime.lockstep.evaluating import Evaluation, buffers_read, prepare_evaluation
+from atoll.runtime.lockstep.evaluating import Evaluation, buffers_read, capture_evaluated, prepare_evaluation
 from atoll.runtime.lockstep.executor import Executor, StageWork
 from atoll.runtime.lockstep.feeding import PieceFeed
 from atoll.runtime.lockstep.fitting import check_fits
@@ -91,19 +91,21 @@ def assemble(
     captured: Captured,
     *,
     device: torch.device,
+    evaluated: Mapping[str, Captured] | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     doing: Callable[[object, int], None] = lambda action, step: None,
 ) -> RankWork:
     """Put this process's rank together. All ranks do so at the same time: process groups are made on the way.
 
-    `bucket_bytes` must be the same on all of them.
+    `evaluated` is what `capture_evaluated` found, if it was asked before; `bucket_bytes` must be the same on all ranks.
     """
-    return _Assembly(job, layout, captured, device).rank_work(bucket_bytes, doing)
+    programs = capture_evaluated(job) if evaluated is None else evaluated
+    return _Assembly(job, layout, captured, programs, device).rank_work(bucket_bytes, doing)
 
 
 class _Assembly:
-    def __init__(self, job: Job, layout: Layout, captured: Captured, device: torch.device) -> None:
-        self.job, self.captured, self.device = job, captured, device
+    def __init__(self, job: Job, layout: Layout, captured: Captured, evaluated: Mapping[str, Captured], device: torch.device) -> None:
+        self.job, self.captured, self.device, self.evaluated_programs = job, captured, device, evaluated
         self.layout, self.rank = layout, dist.get_rank()
         self.places = self.layout.places(self.rank)
         self.sizes, self.key = Sizes(captured), DrawKey(job.seed)
@@ -151,7 +153,13 @@ class _Assembly:
         self.holdings = builder.holdings
         buffers = {name: buffer for module in self.modules for name, buffer in module.buffers_by_name().items()}
         self.evaluated = prepare_evaluation(
-            self.job, self.layout, self.rank, self.captured, buffers, lambda captured: InitialState(captured, model), self.device
+            self.evaluated_programs,
+            self.layout,
+            self.rank,
+            self.captured,
+            buffers,
+            lambda captured: InitialState(captured, model),
+            self.device,
         )
         return True
 

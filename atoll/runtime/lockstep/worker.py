@@ -1,7 +1,7 @@
 """A rank's run from meeting the others to leaving them: it captures the job, puts its rank together, continues, trains and saves."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,6 +22,7 @@ from atoll.runtime.checkpoint import Checkpointer, Held, RunIdentity
 from atoll.runtime.checkpoint.exchange import Ranks
 from atoll.runtime.lockstep.beats import Doing
 from atoll.runtime.lockstep.concluding import MeasuredFile
+from atoll.runtime.lockstep.evaluating import capture_evaluated
 from atoll.runtime.lockstep.layout import Layout
 from atoll.runtime.lockstep.pacing import imposed_pace
 from atoll.runtime.lockstep.rank import assemble
@@ -75,14 +76,14 @@ def run_rank(
         keep_freed_memory()
     with joined(role, device_name, stages, device=device) as run:
         run.doing("capturing the model")
-        captured = capture_program(job)
+        captured, evaluated = capture_program(job), capture_evaluated(job)
         if layout is None:
             run.doing(Doing("waiting for the plan", "atoll" if role.rank == 0 else "others"))
             layout = _checked_layout(_agreed_plan(planning, captured.graph, role), order, role)
         validate(layout.plan, captured.graph)
         if directory is not None and role.rank == 0:
             _write_plan(directory, layout.plan)
-        session = _Session(job, layout, captured, device, run, directory, settings)
+        session = _Session(job, layout, captured, evaluated, device, run, directory, settings)
         reason = session.train(observers)
         trainer = session.trainer
         return Ended(reason, tuple(trainer.losses), tuple(trainer.evaluations), trainer.elapsed())
@@ -124,6 +125,7 @@ class _Session:
         job: Job,
         layout: Layout,
         captured: Captured,
+        evaluated: Mapping[str, Captured],
         device: torch.device,
         run: Run,
         directory: RunDirectory | None,
@@ -131,9 +133,8 @@ class _Session:
     ) -> None:
         self.job, self.plan, self.run, self.directory, self.settings = job, layout.plan, run, directory, settings
         run.doing("taking its part of the model")
-        self.work = assemble(
-            job, layout, captured, device=device, bucket_bytes=_bucket_bytes(layout.plan, captured.graph, directory), doing=run.doing
-        )
+        size = _bucket_bytes(layout.plan, captured.graph, directory)
+        self.work = assemble(job, layout, captured, device=device, evaluated=evaluated, bucket_bytes=size, doing=run.doing)
         if settings.speeds is not None:
             places = layout.places(run.role.rank)
             self.work.executor.pace = imposed_pace(settings.speeds, layout.plan, places, captured.graph, device)

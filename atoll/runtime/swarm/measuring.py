@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -11,10 +12,12 @@ from atoll.errors import RefusedError
 from atoll.fabric.method import Peer
 from atoll.fabric.roles import allowed
 from atoll.runtime.run_directory import RunDirectory
-from atoll.runtime.swarm.compute import StageState
 from atoll.runtime.swarm.measured import MEMBERS, Kernels, Measured, read_members
 from atoll.runtime.swarm.transport import speaks_for
 from atoll.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:  # it loads what captures models, and the coordinator, which writes accounts down, captures none
+    from atoll.runtime.swarm.compute import StageState
 
 __all__ = ["Account", "MeasureService", "Measuring", "state_bytes"]
 
@@ -86,7 +89,7 @@ class MeasureService:
         self._directory.write(MEMBERS, msgspec.json.format(msgspec.json.encode(self._members), indent=1))
 
 
-def state_bytes(state: StageState) -> int:
+def state_bytes(state: "StageState") -> int:
     """Weights, buffers and optimizer."""
     tensors = [*state.module.parameters_by_name().values(), *state.module.buffers_by_name().values()]
     if state.optimizer is not None:

@@ -4,12 +4,13 @@ Workers therefore need no data: feeders read it, and what is not used before the
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from torch import Tensor
 
-from atoll.runtime.stage.program import StageProgram
+if TYPE_CHECKING:  # it loads what captures models, and the coordinator, which passes parcels' codecs on, captures none
+    from atoll.runtime.stage.program import StageProgram
 
 __all__ = ["Parcel", "leaves_from", "parcel_of"]
 
@@ -30,7 +31,7 @@ def parcel_of(entering: Any) -> Parcel:
     return Parcel(tuple(binding), leaves, list(values))
 
 
-def leaves_from(programs: Sequence[StageProgram]) -> list[frozenset[str]]:
+def leaves_from(programs: "Sequence[StageProgram]") -> list[frozenset[str]]:
     """For every stage the leaves of the batch that it or a later one reads."""
     needed: frozenset[str] = frozenset()
     rows = []

@@ -4,6 +4,7 @@ import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -11,11 +12,12 @@ from atoll.control.settings import Settings
 from atoll.fabric.fingerprint import job_fingerprint
 from atoll.fabric.method import Peer
 from atoll.fabric.roles import allowed
-from atoll.graph.capture import Captured
 from atoll.job import Job
 from atoll.plan import Plan
-from atoll.runtime.swarm.compute import programs_of, tied_parameters
 from atoll.script import load_job
+
+if TYPE_CHECKING:
+    from atoll.graph.capture import Captured
 
 __all__ = ["JobService", "Nothing", "SwarmSpec", "bounds_of", "load_spec_job", "spec_of", "stored_every"]
 
@@ -54,9 +56,11 @@ class JobService:
 
 
 def spec_of(
-    script: Path, arguments: Sequence[str], job: Job, plan: Plan, captured: Captured, checkpoint_every: int | None, codec: str = "none"
+    script: Path, arguments: Sequence[str], job: Job, plan: Plan, captured: "Captured", checkpoint_every: int | None, codec: str = "none"
 ) -> SwarmSpec:
     """What a plan in swarm mode means for a job."""
+    from atoll.runtime.swarm.compute import programs_of, tied_parameters  # who only reads a spec, as the coordinator does, needs no capture
+
     size, batch, parameters = plan.micro_batch_size, job.batch_size, captured.graph.parameters
     bounds = bounds_of(plan)
     micro_batches = tuple((start, min(start + size, batch)) for start in range(0, batch, size))

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from atoll.job import Job
-from atoll.runtime.checkpoint import Checkpointer, Held, RunIdentity
 from atoll.runtime.run_directory import RunDirectory
 from atoll.runtime.stage.holding import Holding
 from atoll.runtime.swarm.files import Key, States
@@ -29,6 +28,8 @@ async def whole_state(states: States, keys: Sequence[Key]) -> dict[str, Tensor] 
 
 def save_weights(directory: RunDirectory, job: Job, tensors: dict[str, Tensor], step: int) -> None:
     """As the run's checkpoint after so many steps."""
+    from atoll.runtime.checkpoint import Checkpointer, Held, RunIdentity  # takes seconds to load, and only the end of a run needs it
+
     persistent = job.build_model("cpu").state_dict()
     rest = {name: value for name, value in persistent.items() if name not in tensors}
     own = {name: value for name, value in tensors.items() if name in persistent}

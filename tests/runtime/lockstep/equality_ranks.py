@@ -30,6 +30,7 @@ from atoll import Job
 from atoll.errors import AtollError
 from atoll.graph.capture import Captured, capture_program
 from atoll.plan import Plan, validate
+from atoll.runtime.lockstep.evaluating import capture_evaluated
 from atoll.runtime.lockstep.layout import Layout
 from atoll.runtime.lockstep.owned import Owned
 from atoll.runtime.lockstep.rank import RankWork, assemble
@@ -58,11 +59,13 @@ class Subject:
 
     job: Job
     captured: Captured
+    evaluated: dict[str, Captured]
     reference: Reference
 
 
 def subject_of(job: Job, captured: Captured) -> Subject:
-    return Subject(job, captured, by_atoll_alone(job) if job.micro_batch_size or job.eval_data is not None else by_plain_loop(job))
+    reference = by_atoll_alone(job) if job.micro_batch_size or job.eval_data is not None else by_plain_loop(job)
+    return Subject(job, captured, capture_evaluated(job), reference)
 
 
 def by_plain_loop(job: Job) -> Reference:
@@ -109,7 +112,7 @@ def by_atoll_alone(job: Job) -> Reference:
 def compare(subject: Subject, plan: Plan) -> dict[str, float]:
     """Train this process's rank of the plan; how far it is from the reference."""
     job = subject.job
-    work = assemble(job, Layout(plan), subject.captured, device=CPU)
+    work = assemble(job, Layout(plan), subject.captured, device=CPU, evaluated=subject.evaluated)
     trainer = Trainer(job, work, CPU)
     try:
         trainer.train(lambda: False)

@@ -1,6 +1,6 @@
 """Runs that stop under one plan and go on under another, in real processes, compared with one that was never stopped.
 
-python resume_ranks.py FOLDER: runs every case of `CASES` and writes what each rank found at the end to FOLDER/<rank>.json.
+python resume_ranks.py FOLDER JOB …: runs every case of these jobs and writes what each rank found at the end to FOLDER/<rank>.json.
 """
 
 import dataclasses
@@ -102,7 +102,7 @@ def part_of_run(
         if by_callback:
             observers = [callback] if rank == layout.world_size - 1 else []
         own = dataclasses.replace(subject.job, callbacks=observers if by_callback else ())
-        session = _Session(own, layout, subject.captured, cpu, run, RunDirectory(directory), RunSettings(script=""))
+        session = _Session(own, layout, subject.captured, subject.evaluated, cpu, run, RunDirectory(directory), RunSettings(script=""))
         reason = session.train(observers)
         stopped = "stopped" if by_callback else "interrupted"
         assert (reason, session.trainer.last_step) == (("done", 10) if stop is None else (stopped, stop))
@@ -154,23 +154,22 @@ def subjects_of(names: list[str]) -> dict[str, Subject]:
     return found
 
 
-def main(folder: Path) -> int:
+def main(folder: Path, jobs: list[str]) -> int:
     """Capture once, then go on as so many processes."""
     torch.set_num_threads(1)
-    subjects = subjects_of(list(dict.fromkeys(name for name, _, _ in CASES)))
+    fork = multiprocessing.get_context("fork")
+    ports, stop = fork.Queue(), fork.Event()
+    host = fork.Process(target=host_store, args=(ports, stop))
+    host.start()
+    port = ports.get()
+    subjects = subjects_of(jobs)
     cases = []
-    for name, before, after in CASES:
+    for name, before, after in (case for case in CASES if case[0] in jobs):
         graph = subjects[name].captured.graph
         plans = [plan_of(graph, text, subjects[name].job.batch_size) for text in (before, after)]
         for plan in plans:
             validate(plan, graph)
         cases.append((f"{name}: {before} → {after}", name, plans[0], plans[1]))
-    server = multiprocessing.get_context("spawn")
-    ports, stop = server.Queue(), server.Event()
-    host = server.Process(target=host_store, args=(ports, stop))
-    host.start()
-    port = ports.get()
-    fork = multiprocessing.get_context("fork")
     processes = [fork.Process(target=rank_process, args=(rank, port, folder, subjects, cases)) for rank in range(PROCESSES)]
     for process in processes:
         process.start()
@@ -189,4 +188,4 @@ def host_store(ports: Any, stop: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

@@ -1,15 +1,20 @@
 """What the tests of tensor parallelism run in every process: a captured program divided between processes, against the eager model.
 
-Run as a program: `python -m tests.runtime.stage.tensor_ranks STORE RANK CASES tensor|lanes`, with shares in the cases.
-It prints a line of JSON a case.
+`python -m tests.runtime.stage.tensor_ranks FOLDER CASES`: captures every case, then goes on as three processes, of which the first so many
+as a case has shares divide it. CASES is JSON: kind → name → shares; of the kind `lanes` shares are samples. What a process found of a kind
+is written to FOLDER/<kind>.<rank>.json, by case.
 """
 
 import json
+import logging
+import multiprocessing
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +30,7 @@ from atoll.runtime.stage.holding import Holding
 from atoll.runtime.stage.tensor import split_tensors
 
 Loss = Callable[[nn.Module, Any], Tensor]
+AllCases = dict[str, dict[str, list[tuple[int, ...]]]]  # kind → name → shares
 
 
 @dataclass
@@ -215,31 +221,55 @@ def _difference(name: str, actual: Tensor, expected: Tensor, tolerance: float, s
     return "" if difference <= tolerance * most else f"{name}: differs by {difference:.2e} of {most:.2e}"
 
 
-def main(store: str, rank: int, cases: dict[str, list[tuple[int, ...]]], between_lanes: bool) -> None:
-    """Every case with every one of its shares (between lanes: their samples); a line of JSON each."""
-    import logging
-    import warnings
+def rank_process(rank: int, folder: Path, references: dict[str, Reference | str], cases: AllCases) -> None:
+    """One process: its part of every case of every kind."""
+    for kind, shares_of in cases.items():
+        size = max((len(shares) for proportions in shares_of.values() for shares in proportions), default=0)
+        if rank >= size:
+            continue
+        store = dist.FileStore(str(folder / f"{kind}.store"), size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+        answers = {name: answer_of(references[name], shares, kind) for name, shares in shares_of.items()}
+        (folder / f"{kind}.{rank}.json").write_text(json.dumps(answers), encoding="utf-8")
+        dist.destroy_process_group()
 
+
+def answer_of(reference: Reference | str, proportions: list[tuple[int, ...]], kind: str) -> dict[str, Any]:
+    """What came of one case under all of its shares."""
+    if isinstance(reference, str):
+        return {"wrong": [reference]}
+    try:
+        results = [(check_lanes if kind == "lanes" else check)(reference, tuple(shares)) for shares in proportions]
+    except Exception:
+        return {"wrong": [traceback.format_exc()]}
+    wrong = [f"{shares}: {one}" for shares, result in zip(proportions, results, strict=True) for one in result["wrong"]]
+    return {**results[0], "wrong": wrong}
+
+
+def captured_reference(name: str) -> Reference | str:
+    """A case's reference, or why there is none."""
     from .tensor_cases import CASES
 
+    try:
+        return reference_of(CASES[name]())
+    except Exception:
+        return traceback.format_exc()
+
+
+def main(folder: Path, cases: AllCases) -> int:
+    """Capture once, which is what takes long, then go on as three processes."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    size = len(next(iter(cases.values()))[0])
-    limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=limit)
-    for name, proportions in cases.items():
-        try:
-            reference = reference_of(CASES[name]())
-            examine = check_lanes if between_lanes else check
-            results = [examine(reference, tuple(shares)) for shares in proportions]
-            wrong = [f"{shares}: {one}" for shares, result in zip(proportions, results, strict=True) for one in result["wrong"]]
-            answer = {"case": name, **results[0], "wrong": wrong}
-        except Exception:
-            answer = {"case": name, "wrong": [traceback.format_exc()]}
-        print(json.dumps(answer), flush=True)
-    dist.destroy_process_group()
+    references = {name: captured_reference(name) for name in dict.fromkeys(name for shares_of in cases.values() for name in shares_of)}
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=rank_process, args=(rank, folder, references, cases)) for rank in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return max(abs(process.exitcode or 0) for process in processes)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4] == "lanes")
+    sys.exit(main(Path(sys.argv[1]), json.loads(sys.argv[2])))

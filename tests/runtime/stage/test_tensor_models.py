@@ -3,9 +3,7 @@
 import json
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -14,6 +12,9 @@ from hypothesis import settings
 from .tensor_cases import CASES
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.timeout(600)  # of the first test, which waits for all processes
+
+Answers = dict[tuple[str, str], list[dict[str, Any]]]  # kind and name → of every process
 
 ROOT = Path(__file__).parents[3]
 WHOLE = {"tied-half": ["table.weight"], "logits-used-twice": ["head.weight"]}  # parameters that no rule divides
@@ -26,28 +27,29 @@ THREE = ("gpt2-dropout", "weighed", "tied", "encoder")
 LANES = ("classifier", "rows", "likelihood", "gate", "tied-in-one-layer", "llama")
 
 
-@cache
-def results(kind: str) -> dict[str, list[Any]]:
-    """What every process said of every case."""
-    names, shares = {"two": (TWO, [[1, 1], [3, 1]]), "three": (THREE, [[2, 1, 1]]), "lanes": (LANES, [[2, 1], [2, 2]])}[kind]
-    mode = "lanes" if kind == "lanes" else "tensor"
-    size = len(shares[0])
-    cases = json.dumps(dict.fromkeys(names, shares))
-    with TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "tests.runtime.stage.tensor_ranks", str(Path(folder) / "store")]
-        given = [[*command, str(rank), cases, mode] for rank in range(size)]
-        started = [subprocess.Popen(one, stdout=subprocess.PIPE, text=True, cwd=ROOT) for one in given]
-        said = [process.communicate()[0] for process in started]
-    answers: dict[str, list[Any]] = {name: [] for name in names}
-    for lines in said:
-        for line in lines.splitlines():
-            answer = json.loads(line)
-            answers[answer["case"]].append(answer)
+SHARES = {"two": (TWO, [[1, 1], [3, 1]]), "three": (THREE, [[2, 1, 1]]), "lanes": (LANES, [[2, 1], [2, 2]])}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """What every process said of every case of every kind. Capturing is what takes long: each model once, on two cores."""
+    names = list(dict.fromkeys(name for of_kind, _ in SHARES.values() for name in of_kind))
+    running = []
+    for half in (names[::2], names[1::2]):
+        folder = tmp_path_factory.mktemp("tensor")
+        cases = {kind: {name: shares for name in half if name in of_kind} for kind, (of_kind, shares) in SHARES.items()}
+        command = [sys.executable, "-m", "tests.runtime.stage.tensor_ranks", str(folder), json.dumps(cases)]
+        running.append((folder, subprocess.Popen(command, cwd=ROOT)))
+    assert [process.wait() for _, process in running] == [0, 0]
+    answers: Answers = {}
+    for folder, _ in running:
+        for path in sorted(folder.glob("*.json")):
+            for name, answer in json.loads(path.read_text(encoding="utf-8")).items():
+                answers.setdefault((path.name.partition(".")[0], name), []).append(answer)
     return answers
 
 
-def check(name: str, kind: str) -> None:
-    answers = results(kind)[name]
+def check(answers: list[dict[str, Any]], name: str, kind: str) -> None:
     assert len(answers) == (3 if kind == "three" else 2)
     for answer in answers:
         assert answer["wrong"] == []
@@ -57,18 +59,15 @@ def check(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", TWO)
-@pytest.mark.timeout(600)
-def test_two_processes_compute_what_one_does(name: str) -> None:
-    check(name, "two")
+def test_two_processes_compute_what_one_does(found: Answers, name: str) -> None:
+    check(found["two", name], name, "two")
 
 
 @pytest.mark.parametrize("name", THREE)
-@pytest.mark.timeout(600)
-def test_three_processes_compute_what_one_does(name: str) -> None:
-    check(name, "three")
+def test_three_processes_compute_what_one_does(found: Answers, name: str) -> None:
+    check(found["three", name], name, "three")
 
 
 @pytest.mark.parametrize("name", LANES)
-@pytest.mark.timeout(600)
-def test_lanes_with_their_own_samples_compute_what_one_process_does(name: str) -> None:
-    check(name, "lanes")
+def test_lanes_with_their_own_samples_compute_what_one_process_does(found: Answers, name: str) -> None:
+    check(found["lanes", name], name, "lanes")

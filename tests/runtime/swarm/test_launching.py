@@ -1,6 +1,7 @@
 """Which processes of a swarm are started again, and when that is no use."""
 
 import subprocess
+import sys
 from pathlib import Path
 from typing import cast
 
@@ -17,7 +18,7 @@ class Noted(SwarmProcesses):
     def __init__(self, run: Path, max_restarts: int) -> None:
         Authority.create(run)
         self.said: list[str] = []
-        super().__init__(run, "127.0.0.1:1", workers=[1], max_restarts=max_restarts, say=self.said.append)
+        super().__init__(run, "127.0.0.1:1", workers=["{}"], max_restarts=max_restarts, say=self.said.append)
 
     def _start(self, name: str, role: str, restarts: int = 0) -> None:
         self._children[name] = _Child(name, role, cast("subprocess.Popen[bytes]", None), restarts)
@@ -49,11 +50,19 @@ def test_workers_are_started_again_as_often_as_asked_for(tmp_path: Path) -> None
     assert swarm.said == ["worker-0 died (signal 9); it is started again", "worker-1 died (signal 9); the run goes on without it"]
 
 
-def test_a_worker_is_told_how_many_stages_it_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_is_told_its_devices_and_how_many_stages_it_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda command, **options: commands.append(command))
     Authority.create(tmp_path)
-    swarm = SwarmProcesses(tmp_path, "127.0.0.1:1", workers=[2, 1], max_restarts=0, say=print)
+    swarm = SwarmProcesses(tmp_path, "127.0.0.1:1", workers=['{"stages":2}', "{}"], max_restarts=0, say=print)
     for number in (0, 1):
         swarm._start(f"worker-{number}", "worker")
-    assert [command[command.index("127.0.0.1:1") + 1 :] for command in commands] == [["worker-0", "2"], ["worker-1"]]
+    assert [command[command.index("127.0.0.1:1") + 1 :] for command in commands] == [['{"stages":2}', "worker-0"], ["{}", "worker-1"]]
+
+
+def test_processes_that_capture_nothing_load_nothing_that_captures() -> None:
+    """Starting is what takes long in a small run: the coordinator and evaluations need PyTorch and little else."""
+    code = "import sys, atoll.runtime.swarm.coordinating, atoll.runtime.swarm.evaluating; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "torch" in loaded
+    assert not {"sympy", "scipy", "torch.distributed.checkpoint", "atoll.graph.capture", "atoll.planner"} & set(loaded)

@@ -7,8 +7,8 @@ when they have enrolled and let go together. Compute is real and small, its time
 joiners have the lowest priority (`nice`): that they load PyTorch and capture the model would else be taken from those who train, which
 machines of their own would not do. Of use is a joiner that has finished its first micro-batch; counted from being connected, against
 copying the stage's bytes over its link or, where that is more, all joiners' bytes over the links of the eight. `slowed` compares the
-micro-batches a second of the eight, in the steps from the one in which joiners are let go to the one in which all were of
-use, with those of the step before.
+stage's throughput in the steps from the one in which joiners are let go to the one in which all were of use with that of the step before;
+beside it stands how much of the time the eight were computing.
 """
 
 import argparse
@@ -38,7 +38,6 @@ from atoll.script import load_job
 
 SCRIPT = Path(__file__).with_name("latency_lab_job.py")
 WIDTH, MICRO_BATCH, MICRO_BATCH_SECONDS = 192, 2, 1.0
-STEP_SECONDS = 40.0  # about
 BYTES_PER_S = 12.5e6
 CLUSTER = """
 name = "one-stage"
@@ -60,9 +59,9 @@ LIMIT_SECONDS = 300.0
 MOST_SLOWED, MOST_COPIES = 0.2, 2.0
 
 
-def prepare(folder: Path, workers: int, joiners: int) -> Setup:
+def prepare(folder: Path, workers: int, joiners: int, step_seconds: float) -> Setup:
     """Cluster and plan of a swarm that goes on for longer than is needed."""
-    micro_batches = round(workers * STEP_SECONDS / MICRO_BATCH_SECONDS)
+    micro_batches = round(workers * step_seconds / MICRO_BATCH_SECONDS)
     arguments = ("1000", str(MICRO_BATCH * micro_batches), str(MICRO_BATCH), str(WIDTH))
     job = load_job(SCRIPT, arguments)
     graph = capture_program(job).graph
@@ -152,9 +151,9 @@ class Joining:
             os.kill(pid, number)
 
 
-def measure(workers: int, joiners: int, folder: Path) -> dict[str, object]:
+def measure(workers: int, joiners: int, step_seconds: float, folder: Path) -> dict[str, object]:
     """One row."""
-    with SwarmRun(prepare(folder, workers, joiners)) as run:
+    with SwarmRun(prepare(folder, workers, joiners, step_seconds)) as run:
         joining = Joining(run, workers, joiners)
         run.wait_for_steps(1)
         joining.hold()  # loading PyTorch sixteen times is over before anything is measured
@@ -164,11 +163,14 @@ def measure(workers: int, joiners: int, folder: Path) -> dict[str, object]:
         run.wait_for_steps(steps + 1 + STEPS_BEFORE)
         before = joining.done()
         joining.let_go()
+        come = len(run.commits)
         useful = joining.wait()
         run.wait_for_steps(len(run.commits) + 1)
         during = joining.done()
         times = [at for at, _ in run.commits]
     rates = [(later[0] - sooner[0]) / (later[1] - sooner[1]) for sooner, later in ((first, before), (before, during))]
+    before_seconds = (times[come - 1] - times[come - 1 - STEPS_BEFORE]) / STEPS_BEFORE
+    during_seconds = (times[-1] - times[come - 1]) / (len(times) - come)
     state = max((account.state_bytes for account in useful.values()), default=0)
     copying = state / BYTES_PER_S * max(1.0, joiners / workers)
     work = sorted(account.work_seconds or 0.0 for account in useful.values())
@@ -181,10 +183,11 @@ def measure(workers: int, joiners: int, folder: Path) -> dict[str, object]:
         "of_use_after_s": work[-1] if work else float("inf"),
         "median_of_use_after_s": statistics.median(work) if work else float("inf"),
         "of_use_in_copies": work[-1] / copying if work else float("inf"),
-        "a_worker_a_second_before": rates[0],
-        "a_worker_a_second_during": rates[1],
-        "slowed": 1 - rates[1] / rates[0],
-        "step_s": times[-1] - times[-2],
+        "step_before_s": before_seconds,
+        "step_during_s": during_seconds,
+        "slowed": 1 - before_seconds / during_seconds,
+        "share_of_time_at_work_before": MICRO_BATCH_SECONDS * rates[0],
+        "share_of_time_at_work_during": MICRO_BATCH_SECONDS * rates[1],
     }
 
 
@@ -194,6 +197,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--joiners", type=int, default=16)
+    parser.add_argument("--step-seconds", type=float, default=40.0, help="of compute, about, with the workers of the beginning")
     parser.add_argument("--keep", type=Path, help="leave the run's directory and the logs here")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -201,7 +205,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        row = measure(options.workers, options.joiners, folder)
+        row = measure(options.workers, options.joiners, options.step_seconds, folder)
     met = (
         float(str(row["slowed"])) <= MOST_SLOWED and float(str(row["of_use_in_copies"])) <= MOST_COPIES and row["of_use"] == options.joiners
     )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["JobService", "Nothing", "SwarmSpec", "bounds_of", "load_spec_job", "spec_of", "stored_every"]
 
-_CHUNK_BYTES = 4 << 20  # about what a part of a stage's gradient weighs
+_CHUNK_BYTES = 1 << 20  # about what a part of a stage's gradient weighs: few large ones would leave the links of most members unused
 _MOST_CHUNKS = 64
 
 

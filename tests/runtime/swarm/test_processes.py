@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,15 +37,18 @@ stage 1: layers 2-4: h/0=6 h/1=6
 """
 
 
-def plain() -> tuple[list[float], dict[str, torch.Tensor]]:
+def plain(staleness: int = 0) -> tuple[list[float], dict[str, torch.Tensor]]:
     """By hand; the job is asked only for its first weights and the order of its data."""
     model = swarm_job.job.build_model("cpu")
     optimizer = swarm_job.optimizer(model.parameters())
-    losses = []
+    losses, history = [], []
     for step in range(swarm_job.STEPS):
-        total, weight = swarm_job.loss(model, swarm_job.job.samples.batch(step))
-        optimizer.zero_grad()
-        (total / weight).backward()
+        history.append(deepcopy(model))
+        seen = history[max(0, step - staleness)]
+        total, weight = swarm_job.loss(seen, swarm_job.job.samples.batch(step))
+        gradients = torch.autograd.grad(total / weight, list(seen.parameters()))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
         optimizer.step()
         losses.append(float(total.detach() / weight))
     return losses, model.state_dict()
@@ -126,9 +130,9 @@ def test_whoever_is_killed_or_joins_a_swarm_trains_what_one_process_does(tmp_pat
     assert "the coordinator died (signal 9) and is started again" in log.read_text()
 
 
-def check_trained(run: Path, folder: Path, since: int = 1) -> None:
+def check_trained(run: Path, folder: Path, since: int = 1, staleness: int = 0) -> None:
     """Losses and exported weights are those of a plain loop, and every step since then was made once."""
-    expected, weights = plain()
+    expected, weights = plain(staleness)
     made = [event["step"] for event in events_of(run) if event["event"] == "step_finished"]
     assert made == list(range(since, swarm_job.STEPS + 1))
     losses = torch.tensor([losses_of(run)[step] for step in made])

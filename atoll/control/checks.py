@@ -33,6 +33,7 @@ CHECKS = {
     "incarnation": "whoever comes back under the same name is somebody new",
     "epoch": "messages of an older epoch are refused",
     "same-weights": "with staleness all of a step is computed with the weights before the last step's, applied or not",
+    "survived": "with staleness a manifest counts only from a state that has the commit of the step before",
     "set-aside": "with staleness the sums of the step before are kept apart from those of the step under way",
 }
 """What each check guards, by name."""
@@ -64,6 +65,7 @@ class Checks(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: bool = True
     epoch: bool = True
     same_weights: bool = True
+    survived: bool = True
     set_aside: bool = True
 
     @classmethod

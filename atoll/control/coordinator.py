@@ -420,12 +420,15 @@ class Coordinator:
         self._rounds += 1
         if reason:
             self._observe(Resealed(self.step, reason))
-        self._manifests = {}
         if self.trailing is None:
             self._summing = None
+        self._await_manifests(now)
+        self._enter(Seal((self.term, self.seq) if self.checks.term_digest else (0, self._rounds)))
+
+    def _await_manifests(self, now: float) -> None:
+        self._manifests = {}
         self._awaited = {member.name for member in self._answering(now)}
         self._deadline = now + self._seal_patience.seconds()
-        self._enter(Seal((self.term, self.seq) if self.checks.term_digest else (0, self._rounds)))
 
     def _on_manifest(self, manifest: Manifest) -> None:
         phase = self.phase
@@ -433,6 +436,8 @@ class Coordinator:
         if type(phase) is not Seal or manifest.round != phase.round or member is None or member.name in self._barred:
             return
         if (manifest.epoch, manifest.version, manifest.stage) != (self.epoch, self.step, member.stage):
+            return
+        if self.checks.survived and manifest.state != self.version:
             return
         if self.checks.incarnation:
             if manifest.incarnation != member.incarnation:
@@ -624,11 +629,17 @@ class Coordinator:
         self._run_or_seal()
 
     def _go_on_with_step(self, now: float) -> None:
-        """The step under way was begun before the commit and goes on as it is."""
+        """The step under way was begun before the commit and goes on as it is.
+
+        Whoever cannot apply the commit loses its buffers: where manifests were given before it, they are asked for once more.
+        """
         self.seq += 1
         self._begin_checkpoint(now)
-        if type(self.phase) is Seal and not self._awaited:
-            self._decide()
+        if type(self.phase) is Seal:
+            if self.checks.survived:
+                self._await_manifests(now)
+            elif not self._awaited:
+                self._decide()
         self._broadcast()
 
     def _finish(self) -> None:

@@ -257,7 +257,10 @@ class BufferManifest(msgspec.Struct, frozen=True, gc=False):
 
 
 class Manifest(Message, frozen=True, gc=False):
-    """Worker → coordinator: frozen for `round`, with these buffers."""
+    """Worker → coordinator: frozen for `round`, with these buffers. `version` is the step's; `state` that of the worker's state.
+
+    With staleness they may differ by one. Whoever cannot apply the commit in between loses its state and its buffers with it.
+    """
 
     round: Round
     worker: str
@@ -266,6 +269,7 @@ class Manifest(Message, frozen=True, gc=False):
     version: int
     stage: int
     buffers: tuple[BufferManifest, ...]
+    state: int
 
 
 class Pull(Message, frozen=True, gc=False):

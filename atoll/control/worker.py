@@ -299,7 +299,8 @@ class Worker:
         assert self.frozen is not None
         view = self._view
         assert view is not None
-        manifest = Manifest(self.frozen, self.node.name, self.incarnation, self.epoch, self.step, self.stage, self.buffers.manifests())
+        where = (self.epoch, self.step, self.stage)
+        manifest = Manifest(self.frozen, self.node.name, self.incarnation, *where, self.buffers.manifests(), self.version)
         for coordinator in self.coordinators:
             self._send(coordinator, manifest)
 

@@ -12,7 +12,7 @@ ROUND = (1, 1)
 
 def manifest(worker: str, *buffers: set[int], stage: int = 0) -> Manifest:
     rows = tuple(BufferManifest(index, frozenset(held), float(sum(held)), float(len(held))) for index, held in enumerate(buffers))
-    return Manifest(ROUND, worker, 1, 0, 0, stage, rows)
+    return Manifest(ROUND, worker, 1, 0, 0, stage, rows, 0)
 
 
 @given(

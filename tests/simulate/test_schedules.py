@@ -161,6 +161,39 @@ def test_with_staleness_a_lost_stage_begins_again_with_both_weights() -> None:
     assert swarm.checker.rollbacks == 1
 
 
+@pytest.mark.parametrize("broken", [False, True])
+def test_with_staleness_sums_of_one_who_cannot_apply_the_commit_are_gone(broken: bool) -> None:
+    """It never gets the sum of step 1, but works for step 2 and says what it has summed; then step 1 is committed without it.
+
+    It fetches the state and hears once more that it is to freeze, but what it says then is lost, while another is still waited for.
+    """
+    swarm = started(Shape(stages=2, workers=10, micro_batches=4, staleness=1), *(["survived"] if broken else []))
+    overlapping(swarm, 1)
+    mates = [name for name, worker in swarm.workers.items() if worker.stage == 0]
+    for mate in mates[1:]:
+        swarm.network.hold(mate, mates[0])
+    coordinator = swarm.coordinator()
+    assert coordinator is not None
+    swarm.run(swarm.loop.now + 300.0, lambda: type(coordinator.phase) is Seal)
+    slow = next(name for name, worker in swarm.workers.items() if worker.stage == 1 and not worker.buffers.manifests())
+    swarm.stop(slow)
+    swarm.run(swarm.loop.now + 300.0, lambda: mates[0] in coordinator._manifests)
+    assert coordinator.trailing is not None
+    assert swarm.workers[mates[0]].buffers.manifests()
+    swarm.run(swarm.loop.now + 300.0, lambda: swarm.workers[mates[0]].state is None)
+    assert (coordinator.version, type(coordinator.phase)) == (2, Seal)
+    swarm.network.cut(mates[0], COORDINATORS[0])
+    swarm.network.release_all()
+    swarm.run(swarm.loop.now + 60.0, lambda: type(coordinator.phase) is not Seal)
+    swarm.go_on(slow)
+    swarm.network.join(mates[0], COORDINATORS[0])
+    if broken:
+        swarm.run(swarm.loop.now + 100.0, lambda: len(commits(swarm)) >= 3)
+        assert swarm.checker.violations
+    else:
+        goes_on(swarm)
+
+
 def test_with_staleness_who_leaves_or_moves_does_so_between_steps() -> None:
     swarm = started(STALE)
     overlapping(swarm, 1)

@@ -123,6 +123,7 @@ class Worker:
         self._backwards: deque[Backward] = deque()
         self._early: deque[Forward | Backward] = deque()
         self._early_fetches: deque[FetchState] = deque(maxlen=EARLY_LIMIT)
+        self._early_sums: deque[PullSum] = deque(maxlen=EARLY_LIMIT)
         self._saved: dict[tuple[int, Attempt | None], Forward] = {}
         self._latest: dict[int, tuple[Round, int]] = {}
         self._wake = node.clock.mailbox()
@@ -351,6 +352,7 @@ class Worker:
             self.buffers.clear_all()
         self.frozen = None
         self._sealed = self.reduction = None
+        self._early_sums.clear()
         self._forget_messages()
 
     def _forget_messages(self) -> None:
@@ -394,7 +396,7 @@ class Worker:
             state = await self.compute.initial(stage)
         else:
             snapshot = await self.checkpoints.read(origin[0], origin[1], stage)
-            state = None if snapshot is None else self.compute.restore(stage, snapshot)
+            state = None if snapshot is None else await self.compute.restore(stage, snapshot)
         self._changing = False
         if state is None:
             return  # the store did not answer: the next announcement asks again
@@ -421,10 +423,17 @@ class Worker:
         if fetch is None or self._changing or self._yours is None:
             return
         if fetch.on_chunk(message, self.node.clock.now()):
-            self._set_state(self.compute.assemble(self.stage, fetch.chunks()), fetch.position[1])
-            self._again()
+            self._changing = True
+            self.node.clock.spawn(self._assemble(fetch, self.stage, self.epoch, self._generation))
         else:
             fetch.ask(self.node.clock.now(), self._yours.donors, self._send)
+
+    async def _assemble(self, fetch: Fetch, stage: int, epoch: int, generation: int) -> None:
+        state = await self.compute.assemble(stage, fetch.chunks())
+        self._changing = False
+        if generation == self._generation and epoch == self.epoch:
+            self._set_state(state, fetch.position[1])
+        self._again()
 
     def _store_checkpoint(self, view: View) -> None:
         """Takes the snapshot exactly at its version, and writes it while training goes on."""
@@ -466,6 +475,10 @@ class Worker:
         )
         self._reported_at = self._heard_at = self.node.clock.now()
         self.reduction.ask()
+        early, self._early_sums = self._early_sums, deque(maxlen=EARLY_LIMIT)
+        for pull in early:
+            if pull.round == order.round:
+                self._on_pull_sum(pull)
         self._finish_reduction()
 
     def _sections(self) -> tuple[int, ...]:
@@ -524,6 +537,8 @@ class Worker:
         reduction = self._reduction_of(pull)
         if reduction is not None:
             reduction.on_pull_sum(pull)
+        elif self._here(pull):
+            self._early_sums.append(pull)  # the announcement of this REDUCE is on its way
 
     def _on_sum(self, message: SumChunk) -> None:
         reduction = self._reduction_of(message)
@@ -534,7 +549,8 @@ class Worker:
 
     def _hear_of_sums(self) -> None:
         now = self.node.clock.now()
-        self._sum_patience.measured(now - self._heard_at)
+        patience = self._sum_patience
+        patience.measured(min(now - self._heard_at, 4 * patience.seconds()))  # one that stood still is no measure for the rest
         self._heard_at = now
 
     # --- work ---------------------------------------------------------------------------------------------------------------

@@ -130,13 +130,13 @@ class Compute(Protocol):
     def read_chunk(self, state: Any, chunk: int) -> Any:
         """A copy of one chunk of the state, weights and optimizer."""
 
-    def assemble(self, stage: int, chunks: Sequence[Any]) -> Any:
+    async def assemble(self, stage: int, chunks: Sequence[Any]) -> Any:
         """The state from all its chunks."""
 
     def snapshot(self, state: Any) -> Any:
         """A copy that later steps do not change."""
 
-    def restore(self, stage: int, snapshot: Any) -> Any:
+    async def restore(self, stage: int, snapshot: Any) -> Any:
         """The state a snapshot was taken of."""
 
 

@@ -110,15 +110,16 @@ class ExactCompute:
         """Weights and momentum, the stage's own and what it shares."""
         return tuple(state[chunk::CHUNKS])
 
-    def assemble(self, stage: int, chunks: Sequence[tuple[Cell, ...]]) -> tuple[Cell, ...]:
+    async def assemble(self, stage: int, chunks: Sequence[tuple[Cell, ...]]) -> tuple[Cell, ...]:
         """The state."""
+        await self._process.sleep(0.1 * self.slowness)
         return tuple(cell for cells in zip(*chunks, strict=True) for cell in cells)
 
     def snapshot(self, state: Any) -> Any:
         """States here never change."""
         return state
 
-    def restore(self, stage: int, snapshot: Any) -> Any:
+    async def restore(self, stage: int, snapshot: Any) -> Any:
         """The state."""
         return snapshot
 

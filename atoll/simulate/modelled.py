@@ -79,7 +79,7 @@ class ModelledCompute:
         """The number of steps."""
         return state
 
-    def assemble(self, stage: int, chunks: Sequence[int]) -> int:
+    async def assemble(self, stage: int, chunks: Sequence[int]) -> int:
         """All chunks say the same."""
         return chunks[0]
 
@@ -87,7 +87,7 @@ class ModelledCompute:
         """A number."""
         return state
 
-    def restore(self, stage: int, snapshot: int) -> int:
+    async def restore(self, stage: int, snapshot: int) -> int:
         """The same number."""
         return snapshot
 

@@ -13,12 +13,14 @@ from atoll.control.messages import (
     Manifest,
     Part,
     Pull,
+    PullSum,
     Reduce,
     Reduced,
     Run,
     Seal,
     StageReduction,
     StateChunk,
+    SumChunk,
 )
 from atoll.simulate.arithmetic import Sum
 from tests.control.bench import ALL, Bench
@@ -200,6 +202,21 @@ def test_parts_that_are_on_their_way_are_not_asked_for_again() -> None:
     assert bench.sent(Pull) == []
     assert bench.worker.reduction is not None
     assert bench.worker.reduction.complete
+
+
+def test_a_sum_asked_for_before_the_reduction_is_known_is_sent_when_it_is_there() -> None:
+    """Another has heard of REDUCE sooner."""
+    bench = Bench()
+    bench.open()
+    bench.announce(Seal((1, 2)), 2)
+    for chunk in (0, 1):
+        bench.inbox.put(PullSum((1, 2), 0, 0, 1, chunk, "x"))
+    bench.run(0.1)
+    bench.announce(reduce("a"), 3)
+    for chunk in (0, 1):
+        bench.inbox.put(part("a", chunk, 5))
+    bench.run(0.1)
+    assert sorted(message.chunk for message in bench.sent(SumChunk)) == [0, 1]
 
 
 def test_parts_that_do_not_come_are_asked_for_again_and_ever_more_seldom() -> None:

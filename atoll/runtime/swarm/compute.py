@@ -93,6 +93,7 @@ class StageCompute:
         device: torch.device = CPU,
     ) -> None:
         self._staleness = staleness
+        self.loss_is_mean = False  # of the last micro-batch
         self._job, self._captured, self._bounds, self._chunks = job, captured, bounds, chunks
         self._generators = generators  # held while somebody of this process seeds the global generators and draws from them
         self._micro_batches = micro_batches  # first sample and end of each, in the global batch
@@ -157,7 +158,7 @@ class StageCompute:
                     "optimizer": state.optimizer.state_dict() if state.optimizer is not None else None,
                     "scheduler": state.scheduler.state_dict() if state.scheduler is not None else None,
                     "before": [parameter.detach() for parameter in state.before.parameters] if state.before is not None else None,
-                    "scales": [each.scale.state() for each in (state, state.before) if each is not None],
+                    "scales": [{**each.scale.state(), "enabled": each.scale.enabled} for each in (state, state.before) if each is not None],
                 }
             )
         return state.packed
@@ -171,14 +172,20 @@ class StageCompute:
                 buffer.copy_(saved["buffers"][name])
             if state.before is not None:  # where training was without staleness until now, both are the same
                 _copy(state.before.parameters, saved.get("before") or state.parameters)
-        for each, scale in zip((state, state.before), saved["scales"], strict=False):
-            if each is not None:
-                each.scale.restore(scale)
+        self._restore_scales(state, saved.get("scales") or [])
         if state.optimizer is not None:
             state.optimizer.load_state_dict(saved["optimizer"])
         if state.scheduler is not None:
             state.scheduler.load_state_dict(saved["scheduler"])
         return state
+
+    def _restore_scales(self, state: StageState, scales: Sequence[dict[str, Any]]) -> None:
+        """Where there are some: a run in another precision, or an older one, has none. Without staleness until now, one is both."""
+        scaled = [scale for scale in scales if scale.get("enabled")]
+        if state.scale.enabled and scaled:
+            state.scale.restore(scaled[0])
+            if state.before is not None:
+                state.before.scale.restore(scaled[-1])
 
     def read_chunk(self, state: StageState, chunk: int) -> Tensor:
         """A copy of one chunk of the state, weights and optimizer."""
@@ -186,9 +193,9 @@ class StageCompute:
         start, stop = chunk_range(packed.numel(), self._chunks, chunk)
         return packed[start:stop].clone()
 
-    def assemble(self, stage: int, chunks: Sequence[Tensor]) -> StageState:
+    async def assemble(self, stage: int, chunks: Sequence[Tensor]) -> StageState:
         """The state from all its chunks."""
-        return self._unpack(stage, torch.cat(list(chunks)))
+        return await self._run(lambda: self._unpack(stage, torch.cat(list(chunks))))
 
     def delayed(self, state: StageState) -> StageState:
         """The weights before the last step."""
@@ -199,9 +206,9 @@ class StageCompute:
         """A copy that later steps do not change."""
         return self._pack(state)
 
-    def restore(self, stage: int, snapshot: Tensor) -> StageState:
+    async def restore(self, stage: int, snapshot: Tensor) -> StageState:
         """The state a snapshot was taken of."""
-        return self._unpack(stage, snapshot)
+        return await self._run(lambda: self._unpack(stage, snapshot))
 
     # ---- micro-batches
 
@@ -258,6 +265,7 @@ class StageCompute:
     ) -> tuple[list[Tensor], Contribution, float, float]:
         kept = self._compute(state, version, micro_batch, stage, entering)
         value = read_loss(pytree.tree_unflatten(list(kept.outputs), self._spec))
+        self.loss_is_mean = value.weight is None
         start, stop = self._micro_batches[micro_batch]
         total = value.value if value.weight is not None else value.value * (stop - start)
         weight = float(value.weight) if value.weight is not None else float(stop - start)

@@ -240,9 +240,11 @@ class GroupCompute:
             self._why_not[stage] = f"a part of {size} samples by itself fails: {str(error).splitlines()[0]}"
         else:
             self._tried.add((stage, size))
-            if _agree(numbers(expected), numbers(found), self._tolerance):
+            agree = _agree(numbers(expected), numbers(found), self._tolerance)
+            if agree and not self._whole.loss_is_mean:
                 return found
-            self._why_not[stage] = f"{size} samples in parts give other numbers than together"
+            mean = "its loss is a mean, in which later samples may count differently; return (total, weight) to have it divided"
+            self._why_not[stage] = mean if agree else f"{size} samples in parts give other numbers than together"
         self._tell(stage)
         return expected
 

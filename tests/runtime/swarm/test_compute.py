@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import threading
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -14,7 +15,8 @@ from atoll import Job
 from atoll.control.messages import Run
 from atoll.errors import AtollError, JobError
 from atoll.graph.capture import capture_program
-from atoll.runtime.swarm.compute import _norm_squared, programs_of, tied_parameters
+from atoll.runtime.swarm.compute import StageCompute, _norm_squared, programs_of, tied_parameters
+from atoll.runtime.swarm.staleness import check_rebindable
 from atoll.runtime.swarm.taking_part import check_divisible
 
 from .one_process import OneProcess
@@ -157,6 +159,50 @@ class Hoarder(torch.optim.SGD):
     def __init__(self, params: Any, lr: float) -> None:
         self.mine = list(params)
         super().__init__(self.mine, lr)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Another optimizer does the work, with the same groups."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        self.inner = torch.optim.AdamW(params, lr)
+        super().__init__(self.inner.param_groups, {})
+
+
+class Nested(Hoarder):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.mine = [[[parameter]] for parameter in self.mine]
+
+
+@pytest.mark.parametrize("kind", [Wrapper, Nested])
+def test_parameters_are_found_wherever_an_optimizer_keeps_them(kind: Any) -> None:
+    with pytest.raises(JobError, match=f"{kind.__name__} keeps its parameters in `(inner|mine)`"):
+        check_rebindable(kind([nn.Parameter(torch.zeros(1))], 0.1))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor, torch.optim.RMSprop])
+def test_common_optimizers_are_not_refused(kind: Any) -> None:
+    optimizer = kind([nn.Parameter(torch.zeros(1))], lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    check_rebindable(optimizer)
+
+
+def test_a_loss_scale_is_both_where_there_was_no_staleness_before() -> None:
+    it = job(precision="fp16")
+    common: Any = {"chunks": 1, "micro_batches": [(0, BATCH)], "generators": threading.Lock()}
+    captured = capture_program(it)
+    without, with_staleness = (StageCompute(it, captured, (0, 5), staleness=staleness, **common) for staleness in (0, 1))
+
+    async def carried_over() -> list[float]:
+        state = await without.initial(0)
+        state.scale.value = 1024.0
+        found = await with_staleness.restore(0, without.snapshot(state))
+        return [found.scale.value, with_staleness.delayed(found).scale.value]
+
+    assert asyncio.run(carried_over()) == [1024.0, 1024.0]
+    without.close()
+    with_staleness.close()
 
 
 def test_an_optimizer_that_would_be_left_behind_is_refused() -> None:

@@ -136,7 +136,7 @@ async def trained(pair: Pair, computes: Sequence[AnyCompute], steps: int = 2) ->
                 path.append(await computes[stage].forward(states[stage], version, m, stage, path[stage]))
                 seen += path[-1].values
         if version:
-            states = [compute.restore(stage, compute.snapshot(states[stage])) for stage, compute in enumerate(computes)]
+            states = [await compute.restore(stage, compute.snapshot(states[stage])) for stage, compute in enumerate(computes)]
         for m, path in paths.items():
             gradients, own, loss, share = await computes[last].turn(states[last], version, m, last, path[last])
             await computes[last].accumulate(buffers[last], own)
@@ -177,7 +177,7 @@ def compare(pair: Pair) -> None:
 def test_a_group_computes_what_one_device_does(dropout: float, loss: Any, cuts: Any, sizes: Any, shares: Any) -> None:
     pair = Pair(partial(Model, dropout), loss, cuts, sizes, shares)
     compare(pair)
-    assert pair.said == []
+    assert len(pair.said) == (loss is mean)  # the last stage, whose samples may count differently
 
 
 @pytest.mark.parametrize(

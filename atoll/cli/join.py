@@ -57,17 +57,26 @@ def join(
     if keys is not None:
         credentials.save(keys)
     print(_enrolled(credentials), flush=True)
-    with Member(credentials, observer=lambda event: _print(describe_event(event))) as member:
+    closing = threading.Event()  # what ends because we end it is not told
+
+    def tell(event: AnyEvent) -> None:
+        if not closing.is_set():
+            _print(describe_event(event))
+
+    with Member(credentials, observer=tell) as member:
         coordinator = member.join(address)
         member.fabric.run(coordinator.connected(_CONNECT_SECONDS))
         print(f"Connected to {coordinator.name} at {address}", flush=True)
         if check:
+            print(f"All is well: {credentials.name} can take part as {credentials.role}", flush=True)
+            closing.set()
             return
         spec = _spec(coordinator) if credentials.role in ("worker", "feeder") else None
         if spec is None:
             _stay(member, coordinator)
             return
         _check_stages(stages, spec)
+        closing.set()
     _work(credentials, address, spec, script, dialled=not behind_nat, devices=devices, stages=stages)
 
 
@@ -79,6 +88,10 @@ def _spec(coordinator: "Remote") -> "SwarmSpec | None":
         return coordinator.call_sync(JobService.describe, Nothing(), timeout_seconds=_CONNECT_SECONDS)
     except RefusedError:
         return None
+
+
+def _stages(count: int) -> str:
+    return "1 stage" if count == 1 else f"{count} stages"
 
 
 def _check_stages(stages: int, spec: "SwarmSpec") -> None:
@@ -100,7 +113,7 @@ def _work(
 
     job = load_spec_job(spec) if script is None else load_job(script, spec.arguments)
     settings = spec.settings
-    print(f"Working for {job.name}: {settings.stages} stages, {settings.steps} steps. Ctrl-C leaves", flush=True)
+    print(f"Working for {job.name}: {_stages(settings.stages)}, {settings.steps} steps. Ctrl-C leaves", flush=True)
     try:
         ending = take_part(
             credentials,

@@ -44,7 +44,7 @@ def run(
     checkpoint_every: Annotated[int | None, typer.Option(help="Save after every so many steps; always at the end.", min=1)] = None,
     keep_last: Annotated[int, typer.Option(help="How many checkpoints to keep.", min=1)] = 2,
     calibration: Annotated[Path | None, typer.Option(help="Measured constants of the cost model.", metavar="FILE")] = None,
-    mode: Annotated[RunMode, typer.Option(help="How devices work together.")] = "lockstep",
+    mode: Annotated[RunMode, typer.Option(help="How devices work together; as a given plan says, where it is not given.")] = "lockstep",
     listen: Annotated[
         str | None, typer.Option(help="Swarm: where the coordinator listens; others join there.", metavar="HOST:PORT")
     ] = None,
@@ -69,6 +69,8 @@ def run(
         return
     if resume is not None:
         mode, codec, nats = _as_before(context, RunDirectory(resume).settings(), mode, codec, nats)
+    elif plan is not None and not _is_given(context, "mode") and load_plan(plan).mode == "swarm":
+        mode = "swarm"
     _check_swarm_options(mode, codec, nats, standby, staleness)
     directory, settings = _directory(script, arguments, out, resume, checkpoint_every, keep_last)
     devices = _cluster(cluster, plan, directory if resume else None)
@@ -93,14 +95,15 @@ def _as_before(
     context: typer.Context, before: RunSettings, mode: RunMode, codec: SwarmCodec, nats: str | None
 ) -> tuple[RunMode, SwarmCodec, str | None]:
     """What a resumed run does not say anew stays as it was."""
-
-    def given(option: str) -> bool:
-        source = context.get_parameter_source(option)
-        return source is not None and source.name != "DEFAULT"
-
-    if before.mode != "swarm" or (given("mode") and mode != "swarm"):
+    if before.mode != "swarm" or (_is_given(context, "mode") and mode != "swarm"):
         return mode, codec, nats
-    return "swarm", codec if given("codec") else msgspec.convert(before.codec, SwarmCodec), nats if given("nats") else before.nats
+    kept = codec if _is_given(context, "codec") else msgspec.convert(before.codec, SwarmCodec)
+    return "swarm", kept, nats if _is_given(context, "nats") else before.nats
+
+
+def _is_given(context: typer.Context, option: str) -> bool:
+    source = context.get_parameter_source(option)
+    return source is not None and source.name != "DEFAULT"
 
 
 def _check_swarm_options(mode: RunMode, codec: str, nats: str | None, standby: list[str] | None, staleness: int | None) -> None:

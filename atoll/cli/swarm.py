@@ -64,7 +64,7 @@ def launch_swarm(
         say(_going_on(resumed.committed, resumed.checkpoint))
     say(f"starting a coordinator, a feeder and {_workers([own.stages for _, own in workers])} {where}; the run is in {directory.path}")
     token = authority.issue_token("worker", uses=_JOIN_USES, lifetime_seconds=_JOIN_SECONDS)
-    say(f"others join with: atoll join {','.join((_dialled(address), *standby))} --token {token}")
+    say(f"{_others(address)} join with: atoll join {','.join((_dialled(address), *standby))} --token {token}")
     for other in standby:
         say(f"to stand by at {other}, copy {directory.path} there and start: atoll standby {directory.path.name} --listen {other}")
 
@@ -103,6 +103,13 @@ def _end(code: int, directory: RunDirectory, settings: RunSettings) -> None:
     if code:
         raise typer.Exit(code)
     say(f"`atoll report {directory.path}` says more")
+
+
+def _others(address: str) -> str:
+    """Who can dial an address."""
+    if address.startswith(("127.", "localhost:", "[::1]")):
+        return "others on this machine (give --listen 0.0.0.0:PORT to let other machines in)"
+    return "others"
 
 
 def _dialled(address: str) -> str:

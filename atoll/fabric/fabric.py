@@ -104,17 +104,26 @@ class Fabric(LinkOwner):
 
         return self.run(listen())
 
-    def connect(self, address: str, *, name: str | None = None, role: str | None = None, dial: Dial | None = None) -> Remote:
+    def connect(
+        self,
+        address: str,
+        *,
+        name: str | None = None,
+        role: str | None = None,
+        dial: Dial | None = None,
+        backoff: Backoff | None = None,
+    ) -> Remote:
         """A peer at an address. Returns at once; the connection is made, and made again when lost, in the background.
 
         Of several addresses, with commas between, the next is dialled whenever one is lost or does not answer.
-        Given `name` or `role`, anybody else found there is refused. `dial` makes the wire where it is not the carrier's to make.
+        Given `name` or `role`, anybody else found there is refused. `dial` makes the wire where it is not the carrier's to make;
+        `backoff` is for this peer alone.
         """
         if dial is None and "," in address:
             dial = self._in_turn([one.strip() for one in address.split(",") if one.strip()] or [address])
 
         async def connect() -> Remote:
-            remote = Remote(self, address, self._backoff, self._deadlines, expected=Expected(name, role), dial=dial)
+            remote = Remote(self, address, backoff or self._backoff, self._deadlines, expected=Expected(name, role), dial=dial)
             self._spawn(remote.keep())
             return remote
 

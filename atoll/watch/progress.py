@@ -54,7 +54,8 @@ class Progress:
                 self._say(f"step {event.step}: the {event.what} is {event.value}")
             case RunFinished():
                 self._stop_live()
-                self._say(_summary(event, self._first_loss, self._seen, self._samples))
+                began = self._run.at_seconds if self._run is not None else event.at_seconds
+                self._say(_summary(event, self._first_loss, self._seen, self._samples, event.at_seconds - began))
 
     def _start(self, event: RunStarted) -> None:
         self._run = event
@@ -111,14 +112,15 @@ class Progress:
             self._live = None
 
 
-def _summary(event: RunFinished, first_loss: float | None, seen: int, samples: int) -> str:
-    """The run in one sentence. `seen` steps with so many samples were made by this process, the others before it."""
+def _summary(event: RunFinished, first_loss: float | None, seen: int, samples: int, seconds: float) -> str:
+    """The run in one sentence. `seen` steps with so many samples were made by this process in so many seconds, the others before it."""
     how = {"done": "done", "stopped": "stopped by a callback", "interrupted": "interrupted", "failed": "failed"}[event.reason]
     if event.steps and not seen:
         return f"{how}: all {event.steps} steps had been made before"
     first = f"{first_loss:.4f} → " if first_loss is not None and seen > 1 else ""
     loss = f", loss {first}{event.loss:.4f}" if event.loss is not None else ""
-    rate = f", {_rate(samples / event.seconds)}" if event.seconds and samples else ""
+    taken = seconds if seconds > 0 and seen != event.steps else event.seconds
+    rate = f", {_rate(samples / taken)}" if taken and samples else ""
     why = f" ({event.message})" if event.message and event.reason != "failed" else ""  # the error that is raised says it
     steps = f"{event.steps} steps" if seen == event.steps else f"{event.steps} steps, {seen} of them now,"
     return f"{how}: {steps} in {_clock(event.seconds)}{loss}{rate}{why}"

@@ -2,6 +2,7 @@
 
 import io
 
+import msgspec
 from rich.console import Console
 
 from atoll.events import AnyEvent, Evaluated, NonFinite, RunFinished, RunStarted, StepFinished
@@ -86,4 +87,7 @@ def test_a_resumed_run_counts_its_own_steps() -> None:
     lines = shown([started, *steps[5:]], terminal=False).splitlines()
     assert lines[1].startswith("step 6/10  ")
     assert lines[-1] == "done: 10 steps, 5 of them now, in 0:20, loss 0.6667 → 0.5000, 2 samples/s"
+    began = msgspec.structs.replace(started, at_seconds=10.0)  # the run's own time goes on: its rate is that of what was made now
+    lines = shown([began, *steps[5:]], terminal=False).splitlines()
+    assert lines[-1] == "done: 10 steps, 5 of them now, in 0:20, loss 0.6667 → 0.5000, 4 samples/s"
     assert shown([started, steps[-1]], terminal=False).splitlines()[-1] == "done: all 10 steps had been made before"

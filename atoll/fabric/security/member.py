@@ -137,9 +137,12 @@ class Member:
         if relay is not None:
             relay.fabric = self.fabric
 
-    def join(self, address: str) -> Remote:
-        """The run's coordinator: dialled, and from now on asked for new certificates and listened to about who is shut out."""
-        remote = self.fabric.connect(address, role="coordinator")
+    def join(self, address: str, backoff: Backoff | None = None) -> Remote:
+        """The run's coordinator: dialled, and from now on asked for new certificates and listened to about who is shut out.
+
+        `backoff` says how long it is dialled again when it is lost; others are dialled as the member was told.
+        """
+        remote = self.fabric.connect(address, role="coordinator", backoff=backoff)
         self.fabric.submit(self._keep_fresh(lambda request: self._renew_at(remote, request), lambda: remote.name))
         return remote
 

@@ -157,7 +157,7 @@ class Layout:
 def _check_supported(plan: Plan) -> None:
     """What a plan may say but lockstep does not do."""
     if plan.mode != "lockstep":
-        raise PlanError(f"the plan's mode is {plan.mode}; only lockstep plans can be run yet")
+        raise PlanError(f"the plan's mode is {plan.mode}, and it was to be run in lockstep; see `atoll run --help` for --mode")
     coded = [f"{link}: {codec}" for link, codec in plan.codecs.items() if codec != "none"]
     if coded:
         raise PlanError(f"the plan has codecs ({', '.join(coded)}), which lockstep does not use yet; plan again with --lossless")

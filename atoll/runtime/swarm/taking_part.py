@@ -47,6 +47,7 @@ __all__ = ["Ending", "check_divisible", "check_hosted", "take_part"]
 Ending: TypeAlias = Literal["over", "left"]
 """How taking part ended: with the run, or because this process asked to leave."""
 
+_PEERS = Backoff(largest_seconds=1.0, attempts=10)  # one that left is not dialled for ever; the next message to it dials anew
 _PATIENT = Backoff(largest_seconds=1.0, attempts=800)  # a coordinator that is started anew is waited for: about ten minutes
 _REGISTER_SECONDS = 3.0  # a coordinator that is started anew does not know where we are
 _ANSWER_SECONDS = 30.0
@@ -137,7 +138,7 @@ class _Process:
         member = await asyncio.to_thread(self._member, arrived)
         try:
             listening = await asyncio.to_thread(member.fabric.listen, "0.0.0.0:0") if self._dialled else ""
-            coordinator = await asyncio.to_thread(member.join, self.address)
+            coordinator = await asyncio.to_thread(member.join, self.address, _PATIENT)
             clock.spawn(self._register(coordinator, _own_address(self.address, listening)))
             transport = FabricTransport(member, coordinator, coding=self._coding(member), inside=inboxes)
             nonce = time.time_ns()
@@ -160,7 +161,7 @@ class _Process:
             services=[SwarmService(arrived)],
             fingerprint=self.spec.fingerprint,
             observer=self._observer,
-            backoff=_PATIENT,
+            backoff=_PEERS,
         )
 
     def _coding(self, member: Member) -> Coding:

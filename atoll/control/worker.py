@@ -108,6 +108,7 @@ class Worker:
         self._echo = (0, 0)  # term, beat
         self._handled: Round | None = None  # the RUN whose orders were carried out
         self.run_round: Round = NEVER
+        self.gave_up: Round = NEVER  # the RUN in which it last gave up its state, and what it had summed with it
         self._missing: frozenset[int] = frozenset()
         self._landing: Buffer | None = None
         self._changing = False  # a state is being applied or loaded
@@ -362,6 +363,7 @@ class Worker:
         self._latest.clear()
 
     def _give_up_state(self) -> None:
+        self.gave_up = self.run_round
         self.state = None
         self.version = self.step = -1
         self._generation += 1

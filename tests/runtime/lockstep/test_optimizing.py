@@ -13,13 +13,13 @@ from torch import nn
 from atoll.errors import JobError
 from atoll.runtime.lockstep.optimizing import (
     Counted,
-    LossScale,
     build_on_parts,
     check_elementwise,
     clip_factor,
     scale_gradients,
     squared_norm,
 )
+from atoll.runtime.stage.loss_scale import LossScale
 
 
 class Lion(torch.optim.Optimizer):

@@ -35,6 +35,12 @@ CASES: tuple[tuple[str, str], ...] = (
     ("t5", TENSOR_UNEQUAL),
     ("t5", "3 | a=8 | b=8 | recompute: c=8"),  # cuts that different numbers of values cross
     ("transformer", "2 | a=8 | recompute: b=8 | c=8 | d=8"),
+    ("qwen3", TENSOR),
+    ("gemma2", SHARDED_AGAIN),
+    ("roberta", PIPE_AGAIN),
+    ("bart", PIPE),
+    ("vit", TENSOR_UNEQUAL),
+    ("qwen3-moe", EXPERTS),
     ("whisper", PIPE),
     ("mixtral", EXPERTS),
     ("mixtral", EXPERTS_SHARDED),
@@ -83,19 +89,13 @@ CASES: tuple[tuple[str, str], ...] = (
     ("language-model", "2 | tensor=2: (a b)=8@1:3 | c=8"),
     ("mixture-of-experts", "4 | expert: (a b)=4,4 | expert sharded: (c d)=5,3"),
     ("image-classifier", PIPE),
+    ("sort-digits", "2 | tensor=2: (a b)=5@3:1 (c d)=3"),
 )
 
 # What others above cover one way or another: the soak tries these too.
 MORE_CASES: tuple[tuple[str, str], ...] = (
     ("llama", PIPE),
-    ("qwen3", TENSOR),
-    ("gemma2", SHARDED_AGAIN),
-    ("roberta", PIPE_AGAIN),
-    ("bart", PIPE),
-    ("vit", TENSOR_UNEQUAL),
-    ("qwen3-moe", EXPERTS),
     ("padded", PIPE),
-    ("sort-digits", "2 | tensor=2: (a b)=5@3:1 (c d)=3"),
     ("clipped", SHARDED_AGAIN),
     ("counted", UNEQUAL),
     ("mixtral", "4 | expert: (a b)=4,4 | c=8"),

@@ -4,7 +4,7 @@ Nothing here waits: asking, answering and asking again are driven by messages an
 buffers, so that a round that fails can be repeated with the same buffers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from atoll.control.buffers import Buffers
@@ -48,7 +48,7 @@ class _Section:
         self._compute = compute
         self._checks = checks
         self._send = send
-        self._sums: dict[int, Any] = {}
+        self.sums: dict[int, Any] = {}
         self._owned: dict[int, _Owned] = {}
         names = {contributor.worker for contributor in plan.contributors}
         for chunk, owner in enumerate(plan.owners):
@@ -57,13 +57,13 @@ class _Section:
 
     @property
     def complete(self) -> bool:
-        return len(self._sums) == len(self._plan.owners)
+        return len(self.sums) == len(self._plan.owners)
 
     def ask(self) -> None:
         for chunk, owner in enumerate(self._plan.owners):
             owned = self._owned.get(chunk)
             if owned is None:
-                if chunk not in self._sums:
+                if chunk not in self.sums:
                     self._send(owner, PullSum(self._round, *self._position, chunk, self._worker))
                 continue
             for who in self._plan.contributors:
@@ -76,7 +76,7 @@ class _Section:
             owned = self._owned.get(chunk)
             if owned is not None:
                 names |= owned.waiting_for
-            elif chunk not in self._sums:
+            elif chunk not in self.sums:
                 names.add(owner)
         return names
 
@@ -92,7 +92,7 @@ class _Section:
         if owned.waiting_for:
             return None
         owned.done = True
-        self._sums[part.chunk] = owned.total
+        self.sums[part.chunk] = owned.total
         for worker in sorted(owned.wanted_by):
             self._send(worker, SumChunk(self._round, *self._position, part.chunk, owned.total))
         return owned.total
@@ -107,10 +107,10 @@ class _Section:
             owned.wanted_by.add(pull.worker)
 
     def on_sum(self, message: SumChunk) -> None:
-        self._sums.setdefault(message.chunk, message.payload)
+        self.sums.setdefault(message.chunk, message.payload)
 
     def result(self) -> list[Any]:
-        return [self._sums[chunk] for chunk in range(len(self._plan.owners))]
+        return [self.sums[chunk] for chunk in range(len(self._plan.owners))]
 
 
 class Reduction:
@@ -182,6 +182,10 @@ class Reduction:
             if self._settings.counts(stage, number)
         )
         self.digest = self._compute.digest(self.result())
+
+    def sums(self, stage: int) -> Mapping[int, Any]:
+        """The chunks of one sum that are here."""
+        return self._sections[stage].sums
 
     def result(self) -> list[Any]:
         """The reduced gradient, chunk by chunk, section by section."""

@@ -109,9 +109,10 @@ def test_a_swarm_equals_plain_pytorch(workers: int, chunks: int, clip: float | N
     check(swarm, plain(it))
 
 
-def test_killed_and_joining_workers_change_nothing() -> None:
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_killed_and_joining_workers_change_nothing(staleness: int) -> None:
     it = job()
-    swarm = OneProcess(it, [0, 2, 5], 4, 3, chunks=3, checkpoint_every=2, lost_seconds=2.0)
+    swarm = OneProcess(it, [0, 2, 5], 4, 3, chunks=3, checkpoint_every=2, lost_seconds=2.0, staleness=staleness)
 
     def disturb(swarm: OneProcess, happening: Any) -> None:
         if type(happening).__name__ == "StepCommitted" and happening.version == 1:
@@ -120,7 +121,7 @@ def test_killed_and_joining_workers_change_nothing() -> None:
             swarm.add_worker("late")
 
     asyncio.run(swarm.run(disturb))
-    check(swarm, plain(it))
+    check(swarm, plain(it, staleness))
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
@@ -137,20 +138,6 @@ def test_with_staleness_gradients_are_those_of_the_weights_one_step_before(clip:
     check(swarm, plain(it, staleness=1))
     assert overlapped, "no step was begun before the one before it was summed"
     assert swarm_losses(swarm) != pytest.approx(plain(it)[0], rel=1e-4)
-
-
-def test_with_staleness_killed_and_joining_workers_change_nothing() -> None:
-    it = job()
-    swarm = OneProcess(it, [0, 2, 5], 4, 3, chunks=3, checkpoint_every=2, lost_seconds=2.0, staleness=1)
-
-    def disturb(swarm: OneProcess, happening: Any) -> None:
-        if type(happening).__name__ == "StepCommitted" and happening.version == 1:
-            victim = next(name for name, worker in swarm.workers.items() if worker.stage == 0)
-            asyncio.get_running_loop().create_task(swarm.kill(victim))
-            swarm.add_worker("late")
-
-    asyncio.run(swarm.run(disturb))
-    check(swarm, plain(it, staleness=1))
 
 
 class Hoarder(torch.optim.SGD):

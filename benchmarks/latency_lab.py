@@ -20,17 +20,17 @@ import sys
 import tempfile
 from pathlib import Path
 
+from imposed_devices import imposed, speed_for
 from report import print_json, print_table
 from swarm_faults_run import THREADS, SwarmRun
 from swarm_faults_setup import Setup
 
-from atoll.cluster import dump_cluster, parse_cluster
+from atoll.cluster import dump_cluster
 from atoll.cluster.cluster import Cluster
 from atoll.graph import Graph
 from atoll.graph.capture import capture_program
 from atoll.lab import Lab
 from atoll.plan import Plan, Replica, Stage, to_text
-from atoll.runtime.swarm.pacing import Imposed, Pace
 from atoll.script import load_job
 
 HERE = Path(__file__).parent
@@ -45,11 +45,6 @@ network = {{ bandwidth = "{megabits:g} Mbit/s", latency = "{latency_us:g} us" }}
   [[site.host]]
   count = {hosts}
   devices = [{{ kind = "imposed" }}]
-[[device_kind]]
-name = "imposed"
-memory = "4 GB"
-memory_bandwidth = "1000 GB/s"
-flops = {{ fp32 = "{flops:.6g} FLOPS" }}
 """
 NO_LATENCY_US = 50.0  # what a bridge has; nothing is added
 GPIPE_SECONDS = 600.0
@@ -69,24 +64,21 @@ class Bench:
         self.job = load_job(SCRIPT, self.arguments)
         self.graph: Graph = capture_program(self.job).graph
         self.bounds: tuple[int, ...] = sys.modules[type(self.job.dataset).__module__].bounds(len(self.graph.layers))
-        self.flops = self._device_flops()
+        self.flops = speed_for(
+            options.micro_batch_ms / 1e3,
+            self.graph,
+            self.bounds,
+            MICRO_BATCH,
+            f"{HOSTS[0]}/0",
+            lambda flops: self.cluster(0.0, flops),
+            folder / "calibration.toml",
+        )
 
     def cluster(self, round_trip_ms: float, flops: float | None = None) -> Cluster:
         """The hosts with this latency between them."""
         latency = max(NO_LATENCY_US, 1e3 * round_trip_ms / 2)
-        speed = flops if flops is not None else self.flops
-        return parse_cluster(CLUSTER.format(megabits=self.options.megabits, latency_us=latency, hosts=1 + STAGES, flops=speed))
-
-    def _device_flops(self) -> float:
-        """The speed at which forward and backward of a micro-batch take as long as asked, on average over the stages."""
-        flops, wanted = 1e9, self.options.micro_batch_ms / 1e3
-        file = self.folder / "calibration.toml"
-        for _ in range(3):  # time is not quite proportional
-            file.write_text(dump_cluster(self.cluster(0.0, flops)))
-            pace = Pace(Imposed(str(file), f"{HOSTS[0]}/0"), self.graph, self.bounds, [(0, MICRO_BATCH)])
-            both = [sum(pace.seconds(stage, 0, backward=back) for back in (False, True)) for stage in range(STAGES)]
-            flops *= statistics.mean(both) / wanted
-        return flops
+        sites = CLUSTER.format(megabits=self.options.megabits, latency_us=latency, hosts=1 + STAGES)
+        return imposed(sites, self.flops if flops is None else flops)
 
     def swarm(self, round_trip_ms: float, folder: Path) -> tuple[float, list[float]]:
         """Seconds of a step, and all losses."""

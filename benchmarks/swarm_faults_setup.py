@@ -1,17 +1,18 @@
 """What `swarm_faults.py` runs on: two sites, a plan of two stages, devices whose speed is imposed, and a plain reference."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
+from imposed_devices import imposed, speed_for
 
-from atoll.cluster import dump_cluster, parse_cluster
+from atoll.cluster import dump_cluster
 from atoll.cluster.cluster import Cluster
 from atoll.graph.capture import capture_program
 from atoll.job import Job
 from atoll.plan import Plan, Replica, Stage, to_text
-from atoll.runtime.swarm.pacing import Imposed, Pace
 from atoll.script import load_job
 
 __all__ = ["Setup", "prepare", "reference"]
@@ -35,11 +36,6 @@ network = {{ bandwidth = "1 Gbit/s", latency = "50 us" }}
 between = ["oslo", "rome"]
 bandwidth = "200 Mbit/s"
 latency = "30 ms"
-[[device_kind]]
-name = "imposed"
-memory = "4 GB"
-memory_bandwidth = "1000 GB/s"
-flops = {{ fp32 = "{flops:.6g} FLOPS" }}
 """
 SITE_BYTES_PER_S, BETWEEN_BYTES_PER_S = 125e6, 25e6
 MICRO_BATCH_SECONDS = 0.3  # imposed, forward and backward of a stage
@@ -93,12 +89,9 @@ def _layout(folder: Path, job: Job, workers: int, rome: int) -> tuple[Cluster, t
     layers = len(graph.layers)
     bounds = (0, layers // 2, layers)
     file = folder / "cluster.toml"
-    flops = 1e9
-    for _ in range(2):  # time is not quite proportional
-        cluster = parse_cluster(CLUSTER.format(oslo=1 + workers - rome, rome=max(1, rome), flops=flops))
-        file.write_text(dump_cluster(cluster))
-        pace = Pace(Imposed(str(file), "oslo-0/0"), graph, bounds, [(0, job.micro_batch_size or 1)])
-        flops *= sum(pace.seconds(stage, 0, backward=back) for stage in (0, 1) for back in (False, True)) / 2 / MICRO_BATCH_SECONDS
+    described = partial(imposed, CLUSTER.format(oslo=1 + workers - rome, rome=max(1, rome)))
+    cluster = described(speed_for(MICRO_BATCH_SECONDS, graph, bounds, job.micro_batch_size or 1, "oslo-0/0", described, file))
+    file.write_text(dump_cluster(cluster))
     names = [f"oslo-{1 + index}/0" for index in range(workers - rome)], [f"rome-{index}/0" for index in range(rome)]
     mixed = [name for pair in zip(*names, strict=False) for name in pair] + names[0][len(names[1]) :]
     rows = mixed[: workers // 2], mixed[workers // 2 :]

@@ -19,21 +19,21 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
+from imposed_devices import imposed, speed_for
 from report import print_json, print_table
 from swarm_faults_run import ATOLL, JOIN, THREADS, SwarmRun
 from swarm_faults_setup import Setup
 
-from atoll.cluster import dump_cluster, parse_cluster
-from atoll.cluster.cluster import Cluster
+from atoll.cluster import dump_cluster
 from atoll.graph.capture import capture_program
 from atoll.lab.lab import LabProcess
 from atoll.plan import Plan, Replica, Stage, to_text
 from atoll.runtime.run_directory import RunDirectory
 from atoll.runtime.swarm.measured import Measured, read_members
-from atoll.runtime.swarm.pacing import Imposed, Pace
 from atoll.script import load_job
 
 SCRIPT = Path(__file__).with_name("latency_lab_job.py")
@@ -47,11 +47,6 @@ network = {{ bandwidth = "100 Mbit/s", latency = "50 us" }}
   [[site.host]]
   count = {hosts}
   devices = [{{ kind = "imposed" }}]
-[[device_kind]]
-name = "imposed"
-memory = "4 GB"
-memory_bandwidth = "1000 GB/s"
-flops = {{ fp32 = "{flops:.6g} FLOPS" }}
 """
 READY = re.compile(r"^Working for", re.MULTILINE)
 STEPS_BEFORE = 1
@@ -65,12 +60,10 @@ def prepare(folder: Path, workers: int, joiners: int, step_seconds: float) -> Se
     arguments = ("1000", str(MICRO_BATCH * micro_batches), str(MICRO_BATCH), str(WIDTH))
     job = load_job(SCRIPT, arguments)
     graph = capture_program(job).graph
-    flops, file = 1e9, folder / "cluster.toml"
-    for _ in range(3):  # time is not quite proportional
-        cluster: Cluster = parse_cluster(CLUSTER.format(hosts=1 + workers + joiners, flops=flops))
-        file.write_text(dump_cluster(cluster))
-        pace = Pace(Imposed(str(file), "here-0/0"), graph, (0, len(graph.layers)), [(0, MICRO_BATCH)])
-        flops *= sum(pace.seconds(0, 0, backward=back) for back in (False, True)) / MICRO_BATCH_SECONDS
+    file, whole = folder / "cluster.toml", (0, len(graph.layers))
+    described = partial(imposed, CLUSTER.format(hosts=1 + workers + joiners))
+    cluster = described(speed_for(MICRO_BATCH_SECONDS, graph, whole, MICRO_BATCH, "here-0/0", described, file))
+    file.write_text(dump_cluster(cluster))
     hosts = tuple(f"here-{number}" for number in range(1, 1 + workers))
     replicas = tuple(Replica(devices=(f"{host}/0",), samples=(job.batch_size // workers,)) for host in hosts)
     stage = Stage(start=0, stop=len(graph.layers), replicas=replicas)

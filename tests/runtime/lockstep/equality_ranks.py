@@ -109,10 +109,10 @@ def by_atoll_alone(job: Job) -> Reference:
     return Reference(list(result.losses), weights, [(e.loss, dict(e.metrics)) for e in result.evaluations])
 
 
-def compare(subject: Subject, plan: Plan) -> dict[str, float]:
-    """Train this process's rank of the plan; how far it is from the reference."""
+def compare(subject: Subject, layout: Layout) -> dict[str, float]:
+    """Train this process's rank of the layout; how far it is from the reference."""
     job = subject.job
-    work = assemble(job, Layout(plan), subject.captured, device=CPU, evaluated=subject.evaluated)
+    work = assemble(job, layout, subject.captured, device=CPU, evaluated=subject.evaluated)
     trainer = Trainer(job, work, CPU)
     try:
         trainer.train(lambda: False)
@@ -177,10 +177,17 @@ def _missing_elements(work: RankWork, reference: Reference) -> int:
     return int((counts == 0).sum())
 
 
-def attempt(subject: Subject, plan: Plan) -> dict[str, Any]:
-    """What came of it: differences, a refusal's sentence, or an error's traceback."""
+def attempt(subject: Subject, plan: Plan, rank: int, store: Path) -> dict[str, Any]:
+    """What came of it in a process group of its own: differences, a refusal's sentence, or an error's traceback.
+
+    Nobody may leave while others still connect: a plan that is refused by itself never gets a group, and all meet once they have one.
+    """
     try:
-        return compare(subject, plan)
+        layout, world = Layout(plan), _world_size(plan)
+        file = dist.FileStore(str(store), world)
+        dist.init_process_group("gloo", store=file, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+        dist.barrier()
+        return compare(subject, layout)
     except AtollError as error:
         return {"refused": str(error)}
     except Exception:
@@ -188,16 +195,14 @@ def attempt(subject: Subject, plan: Plan) -> dict[str, Any]:
 
 
 def rank_process(rank: int, folder: Path, subjects: dict[str, Subject], plans: list[tuple[str, str, Plan]], first: int) -> None:
-    """One process: every plan from the number `first` on that has so many ranks, each in a process group of its own."""
+    """One process: every plan from the number `first` on that has so many ranks."""
     for number, (_, name, plan) in enumerate(plans):
-        world = _world_size(plan)
-        if rank >= world or number < first:
+        if rank >= _world_size(plan) or number < first:
             continue
-        store = dist.FileStore(str(folder / f"{number}.{first}.store"), world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-        result = attempt(subjects[name], plan)
+        result = attempt(subjects[name], plan, rank, folder / f"{number}.{first}.store")
         (folder / f"{number}.{rank}.json").write_text(json.dumps(result), encoding="utf-8")
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     os._exit(0)  # threads of FSDP and Gloo have nothing left to do
 
 

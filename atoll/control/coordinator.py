@@ -186,6 +186,7 @@ class Coordinator:
 
     async def _on_worker_beat(self, beat: WorkerBeat) -> None:
         before = self.members.get(beat.worker)
+        ready = before is not None and self._has_state(before)
         dismissed = self._dismissed.get(beat.worker)
         if before is None and dismissed is not None and beat.nonce <= dismissed.nonce:
             if beat.nonce == dismissed.nonce:
@@ -207,6 +208,8 @@ class Coordinator:
             self._announce(member, self._view())
         if beat.stored == self._checkpoint >= 0 and beat.epoch == self.epoch:
             await self._note_stored()
+        if not ready and type(self.phase) is Run and self._has_state(member):
+            self._tell_feeders()
 
     def _on_feeder_beat(self, beat: FeederBeat) -> None:
         now = self.node.clock.now()
@@ -255,15 +258,26 @@ class Coordinator:
         return self.version + (self.trailing is not None)
 
     def _broadcast(self) -> None:
-        now = self.node.clock.now()
+        self._find_routes()
         view = self._view()
+        for member in self.members:
+            self._announce(member, view)
+
+    def _tell_feeders(self) -> None:
+        """Somebody has just got its state: whoever hands out work need not wait for the next heart-beat to use it."""
+        self._find_routes()
+        view = self._view()
+        for member in self.members:
+            if not member.worker:
+                self._announce(member, view)
+
+    def _find_routes(self) -> None:
+        now = self.node.clock.now()
         usable = self._answering(now)  # who wants to leave works until it is let go, after the step: what it has begun counts
         self._routes = Members.peers(usable, self.settings.stages)
         if type(self.phase) is Run:
             self._routed.update((member.name, member.incarnation) for member in usable)
             self._lost = tuple(sorted(pair for pair in self._routed if not self._there(*pair, now)))
-        for member in self.members:
-            self._announce(member, view)
 
     def _there(self, name: str, incarnation: int, now: float) -> bool:
         """Whether a worker is heard and is still who it was."""
@@ -279,13 +293,13 @@ class Coordinator:
             mine = lease if incarnation == member.incarnation else ()
             return Assignment(member.nonce, member.incarnation, -1, lease=mine, window=self._window(), routes=self._routes, lost=self._lost)
         donors: tuple[str, ...] = ()
-        if member.stage >= 0 and not Members.current(member, self.epoch, self.version, self._commit):
+        if member.stage >= 0 and not self._has_state(member):
             donors = self._donors(member)
         store = self._checkpoint >= 0 and self._writers.get(member.stage) == member.name
         return Assignment(member.nonce, member.incarnation, member.stage, donors, store)
 
     def _window(self) -> int:
-        """Three micro-batches for every process: one in hand, one waiting, one on its way. More would only queue, and hide who is slow."""
+        """Three micro-batches for every process: one in hand, one waiting, one on its way. A feeder has more where the way is long."""
         workers = processes(peer.worker for row in self._routes for peer in row)
         feeders = sum(1 for _, lease in self._leases.values() if lease) or 1
         return max(1, min(self.settings.in_flight, -(-3 * len(workers) // feeders)))
@@ -312,11 +326,11 @@ class Coordinator:
         return [
             member
             for member in members
-            if member.worker
-            and member.name not in self._barred
-            and Members.current(member, self.epoch, self.version, self._commit)
-            and members.live(member, now, self._beat)
+            if member.worker and member.name not in self._barred and self._has_state(member) and members.live(member, now, self._beat)
         ]
+
+    def _has_state(self, member: Member) -> bool:
+        return Members.current(member, self.epoch, self.version, self._commit)
 
     def _live_feeders(self, now: float) -> list[Member]:
         return [member for member in self.members if not member.worker and self.members.live(member, now, self._beat)]
@@ -732,11 +746,7 @@ class Coordinator:
         if type(self.phase) is Finished or self.version == self._origin.version:
             self._lost_since.clear()
             return
-        alive = {
-            member.stage
-            for member in self.members
-            if self.members.heard(member, now) and Members.current(member, self.epoch, self.version, self._commit)
-        }
+        alive = {member.stage for member in self.members if self.members.heard(member, now) and self._has_state(member)}
         for stage in range(self.settings.stages):
             if stage in alive:
                 self._lost_since.pop(stage, None)

@@ -12,6 +12,7 @@ from atoll.control.messages import Ack, Announce, Assignment, Attempt, FeederBea
 from atoll.control.patience import Patience
 from atoll.control.router import Router
 from atoll.control.settings import BACKWARD_WORK, Settings
+from atoll.control.window import Window
 from atoll.control.world import Feed, Node
 
 __all__ = ["Feeder"]
@@ -69,7 +70,7 @@ class Feeder:
         self._waiting: deque[_Sample] = deque()
         self._active: dict[int, _Sample] = {}
         self._finished: dict[int, _Sample] = {}
-        self._window = 1
+        self._window = Window(settings.in_flight)
         self._leased = 0
         self._progress = 0
         self._routes: tuple[object, ...] = ()
@@ -108,7 +109,7 @@ class Feeder:
         self._order = order
         self._echo = max(self._echo, (view.term, view.beat))
         self.incarnation = yours.incarnation
-        self._window = yours.window
+        self._window.given = yours.window
         gone: set[str] = set()
         if yours.routes and yours.routes != self._routes:
             self._routes = yours.routes
@@ -122,6 +123,8 @@ class Feeder:
             if self.round != phase.opened:
                 self._epoch, self._version = view.epoch, view.step
                 self._lease(phase, yours)
+            else:
+                self._start_more()
         elif self.round is not None:
             self._drop_lease()
         self.finished = type(phase) is Finished
@@ -130,6 +133,7 @@ class Feeder:
         """A new RUN: everything leased before is forgotten, as whatever it reached is in some manifest or will be asked for again."""
         self._drop_lease()
         self.round = run.opened
+        self._window.begin()
         for micro_batch in yours.lease:
             owned = {stage for stage, missing in enumerate(run.missing) if micro_batch not in missing}
             self._waiting.append(_Sample(micro_batch, owned))
@@ -144,7 +148,7 @@ class Feeder:
         self.round = None
 
     def _start_more(self) -> None:
-        while self._waiting and len(self._active) < self._window:
+        while self._waiting and len(self._active) < self._window.size:
             sample = self._waiting.popleft()
             self._active[sample.micro_batch] = sample
             sample.deadline = float("inf")
@@ -204,7 +208,11 @@ class Feeder:
         del self._active[sample.micro_batch]
         self._finished[sample.micro_batch] = sample
         sample.payload = None
-        self.patience.measured(self.node.clock.now() - sample.began)  # tokens tell attempts apart, so a retried one counts too
+        now = self.node.clock.now()
+        seconds = now - sample.began
+        self.patience.measured(seconds)  # tokens tell attempts apart, so a retried one counts too
+        if sample.number == 1:
+            self._window.measured(now, seconds)
         self._start_more()
         if len(self._finished) == self._leased:
             self._beat()

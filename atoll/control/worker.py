@@ -388,6 +388,7 @@ class Worker:
         if self.fetch is None or (self.fetch.position != position and self.checks.fetch_version):
             self._fetches += 1
             self.fetch = Fetch(self.node.name, self._fetches, position, self.settings.chunks, self.checks, self._fetch_patience)
+            self.compute.expect(self.stage)
         self.fetch.position = position
         assert self._yours is not None
         self.fetch.ask(self.node.clock.now(), self._yours.donors, self._send)

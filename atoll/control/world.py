@@ -130,6 +130,9 @@ class Compute(Protocol):
     def read_chunk(self, state: Any, chunk: int) -> Any:
         """A copy of one chunk of the state, weights and optimizer."""
 
+    def expect(self, stage: int) -> None:
+        """The stage's state is on its way: what it takes to hold it may be made ready meanwhile."""
+
     async def assemble(self, stage: int, chunks: Sequence[Any]) -> Any:
         """The state from all its chunks."""
 

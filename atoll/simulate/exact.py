@@ -110,6 +110,9 @@ class ExactCompute:
         """Weights and momentum, the stage's own and what it shares."""
         return tuple(state[chunk::CHUNKS])
 
+    def expect(self, stage: int) -> None:
+        """Nothing to make ready."""
+
     async def assemble(self, stage: int, chunks: Sequence[tuple[Cell, ...]]) -> tuple[Cell, ...]:
         """The state."""
         await self._process.sleep(0.1 * self.slowness)

@@ -79,6 +79,9 @@ class ModelledCompute:
         """The number of steps."""
         return state
 
+    def expect(self, stage: int) -> None:
+        """Nothing to make ready."""
+
     async def assemble(self, stage: int, chunks: Sequence[int]) -> int:
         """All chunks say the same."""
         return chunks[0]

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -31,7 +31,7 @@ from atoll.runtime.stage.module import StageBuilder, StageModule
 from atoll.runtime.stage.program import StageProgram, cut_stage
 from atoll.runtime.stage.sizes import Sizes
 from atoll.runtime.stage.state import InitialState
-from atoll.runtime.swarm.packing import chunk_range, pack, unpack
+from atoll.runtime.swarm.packing import Packing, chunk_range, unpack
 from atoll.runtime.swarm.parcel import Parcel, leaves_from, parcel_of
 from atoll.runtime.swarm.staleness import check_rebindable, rebind
 
@@ -52,7 +52,7 @@ class StageState:
     optimizer: torch.optim.Optimizer | None = None  # None: nothing is trained here
     scheduler: LRScheduler | None = None
     scale: LossScale = field(default_factory=lambda: LossScale(False))  # of losses computed with these weights
-    packed: Tensor | None = None  # as bytes, until the next step
+    packing: Packing | None = None  # as bytes, until the next step
     before: "StageState | None" = None
 
 
@@ -106,6 +106,7 @@ class StageCompute:
         self._tied = tied_parameters(self._programs)
         self._sizes_of: dict[int, list[list[int]]] = {}  # of a stage's parameters, by section
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-compute")
+        self._expected: tuple[int, Future[StageState]] | None = None  # a stage whose state is on its way, built meanwhile
 
     def close(self) -> None:
         """Ends the thread."""
@@ -116,8 +117,15 @@ class StageCompute:
 
     # ---- states
 
+    def expect(self, stage: int) -> None:
+        """Builds the stage while its state is on its way; what is in it is overwritten by what arrives."""
+        expected = self._expected  # taken by the other thread
+        if expected is None or expected[0] != stage:
+            self._expected = stage, self._thread.submit(self._build, stage)
+
     async def initial(self, stage: int) -> StageState:
         """The state before step 0."""
+        self._expected = None
         return await self._run(lambda: self._build(stage))
 
     def _build(self, stage: int) -> StageState:
@@ -149,9 +157,10 @@ class StageCompute:
         parameters = [parameter for section in sections for parameter in section]
         return StageState(module, parameters, sizes, scale=LossScale(self._job.precision == "fp16"))
 
-    def _pack(self, state: StageState) -> Tensor:
-        if state.packed is None:
-            state.packed = pack(
+    @staticmethod
+    def _packing(state: StageState) -> Packing:
+        if state.packing is None:
+            state.packing = Packing(
                 {
                     "parameters": {name: parameter.detach() for name, parameter in state.module.parameters_by_name().items()},
                     "buffers": state.module.buffers_by_name(),
@@ -161,10 +170,10 @@ class StageCompute:
                     "scales": [{**each.scale.state(), "enabled": each.scale.enabled} for each in (state, state.before) if each is not None],
                 }
             )
-        return state.packed
+        return state.packing
 
     def _unpack(self, stage: int, packed: Tensor) -> StageState:
-        saved, state = unpack(packed), self._build(stage)
+        saved, state = unpack(packed), self._empty(stage)
         with torch.no_grad():
             for name, parameter in state.module.parameters_by_name().items():
                 parameter.copy_(saved["parameters"][name])
@@ -179,6 +188,11 @@ class StageCompute:
             state.scheduler.load_state_dict(saved["scheduler"])
         return state
 
+    def _empty(self, stage: int) -> StageState:
+        """A state of the stage with whatever weights, the one that was expected where there is one."""
+        expected, self._expected = self._expected, None
+        return expected[1].result() if expected is not None and expected[0] == stage else self._build(stage)
+
     def _restore_scales(self, state: StageState, scales: Sequence[dict[str, Any]]) -> None:
         """Where there are some: a run in another precision, or an older one, has none. Without staleness until now, one is both."""
         scaled = [scale for scale in scales if scale.get("enabled")]
@@ -189,9 +203,8 @@ class StageCompute:
 
     def read_chunk(self, state: StageState, chunk: int) -> Tensor:
         """A copy of one chunk of the state, weights and optimizer."""
-        packed = self._pack(state)
-        start, stop = chunk_range(packed.numel(), self._chunks, chunk)
-        return packed[start:stop].clone()
+        packing = self._packing(state)
+        return packing.read(*chunk_range(packing.length, self._chunks, chunk))
 
     async def assemble(self, stage: int, chunks: Sequence[Tensor]) -> StageState:
         """The state from all its chunks."""
@@ -204,7 +217,8 @@ class StageCompute:
 
     def snapshot(self, state: StageState) -> Tensor:
         """A copy that later steps do not change."""
-        return self._pack(state)
+        packing = self._packing(state)
+        return packing.read(0, packing.length)
 
     async def restore(self, stage: int, snapshot: Tensor) -> StageState:
         """The state a snapshot was taken of."""
@@ -372,7 +386,7 @@ class StageCompute:
         return await self._run(lambda: self._apply(state, sums, commit))
 
     def _apply(self, state: StageState, sums: Sequence[Tensor], commit: Committed) -> StageState:
-        state.packed = None
+        state.packing = None
         self._forget_before(commit.version + 1)
         if state.before is not None:
             self._step_aside(state, state.before)

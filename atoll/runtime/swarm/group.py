@@ -138,7 +138,7 @@ class GroupCompute:
         self._copies: list[StageState] = []
         self._followed: StageState | None = None  # whose weights the lanes have
         # what belongs to the first device
-        self.initial, self.assemble, self.restore = whole.initial, whole.assemble, whole.restore
+        self.initial, self.expect, self.assemble, self.restore = whole.initial, whole.expect, whole.assemble, whole.restore
         self.read_chunk, self.snapshot, self.delayed = whole.read_chunk, whole.snapshot, whole.delayed
         self.buffer, self.accumulate, self.store = whole.buffer, whole.accumulate, whole.store
         self.part, self.zero, self.add = whole.part, whole.zero, whole.add

@@ -192,6 +192,28 @@ def test_a_loss_scale_is_both_where_there_was_no_staleness_before() -> None:
     with_staleness.close()
 
 
+@pytest.mark.parametrize("expected", [(), (1,), (0, 1), (1, 0)])
+def test_a_state_is_what_was_sent_whatever_was_expected(expected: tuple[int, ...]) -> None:
+    it = job()
+    captured = capture_program(it)
+    common: Any = {"chunks": 3, "micro_batches": [(0, BATCH)], "generators": threading.Lock()}
+    donor, joiner = (StageCompute(it, captured, (0, 2, 5), **common) for _ in range(2))
+
+    async def fetched() -> tuple[Tensor, Tensor]:
+        state = await donor.initial(1)
+        with torch.no_grad():
+            for parameter in state.parameters:
+                parameter += 1.0
+        for stage in expected:
+            joiner.expect(stage)
+        found = await joiner.assemble(1, [donor.read_chunk(state, chunk) for chunk in range(3)])
+        return donor.snapshot(state), joiner.snapshot(found)
+
+    assert torch.equal(*asyncio.run(fetched()))
+    donor.close()
+    joiner.close()
+
+
 def test_an_optimizer_that_would_be_left_behind_is_refused() -> None:
     swarm = OneProcess(job(optimizer=partial(Hoarder, lr=0.1)), [0, 2, 5], 2, 3, staleness=1)
     with pytest.raises(JobError, match="Hoarder keeps its parameters in `mine`"):

@@ -53,7 +53,6 @@ __all__ = ["Coordinator"]
 
 TICK = object()
 DONORS = 4
-NEARLY = 0.75  # of a joiner's chunks
 
 
 class Coordinator:
@@ -571,8 +570,8 @@ class Coordinator:
     def _hold(self, summing: Summing, now: float) -> bool:
         """Whether the commit waits for a joiner: for its next chunk, and not for ever.
 
-        Nobody waits for one that came in the middle of this step, unless it has most of it already: it has all of the next step to fetch.
-        Only whoever has missed a commit before would perhaps never catch up.
+        Nobody waits for one that came in the middle of this step: it has all of the next step to fetch a state, or to finish what it has
+        and catch up. Only whoever has missed a commit before would perhaps never be in time.
         """
         settings = self.settings
         taking_part = summing.members()
@@ -580,17 +579,18 @@ class Coordinator:
         for member in self.members:
             if not member.worker or member.stage < 0 or member.name in summing.reports[member.stage] or member.name in self._barred:
                 continue
-            collecting = member.version == self.version and member.name not in taking_part and self.members.live(member, now, self._beat)
+            has_state = member.version in (self.version, self.version - 1)  # and still needs sums
+            collecting = has_state and member.name not in taking_part and self.members.live(member, now, self._beat)
             if not (member.fetched >= 0 or collecting) or not self.members.heard(member, now):
                 continue
             if member.missed < 0:
                 member.missed = self.version
-            if member.missed == self.version and 0 <= member.fetched < NEARLY * settings.chunks:
+            if member.missed == self.version:
                 continue
             if member.held_at_most == 0.0:
                 member.held_at_most = now + settings.hold_limit_seconds
                 member.held_until = now + settings.hold_seconds
-            elif member.fetched > 0 or member.version == self.version:
+            elif member.fetched > 0 or has_state:
                 member.held_until = now + settings.hold_seconds
             held = held or now < min(member.held_until, member.held_at_most)
         return held

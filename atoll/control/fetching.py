@@ -27,6 +27,7 @@ class Fetch:
         self._asked: dict[int, tuple[float, str]] = {}  # when and whom
         self._turn = nonce
         self.received: dict[int, Any] = {}
+        self.givers: set[str] = set()  # who has sent some of it
 
     def ask(self, now: float, donors: tuple[str, ...], send: Callable[[str, FetchState], None]) -> None:
         """Asks donors in turn, a few chunks of each at a time; another donor when one is gone or an answer is late.
@@ -34,7 +35,7 @@ class Fetch:
         Late is what takes longer than chunks have taken so far: over a slow link, asking again too soon would fill it with doubles.
         """
         window = WINDOW * len(donors)
-        late = [chunk for chunk, (at, _) in self._asked.items() if now - at >= self._patience.seconds()]
+        late = self.late(now)
         if late:
             self._patience.failed()
         for chunk in {*late, *(chunk for chunk, (_, donor) in self._asked.items() if donor not in donors)}:
@@ -48,14 +49,19 @@ class Fetch:
                 send(donor, FetchState(self.nonce, *self.position, chunk, self._worker))
                 self._turn += 1
 
+    def late(self, now: float) -> list[int]:
+        """Chunks that take longer than others did."""
+        return [chunk for chunk, (at, _) in self._asked.items() if now - at >= self._patience.seconds()]
+
     def on_chunk(self, message: StateChunk, now: float) -> bool:
         """Takes a chunk; True when it was the last one missing."""
         exact = message.nonce == self.nonce and (message.epoch, message.version, message.stage) == self.position
         if (self._checks.fetch_version and not exact) or message.stage != self.position[2] or message.chunk in self.received:
             return False
         self.received[message.chunk] = message.payload
-        at, _ = self._asked.pop(message.chunk, (None, ""))
+        at, donor = self._asked.pop(message.chunk, (None, ""))
         if at is not None:
+            self.givers.add(donor)
             self._patience.measured(now - at)
         return len(self.received) == self._chunks
 

@@ -187,6 +187,16 @@ class Reduction:
         """The chunks of one sum that are here."""
         return self._sections[stage].sums
 
+    def all_sums(self) -> dict[int, Mapping[int, Any]]:
+        """All chunks that are here, by number of the sum."""
+        return {number: section.sums for number, section in self._sections.items()}
+
+    def take_over(self, other: "Reduction") -> None:
+        """What another has collected of the same sums."""
+        for number, section in self._sections.items():
+            section.sums.update(other.sums(number))
+        self._look()
+
     def result(self) -> list[Any]:
         """The reduced gradient, chunk by chunk, section by section."""
         return [part for section in self._sections.values() for part in section.result()]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from atoll.control.buffers import Buffer, Buffers
+from atoll.control.catching_up import ENOUGH, Past, sums_from
 from atoll.control.checks import ALL_CHECKS, Checks
 from atoll.control.device import Device
 from atoll.control.fetching import Fetch
@@ -102,6 +103,10 @@ class Worker:
         self._sealed: _Sealed | None = None  # of the version's step, when another is under way
         self.reduction: Reduction | None = None
         self.fetch: Fetch | None = None
+        self._givers: frozenset[str] = frozenset()  # who gave it its state, until it has made a step with the others
+        self._catching: Committed | None = None  # the commit whose sums it gets from them
+        self._past: Past | None = None
+        self._lent = False  # whether somebody fetches the state
         self._order: Order = NEVER
         self._view: View | None = None
         self._yours: Assignment | None = None
@@ -119,7 +124,7 @@ class Worker:
         self._sum_patience = Patience(2 * settings.heartbeat_seconds, settings.heartbeat_seconds)
         self._reported_at = 0.0
         self._heard_at = 0.0  # when parts or sums last came, or were asked for
-        self._urgent: deque[tuple[Committed, list[Any], int]] = deque()  # commits to apply
+        self._urgent: deque[tuple[Committed, Reduction, int]] = deque()  # commits to apply
         self._forwards: deque[Forward] = deque()
         self._backwards: deque[Backward] = deque()
         self._early: deque[Forward | Backward] = deque()
@@ -199,10 +204,14 @@ class Worker:
             if now - self._heard_at >= self._sum_patience.seconds():
                 self._heard_at = now
                 self._sum_patience.failed()
+                if self._catching is not None:
+                    self._give_up_state()  # they have them no more
+                    self._again()
+                    return
                 reduction.ask()
             self._report(reduction)
-        if self.fetch is not None and self._yours is not None:
-            self.fetch.ask(now, self._yours.donors, self._send)
+        if self.fetch is not None and self._view is not None and not self._changing:
+            self._obtain(self._view)
 
     def _send(self, to: str, message: Message) -> None:
         self.node.transport.send(to, message)
@@ -242,6 +251,8 @@ class Worker:
             return
         commit = view.commit
         if self.state is not None and commit is not None and commit.version == self.version and not self._take(commit):
+            if self._catch_up(commit):
+                return
             self._give_up_state()
         if self._changing:
             return
@@ -319,16 +330,40 @@ class Worker:
             if self.checks.term_digest and reduction.digest != commit.digests[self.stage]:
                 return False
         self._changing = True
-        self._urgent.append((commit, reduction.result(), self._generation))
+        self._urgent.append((commit, reduction, self._generation))
         self._work_waits()
         return True
 
-    async def _apply(self, commit: Committed, sums: list[Any], generation: int) -> None:
+    def _catch_up(self, commit: Committed) -> bool:
+        """One whose state was committed upon while it came gets the sums from those who gave it; False where they would not have them."""
+        if self._catching == commit:
+            return self.reduction is not None and not self.reduction.complete
+        assert self._yours is not None
+        donors = self._givers.intersection(self._yours.donors)
+        if not donors:
+            return False
+        settings, before = self.settings, self.reduction
+        order = sums_from(donors, commit.round, settings.stages + len(settings.tied), settings.chunks)
+        self.reduction = self._reduction(order)
+        if before is not None and before.round == commit.round and before.position == self.reduction.position:
+            self.reduction.take_over(before)
+        self._catching = commit
+        self._heard_at = self.node.clock.now()
+        self.reduction.ask()
+        return not self.reduction.complete
+
+    async def _apply(self, commit: Committed, reduction: Reduction, generation: int) -> None:
+        before, position = self.state, (self.epoch, self.version, self.stage)
+        kept = await self.compute.keep(before) if self._lent and generation == self._generation else None
         state = None
         if generation == self._generation:
-            state = await self.compute.apply(self.state, sums, commit)
+            state = await self.compute.apply(before, reduction.result(), commit)
         self._changing = False
         if generation == self._generation:
+            self._past = Past(position, commit.round, kept, reduction.all_sums()) if kept is not None else None
+            self._lent = False
+            if self._catching is None:
+                self._givers = frozenset()
             self._set_state(state, commit.version + 1)
         self._again()
 
@@ -352,7 +387,7 @@ class Worker:
         if self.checks.clear:
             self.buffers.clear_all()
         self.frozen = None
-        self._sealed = self.reduction = None
+        self._sealed = self.reduction = self._catching = None
         self._early_sums.clear()
         self._forget_messages()
 
@@ -364,7 +399,8 @@ class Worker:
 
     def _give_up_state(self) -> None:
         self.gave_up = self.run_round
-        self.state = None
+        self.state = self._past = None
+        self._givers, self._lent = frozenset(), False
         self.version = self.step = -1
         self._generation += 1
         if self.checks.fetch_version:
@@ -384,14 +420,27 @@ class Worker:
             self._changing = True
             self.node.clock.spawn(self._restore(view.origin, view.epoch, view.version, self.stage, self._generation))
             return
-        position = (view.epoch, view.version, self.stage)
-        if self.fetch is None or (self.fetch.position != position and self.checks.fetch_version):
+        position, fetch = (view.epoch, view.version, self.stage), self.fetch
+        if fetch is None or (self.checks.fetch_version and fetch.position != position and not self._worth_finishing(fetch, view)):
             self._fetches += 1
-            self.fetch = Fetch(self.node.name, self._fetches, position, self.settings.chunks, self.checks, self._fetch_patience)
+            fetch = self.fetch = Fetch(self.node.name, self._fetches, position, self.settings.chunks, self.checks, self._fetch_patience)
             self.compute.expect(self.stage)
-        self.fetch.position = position
+        elif not self.checks.fetch_version:
+            fetch.position = position
+        self._ask_for_state(fetch, view)
+
+    def _worth_finishing(self, fetch: Fetch, view: View) -> bool:
+        """Whether a state that was committed upon meanwhile is the shorter way: those who gave most of it keep it, and the sums."""
         assert self._yours is not None
-        self.fetch.ask(self.node.clock.now(), self._yours.donors, self._send)
+        enough = len(fetch.received) >= ENOUGH * self.settings.chunks and not fetch.late(self.node.clock.now())
+        return enough and fetch.position == (view.epoch, view.version - 1, self.stage) and not fetch.givers.isdisjoint(self._yours.donors)
+
+    def _ask_for_state(self, fetch: Fetch, view: View) -> None:
+        assert self._yours is not None
+        donors = self._yours.donors
+        if fetch.position[1] != view.version:
+            donors = tuple(donor for donor in donors if donor in fetch.givers)
+        fetch.ask(self.node.clock.now(), donors, self._send)
 
     async def _restore(self, origin: tuple[int, int], epoch: int, version: int, stage: int, generation: int) -> None:
         state = None
@@ -410,6 +459,12 @@ class Worker:
     def _on_fetch(self, fetch: FetchState) -> None:
         if fetch.stage != self.stage:
             return
+        past = self._past
+        if past is not None and past.position == (fetch.epoch, fetch.version, fetch.stage):
+            self._lent = True
+            chunk = self.compute.read_kept(past.state, fetch.chunk)
+            self._send(fetch.worker, StateChunk(fetch.nonce, *past.position, fetch.chunk, chunk))
+            return
         ahead = self.checks.fetch_version and (fetch.epoch, fetch.version) > (self.epoch, self.version)
         if self._changing or ahead:
             self._early_fetches.append(fetch)  # this worker is about to have that state
@@ -418,24 +473,26 @@ class Worker:
             return
         if self.checks.fetch_version and (fetch.epoch, fetch.version) != (self.epoch, self.version):
             return
+        self._lent = True
         payload = self.compute.read_chunk(self.state, fetch.chunk)
         self._send(fetch.worker, StateChunk(fetch.nonce, self.epoch, self.version, self.stage, fetch.chunk, payload))
 
     def _on_chunk(self, message: StateChunk) -> None:
         fetch = self.fetch
-        if fetch is None or self._changing or self._yours is None:
+        if fetch is None or self._changing or self._view is None:
             return
         if fetch.on_chunk(message, self.node.clock.now()):
             self._changing = True
             self.node.clock.spawn(self._assemble(fetch, self.stage, self.epoch, self._generation))
         else:
-            fetch.ask(self.node.clock.now(), self._yours.donors, self._send)
+            self._ask_for_state(fetch, self._view)
 
     async def _assemble(self, fetch: Fetch, stage: int, epoch: int, generation: int) -> None:
         state = await self.compute.assemble(stage, fetch.chunks())
         self._changing = False
         if generation == self._generation and epoch == self.epoch:
             self._set_state(state, fetch.position[1])
+            self._givers = frozenset(fetch.givers)
         self._again()
 
     def _store_checkpoint(self, view: View) -> None:
@@ -473,9 +530,7 @@ class Worker:
                 return  # this incarnation never sealed that round
         elif listed:
             return  # somebody else who had this name
-        self.reduction = Reduction(
-            self.node.name, position, self.settings, order, self.compute, self.to_reduce().buffers, self.checks, self._send
-        )
+        self.reduction = self._reduction(order)
         self._reported_at = self._heard_at = self.node.clock.now()
         self.reduction.ask()
         early, self._early_sums = self._early_sums, deque(maxlen=EARLY_LIMIT)
@@ -483,6 +538,10 @@ class Worker:
             if pull.round == order.round:
                 self._on_pull_sum(pull)
         self._finish_reduction()
+
+    def _reduction(self, order: Reduce) -> Reduction:
+        position, buffers = (self.epoch, self.version, self.stage), self.to_reduce().buffers
+        return Reduction(self.node.name, position, self.settings, order, self.compute, buffers, self.checks, self._send)
 
     def _sections(self) -> tuple[int, ...]:
         return self.settings.sections(self.stage) if self.stage >= 0 else ()
@@ -492,8 +551,12 @@ class Worker:
         return self._sealed or _Sealed(self.buffers, self.frozen)
 
     def _finish_reduction(self) -> None:
-        if self.reduction is not None and self.reduction.complete:
+        if self.reduction is None or not self.reduction.complete:
+            return
+        if self._catching is None:
             self._report(self.reduction)
+        else:
+            self._again()
 
     def _report(self, reduction: Reduction) -> None:
         missing = () if reduction.complete else reduction.missing()
@@ -537,6 +600,13 @@ class Worker:
             self._finish_reduction()
 
     def _on_pull_sum(self, pull: PullSum) -> None:
+        past = self._past
+        if past is not None and (past.round, *past.position[:2]) == (pull.round, pull.epoch, pull.version):
+            self._lent = True
+            kept = past.sum(pull.stage, pull.chunk)
+            if kept is not None:
+                self._send(pull.worker, SumChunk(past.round, pull.epoch, pull.version, pull.stage, pull.chunk, kept))
+            return
         reduction = self._reduction_of(pull)
         if reduction is not None:
             reduction.on_pull_sum(pull)

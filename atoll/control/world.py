@@ -130,6 +130,12 @@ class Compute(Protocol):
     def read_chunk(self, state: Any, chunk: int) -> Any:
         """A copy of one chunk of the state, weights and optimizer."""
 
+    async def keep(self, state: Any) -> Any:
+        """A copy that later steps do not change, made where kernels run."""
+
+    def read_kept(self, kept: Any, chunk: int) -> Any:
+        """A copy of one chunk of a state that was kept."""
+
     def expect(self, stage: int) -> None:
         """The stage's state is on its way: what it takes to hold it may be made ready meanwhile."""
 

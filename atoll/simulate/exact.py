@@ -110,6 +110,15 @@ class ExactCompute:
         """Weights and momentum, the stage's own and what it shares."""
         return tuple(state[chunk::CHUNKS])
 
+    async def keep(self, state: Any) -> Any:
+        """States here never change."""
+        await self._process.sleep(0.1 * self.slowness)
+        return state
+
+    def read_kept(self, kept: Any, chunk: int) -> tuple[Cell, ...]:
+        """As of the state."""
+        return self.read_chunk(kept, chunk)
+
     def expect(self, stage: int) -> None:
         """Nothing to make ready."""
 

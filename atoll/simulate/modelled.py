@@ -79,6 +79,14 @@ class ModelledCompute:
         """The number of steps."""
         return state
 
+    async def keep(self, state: int) -> int:
+        """A number."""
+        return state
+
+    def read_kept(self, kept: int, chunk: int) -> int:
+        """The number of steps."""
+        return kept
+
     def expect(self, stage: int) -> None:
         """Nothing to make ready."""
 

@@ -206,6 +206,15 @@ class StageCompute:
         packing = self._packing(state)
         return packing.read(*chunk_range(packing.length, self._chunks, chunk))
 
+    async def keep(self, state: StageState) -> Tensor:
+        """A copy that later steps do not change, made in the thread."""
+        return await self._run(lambda: self.snapshot(state))
+
+    def read_kept(self, kept: Tensor, chunk: int) -> Tensor:
+        """A copy of one chunk of it."""
+        start, stop = chunk_range(kept.numel(), self._chunks, chunk)
+        return kept[start:stop].clone()
+
     async def assemble(self, stage: int, chunks: Sequence[Tensor]) -> StageState:
         """The state from all its chunks."""
         return await self._run(lambda: self._unpack(stage, torch.cat(list(chunks))))

@@ -140,6 +140,7 @@ class GroupCompute:
         # what belongs to the first device
         self.initial, self.expect, self.assemble, self.restore = whole.initial, whole.expect, whole.assemble, whole.restore
         self.read_chunk, self.snapshot, self.delayed = whole.read_chunk, whole.snapshot, whole.delayed
+        self.keep, self.read_kept = whole.keep, whole.read_kept
         self.buffer, self.accumulate, self.store = whole.buffer, whole.accumulate, whole.store
         self.part, self.zero, self.add = whole.part, whole.zero, whole.add
         self.digest, self.norm_squared = whole.digest, whole.norm_squared

@@ -1,0 +1,136 @@
+"""A joiner whose state is committed upon while it arrives finishes it and makes the step it missed, where its donors have kept it."""
+
+import pytest
+
+from atoll.control.messages import Committed, FetchState, PullSum, Reduce, Run, StageReduction, StateChunk, SumChunk
+from atoll.simulate import arithmetic
+from atoll.simulate.arithmetic import Cell, Sum
+from tests.control.bench import ALL, Bench
+from tests.control.test_worker import commit, held
+
+CELLS = [Cell(11, 1, 0, 10), Cell(12, 2, 0, 11)]
+SUMS = [Sum(5, 7), Sum(6, 8)]
+COMMIT = Committed(0, 3, (1, 2), ("", arithmetic.digest(SUMS)), 1.0, False, 0.0, 4.0)
+DONORS = ("x", "y")
+
+
+def announce(bench: Bench, seq: int, version: int, committed: Committed | None = None, donors: tuple[str, ...] = DONORS) -> None:
+    bench.announce(Run((ALL, ALL), frozenset(), (1, seq)), seq, version=version, commit=committed, donors=donors)
+
+
+def joiner(chunks: int, committed: Committed = COMMIT) -> Bench:
+    """It has so many of two chunks of version 3 when that is committed upon."""
+    bench = Bench()
+    announce(bench, 1, 3)
+    for chunk in range(chunks):
+        give(bench, chunk)
+    announce(bench, 3, 4, committed)
+    return bench
+
+
+def give(bench: Bench, chunk: int) -> None:
+    bench.inbox.put(StateChunk(1, 0, 3, 1, chunk, (CELLS[chunk],)))
+    bench.run(0.01)
+
+
+def give_sums(bench: Bench, sums: list[Sum]) -> None:
+    for chunk, value in enumerate(sums):
+        bench.inbox.put(SumChunk((1, 2), 0, 3, 1, chunk, value))
+    bench.run(0.5)
+
+
+def test_a_state_that_is_mostly_there_is_finished_and_the_step_made() -> None:
+    bench = joiner(1)
+    bench.wire.sent.clear()
+    bench.run(2.5)
+    asked = [(to, message) for to, message in bench.wire.sent if isinstance(message, FetchState)]
+    assert {(to, message.version, message.chunk) for to, message in asked} <= {("y", 3, 1)}  # of the one who gave the first
+    give(bench, 1)
+    bench.run(0.5)
+    assert {(to, m.round, m.version, m.chunk) for to, m in bench.wire.sent if isinstance(m, PullSum)} == {
+        ("y", (1, 2), 3, c) for c in (0, 1)
+    }
+    give_sums(bench, SUMS)
+    assert bench.worker.version == 4
+    assert bench.worker.state == arithmetic.model_apply(tuple(CELLS), SUMS, 1.0, False)
+
+
+def test_a_state_that_has_hardly_begun_is_fetched_anew() -> None:
+    bench = joiner(0)
+    assert {message.version for message in bench.sent(FetchState)[2:]} == {4}
+
+
+def test_sums_that_are_not_the_committed_ones_are_not_used() -> None:
+    bench = joiner(1)
+    give(bench, 1)
+    bench.run(0.5)
+    bench.sent(FetchState)
+    give_sums(bench, [SUMS[0], Sum(9, 9)])
+    assert bench.worker.state is None
+    assert {message.version for message in bench.sent(FetchState)} == {4}
+
+
+@pytest.mark.parametrize("given", [1, 2])
+def test_donors_that_have_kept_nothing_are_not_waited_for(given: int) -> None:
+    bench = joiner(given)
+    bench.run(0.5)
+    bench.sent(FetchState)
+    bench.run(60.0)
+    announce(bench, 3, 4, COMMIT)
+    assert {message.version for message in bench.sent(FetchState)} == {4}
+
+
+@pytest.mark.parametrize("given", [1, 2])
+def test_a_joiner_whose_donors_are_gone_or_that_missed_two_steps_begins_anew(given: int) -> None:
+    for donors, version in ((("z",), 4), (DONORS, 5)):
+        bench = joiner(given)
+        bench.run(0.5)
+        bench.sent(FetchState)
+        later = Committed(0, version - 1, (1, 4), ("", "other"), 1.0, False, 0.0, 4.0) if version == 5 else COMMIT
+        announce(bench, 5, version, later, donors)
+        asked = bench.sent(FetchState)
+        if given == 2 and version == 4:
+            assert not asked  # it has the state and has asked for the sums: they may be on their way
+        else:
+            assert {message.version for message in asked} == {version}
+
+
+def test_sums_collected_before_the_commit_are_not_asked_for_again() -> None:
+    bench = Bench()
+    announce(bench, 1, 3)
+    for chunk in (0, 1):
+        give(bench, chunk)
+    bench.run(0.5)
+    order = StageReduction((), (("x", 1),), ("x", "x"))
+    bench.announce(Reduce((1, 2), (order, order)), 2, version=3, donors=DONORS)
+    bench.inbox.put(SumChunk((1, 2), 0, 3, 1, 0, SUMS[0]))
+    bench.run(0.01)
+    bench.sent(PullSum)
+    announce(bench, 3, 4, COMMIT)
+    assert {message.chunk for message in bench.sent(PullSum)} == {1}
+    bench.inbox.put(SumChunk((1, 2), 0, 3, 1, 1, SUMS[1]))
+    bench.run(0.5)
+    assert bench.worker.version == 4
+
+
+@pytest.mark.parametrize("lent", [True, False])
+def test_a_donor_keeps_the_past_for_whom_it_began_to_give_it_and_no_longer(lent: bool) -> None:
+    bench = Bench()
+    digest = held(bench)
+    before, sums = bench.worker.state, bench.worker.reduction.result()  # type: ignore[union-attr]
+    if lent:
+        bench.inbox.put(FetchState(1, 0, 0, 1, 0, "j"))
+        bench.run(0.1)
+        bench.sent(StateChunk)
+    bench.open(9, version=1, commit=commit((1, 2), digest))
+    bench.run(0.5)
+    assert bench.worker.version == 1
+    bench.inbox.put(FetchState(1, 0, 0, 1, 1, "j"))
+    bench.inbox.put(PullSum((1, 2), 0, 0, 1, 1, "j"))
+    bench.run(0.1)
+    assert [(chunk.version, chunk.payload) for chunk in bench.sent(StateChunk)] == ([(0, tuple(before[1::2]))] if lent else [])
+    assert [(chunk.version, chunk.payload) for chunk in bench.sent(SumChunk) if chunk.version == 0][-1:] == ([(0, sums[1])] if lent else [])
+    bench.announce(Run((ALL, ALL), frozenset(), (1, 20)), 20, version=5)  # it was away for long
+    bench.inbox.put(FetchState(2, 0, 0, 1, 1, "j"))
+    bench.run(0.1)
+    assert not bench.sent(StateChunk)

@@ -17,15 +17,15 @@ from atoll.control.happenings import (
     Moved,
     Repaired,
     Resealed,
-    Returned,
     RolledBack,
     Saved,
-    Silent,
     StepCommitted,
     TookOver,
 )
+from atoll.control.holding import waits_for_joiners
 from atoll.control.hosting import processes
 from atoll.control.journal import Checkpointed, Epoch, FencedError, Record, Term, replay
+from atoll.control.leases import Leases
 from atoll.control.membership import Member, Members
 from atoll.control.messages import (
     Announce,
@@ -46,6 +46,7 @@ from atoll.control.messages import (
 from atoll.control.patience import Patience
 from atoll.control.rebalancing import plan_moves
 from atoll.control.settings import Settings
+from atoll.control.silence import Silence
 from atoll.control.summing import Summing, stage_reduction
 from atoll.control.world import Journal, Node
 
@@ -96,23 +97,20 @@ class Coordinator:
         self._manifests: dict[str, Manifest] = {}
         self._summing: Summing | None = None
         self._barred: set[str] = set()
-        self._leases: dict[str, tuple[int, tuple[int, ...]]] = {}
         self._routes: tuple[tuple[Peer, ...], ...] = ()
         self._routed: set[tuple[str, int]] = set()  # workers in the routes since this RUN began
         self._lost: tuple[tuple[str, int], ...] = ()
-        self._progress_at = 0.0
-        self._progress: dict[str, int] = {}
         self._lost_since: dict[int, float] = {}
         self._rebalance_at = 0.0
         self._step_seconds = 0.0
         self._wishes: dict[str, int] = {}
         self._stopping = False
         self._dismissed: dict[str, Member] = {}  # those let go; a late heart-beat does not bring them back
-        self._silent: dict[str, int] = {}  # incarnations of those not heard lately
+        self._silence = Silence()
         beat = settings.heartbeat_seconds
         self._seal_patience = Patience(settings.patience_seconds, 2 * beat)
         self._reduce_patience = Patience(settings.patience_seconds, 2 * beat)
-        self._run_patience = Patience(settings.patience_seconds, 3 * beat)
+        self._leases = Leases(Patience(settings.patience_seconds, 3 * beat))
 
     def move(self, worker: str, stage: int) -> None:
         """Asks that a worker change stage after this step; it is not done where it would leave too few behind."""
@@ -218,17 +216,16 @@ class Coordinator:
         if new or beat.incarnation != member.incarnation:
             self._announce(member, self._view())
         if type(self.phase) is Run and beat.round == self.phase.opened:
-            if beat.progress > self._progress.get(beat.feeder, -1):
-                self._progress[beat.feeder] = beat.progress
-                self._run_patience.measured(now - self._progress_at)
-                self._progress_at = now
+            self._leases.hear(beat, now)
             self._look_at_leases(now, False)
 
     async def _on_tick(self) -> None:
         now = self.node.clock.now()
         self._beat += 1
         self.members.forget(now)
-        self._look_for_silent(now)
+        if type(self.phase) is not Finished:
+            for change in self._silence.look(self.members, now):
+                self._observe(change)
         await self._look_for_lost_stages(now)
         if self._stopping:
             self._stop_when_stored(now)
@@ -288,9 +285,10 @@ class Coordinator:
 
     def _assignment(self, member: Member) -> Assignment:
         if not member.worker:
-            incarnation, lease = self._leases.get(member.name, (0, ()))
-            mine = lease if incarnation == member.incarnation else ()
-            return Assignment(member.nonce, member.incarnation, -1, lease=mine, window=self._window(), routes=self._routes, lost=self._lost)
+            lease = self._leases.of(member)
+            return Assignment(
+                member.nonce, member.incarnation, -1, lease=lease, window=self._window(), routes=self._routes, lost=self._lost
+            )
         donors: tuple[str, ...] = ()
         if member.stage >= 0 and not self._has_state(member):
             donors = self._donors(member)
@@ -300,8 +298,7 @@ class Coordinator:
     def _window(self) -> int:
         """Three micro-batches for every process: one in hand, one waiting, one on its way. A feeder has more where the way is long."""
         workers = processes(peer.worker for row in self._routes for peer in row)
-        feeders = sum(1 for _, lease in self._leases.values() if lease) or 1
-        return max(1, min(self.settings.in_flight, -(-3 * len(workers) // feeders)))
+        return max(1, min(self.settings.in_flight, -(-3 * len(workers) // self._leases.feeders)))
 
     def _donors(self, member: Member) -> tuple[str, ...]:
         """Some who have the state, not the same ones for everybody."""
@@ -333,19 +330,6 @@ class Coordinator:
 
     def _live_feeders(self, now: float) -> list[Member]:
         return [member for member in self.members if not member.worker and self.members.live(member, now, self._beat)]
-
-    def _look_for_silent(self, now: float) -> None:
-        """Tells who fell silent and who is back. Nothing is decided by it."""
-        if type(self.phase) is Finished:
-            return
-        for member in self.members:
-            before = self._silent.get(member.name)
-            if self.members.heard(member, now):
-                if self._silent.pop(member.name, None) == member.incarnation:
-                    self._observe(Returned(member.name, member.stage))
-            elif before != member.incarnation:
-                self._silent[member.name] = member.incarnation
-                self._observe(Silent(member.name, member.stage, now - member.heard_at))
 
     def _can_run(self, now: float) -> bool:
         stages = {member.stage for member in self._usable(now)}
@@ -390,11 +374,7 @@ class Coordinator:
     def _enter_run(self, missing: tuple[frozenset[int], ...], keep: frozenset[tuple[str, int, int]]) -> None:
         now = self.node.clock.now()
         self.seq += 1
-        todo = sorted(frozenset().union(*missing))
-        feeders = self._live_feeders(now)
-        self._leases = {feeder.name: (feeder.incarnation, tuple(todo[index :: len(feeders)])) for index, feeder in enumerate(feeders)}
-        self._progress_at = now
-        self._progress = {}
+        self._leases.divide(sorted(frozenset().union(*missing)), self._live_feeders(now), now)
         self._routed, self._lost = set(), ()
         self._enter(Run(missing, keep, (self.term, self.seq)))
 
@@ -410,19 +390,9 @@ class Coordinator:
     def _look_at_leases(self, now: float, ticking: bool) -> None:
         """Seals when all is done, when nobody is left who could do the rest, or when nothing moves."""
         assert type(self.phase) is Run
-        round = self.phase.opened
-        pending = False
-        for name, (incarnation, lease) in self._leases.items():
-            member = self.members.get(name)
-            if not lease or (member is not None and member.round == round and member.done >= len(lease)):
-                continue
-            if member is not None and member.incarnation == incarnation and self.members.heard(member, now):
-                pending = True
-                break
-        if not pending:
+        if not self._leases.pending(self.members, self.phase.opened, now):
             self._enter_seal("")
-        elif ticking and now - self._progress_at > self._run_patience.seconds():
-            self._run_patience.failed()
+        elif ticking and self._leases.stuck(now):
             self._enter_seal("no progress")
 
     # --- SEAL and decide ------------------------------------------------------------------------------------------------------
@@ -556,7 +526,9 @@ class Coordinator:
         if covered or (late and not self.checks.all_stages and any(summing.reports)):
             if summing.disagree():
                 self._give_up_summing("members of a stage disagree about the sum")
-            elif not self._hold(summing, now):
+            elif not waits_for_joiners(
+                self.members, summing, self.settings, version=self.version, barred=self._barred, now=now, beat=self._beat
+            ):
                 if not summing.awaited:
                     self._reduce_patience.measured(now - summing.began)
                 await self._write_commit(summing)
@@ -566,34 +538,6 @@ class Coordinator:
             if blamed is not None:
                 self._barred.add(blamed)
             self._give_up_summing("the reduction did not finish")
-
-    def _hold(self, summing: Summing, now: float) -> bool:
-        """Whether the commit waits for a joiner: for its next chunk, and not for ever.
-
-        Nobody waits for one that came in the middle of this step: it has all of the next step to fetch a state, or to finish what it has
-        and catch up. Only whoever has missed a commit before would perhaps never be in time.
-        """
-        settings = self.settings
-        taking_part = summing.members()
-        held = False
-        for member in self.members:
-            if not member.worker or member.stage < 0 or member.name in summing.reports[member.stage] or member.name in self._barred:
-                continue
-            has_state = member.version in (self.version, self.version - 1)  # and still needs sums
-            collecting = has_state and member.name not in taking_part and self.members.live(member, now, self._beat)
-            if not (member.fetched >= 0 or collecting) or not self.members.heard(member, now):
-                continue
-            if member.missed < 0:
-                member.missed = self.version
-            if member.missed == self.version:
-                continue
-            if member.held_at_most == 0.0:
-                member.held_at_most = now + settings.hold_limit_seconds
-                member.held_until = now + settings.hold_seconds
-            elif member.fetched > 0 or has_state:
-                member.held_until = now + settings.hold_seconds
-            held = held or now < min(member.held_until, member.held_at_most)
-        return held
 
     # --- COMMIT ---------------------------------------------------------------------------------------------------------------
 

@@ -8,16 +8,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from atoll.control.buffers import Buffer, Buffers
-from atoll.control.catching_up import ENOUGH, Past, sums_from
+from atoll.control.buffers import Buffers
+from atoll.control.catching_up import ENOUGH, sums_from
 from atoll.control.checks import ALL_CHECKS, Checks
 from atoll.control.device import Device
 from atoll.control.fetching import Fetch
+from atoll.control.kernels import Kernels
+from atoll.control.lending import Lending
 from atoll.control.messages import (
-    Ack,
     Announce,
     Assignment,
-    Attempt,
     Backward,
     Committed,
     FetchState,
@@ -25,7 +25,6 @@ from atoll.control.messages import (
     Forward,
     Manifest,
     Message,
-    Order,
     Part,
     Pull,
     PullSum,
@@ -41,13 +40,13 @@ from atoll.control.messages import (
 )
 from atoll.control.patience import Patience
 from atoll.control.reduction import Reduction
-from atoll.control.settings import BACKWARD_WORK, Settings
+from atoll.control.settings import Settings
+from atoll.control.standing import NEVER, Standing
 from atoll.control.world import Checkpoints, Compute, Node
 
 __all__ = ["Worker"]
 
 EARLY_LIMIT = 4096
-NEVER: Order = (0, 0)
 
 
 class _Sealed:
@@ -60,10 +59,11 @@ class _Sealed:
         self.frozen = frozen
 
 
-class Worker:
+class Worker(Standing):
     """One worker. `await run()` ends when the run is finished or the worker was dismissed.
 
-    A process that hosts several stages runs as many workers; they are given the same `device`.
+    A process that hosts several stages runs as many workers; they are given the same `device`. `on_state` is told whenever there is a new
+    state, `on_kernel` of every kernel: what it counts as, in forwards, and its seconds.
     """
 
     def __init__(
@@ -78,45 +78,31 @@ class Worker:
         on_kernel: Callable[["Worker", float, float], None] | None = None,
         device: Device | None = None,
     ) -> None:
+        super().__init__(node.name, compute, settings, checks)
         self.node = node
         self._device = device or Device(node.clock)
         self._device.workers += 1
-        self._on_kernel = on_kernel  # told of every kernel: what it counts as, in forwards, and its seconds
-        self._on_state = on_state  # told whenever there is a new state
-        self.compute = compute
+        self._on_state = on_state or (lambda worker: None)
+        told = on_kernel or (lambda worker, work, seconds: None)
+        self.kernels = Kernels(
+            self, node.clock, self._device, self._send, lambda work, seconds: told(self, work, seconds), self._answer_if_sealed
+        )
+        self._lending = Lending(self, self._send)
         self.checkpoints = checkpoints
-        self.settings = settings
         self.coordinators = coordinators
-        self.checks = checks
         self.leaving = False
         self.finished = False
-        self.incarnation = 0
-        self.stage = -1
-        self.epoch = -1
-        self.version = -1  # of the state
-        self.step = -1  # the one under way: that of the version, or with staleness the one after it while the version's sums are reduced
-        self.state: Any = None
         self.stored = -1
-        self.speed = 0.0
-        self.buffers = Buffers(compute)
-        self.frozen: Round | None = None
         self._sealed: _Sealed | None = None  # of the version's step, when another is under way
         self.reduction: Reduction | None = None
         self.fetch: Fetch | None = None
         self._givers: frozenset[str] = frozenset()  # who gave it its state, until it has made a step with the others
         self._catching: Committed | None = None  # the commit whose sums it gets from them
-        self._past: Past | None = None
-        self._lent = False  # whether somebody fetches the state
-        self._order: Order = NEVER
         self._view: View | None = None
         self._yours: Assignment | None = None
         self._echo = (0, 0)  # term, beat
         self._handled: Round | None = None  # the RUN whose orders were carried out
-        self.run_round: Round = NEVER
         self.gave_up: Round = NEVER  # the RUN in which it last gave up its state, and what it had summed with it
-        self._missing: frozenset[int] = frozenset()
-        self._landing: Buffer | None = None
-        self._changing = False  # a state is being applied or loaded
         self._generation = 0  # grows whenever the state is given up
         self._storing = False
         self._fetches = 0
@@ -124,38 +110,30 @@ class Worker:
         self._sum_patience = Patience(2 * settings.heartbeat_seconds, settings.heartbeat_seconds)
         self._reported_at = 0.0
         self._heard_at = 0.0  # when parts or sums last came, or were asked for
-        self._urgent: deque[tuple[Committed, Reduction, int]] = deque()  # commits to apply
-        self._forwards: deque[Forward] = deque()
-        self._backwards: deque[Backward] = deque()
-        self._early: deque[Forward | Backward] = deque()
-        self._early_fetches: deque[FetchState] = deque(maxlen=EARLY_LIMIT)
         self._early_sums: deque[PullSum] = deque(maxlen=EARLY_LIMIT)
-        self._saved: dict[tuple[int, Attempt | None], Forward] = {}
-        self._latest: dict[int, tuple[Round, int]] = {}
-        self._wake = node.clock.mailbox()
-        self._idle = False
         self._handlers: dict[type, Callable[[Any], None]] = {
             Announce: self._on_announce,
-            Forward: self._on_work,
-            Backward: self._on_work,
+            Forward: self.kernels.on_work,
+            Backward: self.kernels.on_work,
             Pull: self._on_pull,
             Part: self._on_part,
             PullSum: self._on_pull_sum,
             SumChunk: self._on_sum,
-            FetchState: self._on_fetch,
+            FetchState: self._lending.on_fetch,
             StateChunk: self._on_chunk,
         }
 
     async def run(self) -> None:
         """Joins, works, and comes back when there is nothing left to do."""
         self.node.clock.spawn(self._tick())
-        self.node.clock.spawn(self._execute())
+        self.node.clock.spawn(self.kernels.run())
         inbox, handlers = self.node.inbox, self._handlers
         while not self.finished:
             message = await inbox.take()
             handler = handlers.get(type(message))
             if handler is not None:
                 handler(message)
+        self.kernels.end()
         self._device.workers -= 1  # the others have it to themselves
 
     def leave(self) -> None:
@@ -183,7 +161,7 @@ class Worker:
             self._echo[1],
             self._echo[0],
             len(self.fetch.received) if self.fetch is not None else -1,
-            self.speed,
+            self.kernels.speed,
             holds,
             reduction.digest if holds and reduction is not None else "",
             self.stored,
@@ -210,7 +188,7 @@ class Worker:
                     return
                 reduction.ask()
             self._report(reduction)
-        if self.fetch is not None and self._view is not None and not self._changing:
+        if self.fetch is not None and self._view is not None and not self.changing:
             self._obtain(self._view)
 
     def _send(self, to: str, message: Message) -> None:
@@ -223,9 +201,9 @@ class Worker:
         if yours.nonce != self.node.nonce or yours.incarnation < self.incarnation:
             return
         order = (view.term, view.seq)
-        if order < self._order and self.checks.message_order:
+        if order < self.order and self.checks.message_order:
             return
-        self._order = order
+        self.order = order
         self._view, self._yours = view, yours
         self._echo = max(self._echo, (view.term, view.beat))
         if yours.incarnation > self.incarnation:
@@ -247,14 +225,14 @@ class Worker:
             self._give_up_state()
             self.stored = -1
         self.epoch = view.epoch
-        if self._changing:
+        if self.changing:
             return
         commit = view.commit
         if self.state is not None and commit is not None and commit.version == self.version and not self._take(commit):
             if self._catch_up(commit):
                 return
             self._give_up_state()
-        if self._changing:
+        if self.changing:
             return
         if self.state is not None and self.version != view.version:
             self._give_up_state()
@@ -263,7 +241,7 @@ class Worker:
             return
         self._store_checkpoint(view)
         self._carry_out(view)
-        self._admit_early()
+        self.kernels.admit_early()
 
     def _carry_out(self, view: View) -> None:
         self._turn_to(view.step)
@@ -276,7 +254,7 @@ class Worker:
                 self._open(phase)
         elif type(phase) is Seal:
             self.frozen = phase.round
-            if self._landing is None:
+            if self.landing is None:
                 self._answer_seal()
         elif type(phase) is Reduce:
             self._start_reduction(phase)
@@ -305,13 +283,16 @@ class Worker:
         for index in (0, 1):
             if (self.node.name, self.incarnation, index) not in run.keep:
                 self.buffers.clear(index)
-        self._missing = run.missing[self.stage]
+        self.missing = run.missing[self.stage]
         self.run_round = run.opened
+
+    def _answer_if_sealed(self) -> None:
+        """A sum has landed: a SEAL that came meanwhile is answered with it."""
+        if self.frozen is not None and self.state is not None and self._view is not None and type(self._view.phase) is Seal:
+            self._answer_seal()
 
     def _answer_seal(self) -> None:
         assert self.frozen is not None
-        view = self._view
-        assert view is not None
         where = (self.epoch, self.step, self.stage)
         manifest = Manifest(self.frozen, self.node.name, self.incarnation, *where, self.buffers.manifests(), self.version)
         for coordinator in self.coordinators:
@@ -322,16 +303,16 @@ class Worker:
     def _take(self, commit: Committed) -> bool:
         """Applies the commit when the result held is the one committed; otherwise says no."""
         reduction = self.reduction
-        if reduction is None or not reduction.complete or reduction.position != (self.epoch, self.version, self.stage):
+        if reduction is None or not reduction.complete or reduction.position != self.position:
             return False
         if self.checks.round_digest:
             if reduction.round != commit.round:
                 return False
             if self.checks.term_digest and reduction.digest != commit.digests[self.stage]:
                 return False
-        self._changing = True
-        self._urgent.append((commit, reduction, self._generation))
-        self._work_waits()
+        self.changing = True
+        generation = self._generation
+        self.kernels.first(lambda: self._apply(commit, reduction, generation))
         return True
 
     def _catch_up(self, commit: Committed) -> bool:
@@ -353,21 +334,21 @@ class Worker:
         return not self.reduction.complete
 
     async def _apply(self, commit: Committed, reduction: Reduction, generation: int) -> None:
-        before, position = self.state, (self.epoch, self.version, self.stage)
-        kept = await self.compute.keep(before) if self._lent and generation == self._generation else None
+        before, position = self.state, self.position
+        kept = await self.compute.keep(before) if self._lending.asked and generation == self._generation else None
         state = None
         if generation == self._generation:
             state = await self.compute.apply(before, reduction.result(), commit)
-        self._changing = False
+        self.changing = False
         if generation == self._generation:
-            self._past = Past(position, commit.round, kept, reduction.all_sums()) if kept is not None else None
-            self._lent = False
+            self._lending.remember(position, commit.round, kept, reduction.all_sums())
             if self._catching is None:
                 self._givers = frozenset()
             self._set_state(state, commit.version + 1)
         self._again()
 
     def _set_state(self, state: Any, version: int) -> None:
+        self._catching = None
         goes_on = self._sealed is not None and version == self.step  # the step under way was begun before this commit
         self.state = state
         self.version = self.step = version
@@ -376,11 +357,8 @@ class Worker:
             self._sealed = self.reduction = None
         else:
             self._forget_work()
-        if self._on_state is not None:
-            self._on_state(self)
-        early, self._early_fetches = self._early_fetches, deque(maxlen=EARLY_LIMIT)
-        for fetch in early:
-            self._on_fetch(fetch)
+        self._on_state(self)
+        self._lending.answer_early()
 
     def _forget_work(self) -> None:
         """The state beneath the buffers has changed: everything summed, saved or frozen is of the past."""
@@ -393,14 +371,14 @@ class Worker:
 
     def _forget_messages(self) -> None:
         self._handled = None
-        self._missing = frozenset()
-        self._saved.clear()
-        self._latest.clear()
+        self.missing = frozenset()
+        self.kernels.forget()
 
     def _give_up_state(self) -> None:
         self.gave_up = self.run_round
-        self.state = self._past = None
-        self._givers, self._lent = frozenset(), False
+        self.state = None
+        self._givers = frozenset()
+        self._lending.forget()
         self.version = self.step = -1
         self._generation += 1
         if self.checks.fetch_version:
@@ -417,7 +395,7 @@ class Worker:
     def _obtain(self, view: View) -> None:
         """No state yet: from the checkpoint where the epoch begins, later from peers."""
         if view.version == view.origin[1]:
-            self._changing = True
+            self.changing = True
             self.node.clock.spawn(self._restore(view.origin, view.epoch, view.version, self.stage, self._generation))
             return
         position, fetch = (view.epoch, view.version, self.stage), self.fetch
@@ -449,47 +427,26 @@ class Worker:
         else:
             snapshot = await self.checkpoints.read(origin[0], origin[1], stage)
             state = None if snapshot is None else await self.compute.restore(stage, snapshot)
-        self._changing = False
+        self.changing = False
         if state is None:
             return  # the store did not answer: the next announcement asks again
         if generation == self._generation and epoch == self.epoch:
             self._set_state(state, version)
         self._again()
 
-    def _on_fetch(self, fetch: FetchState) -> None:
-        if fetch.stage != self.stage:
-            return
-        past = self._past
-        if past is not None and past.position == (fetch.epoch, fetch.version, fetch.stage):
-            self._lent = True
-            chunk = self.compute.read_kept(past.state, fetch.chunk)
-            self._send(fetch.worker, StateChunk(fetch.nonce, *past.position, fetch.chunk, chunk))
-            return
-        ahead = self.checks.fetch_version and (fetch.epoch, fetch.version) > (self.epoch, self.version)
-        if self._changing or ahead:
-            self._early_fetches.append(fetch)  # this worker is about to have that state
-            return
-        if self.state is None:
-            return
-        if self.checks.fetch_version and (fetch.epoch, fetch.version) != (self.epoch, self.version):
-            return
-        self._lent = True
-        payload = self.compute.read_chunk(self.state, fetch.chunk)
-        self._send(fetch.worker, StateChunk(fetch.nonce, self.epoch, self.version, self.stage, fetch.chunk, payload))
-
     def _on_chunk(self, message: StateChunk) -> None:
         fetch = self.fetch
-        if fetch is None or self._changing or self._view is None:
+        if fetch is None or self.changing or self._view is None:
             return
         if fetch.on_chunk(message, self.node.clock.now()):
-            self._changing = True
+            self.changing = True
             self.node.clock.spawn(self._assemble(fetch, self.stage, self.epoch, self._generation))
         else:
             self._ask_for_state(fetch, self._view)
 
     async def _assemble(self, fetch: Fetch, stage: int, epoch: int, generation: int) -> None:
         state = await self.compute.assemble(stage, fetch.chunks())
-        self._changing = False
+        self.changing = False
         if generation == self._generation and epoch == self.epoch:
             self._set_state(state, fetch.position[1])
             self._givers = frozenset(fetch.givers)
@@ -519,7 +476,7 @@ class Worker:
 
     def _start_reduction(self, order: Reduce) -> None:
         reduction = self.reduction
-        position = (self.epoch, self.version, self.stage)
+        position = self.position
         if reduction is not None and reduction.round == order.round and reduction.position == position:
             self._report(reduction)
             return
@@ -540,7 +497,7 @@ class Worker:
         self._finish_reduction()
 
     def _reduction(self, order: Reduce) -> Reduction:
-        position, buffers = (self.epoch, self.version, self.stage), self.to_reduce().buffers
+        position, buffers = self.position, self.to_reduce().buffers
         return Reduction(self.node.name, position, self.settings, order, self.compute, buffers, self.checks, self._send)
 
     def _sections(self) -> tuple[int, ...]:
@@ -600,12 +557,7 @@ class Worker:
             self._finish_reduction()
 
     def _on_pull_sum(self, pull: PullSum) -> None:
-        past = self._past
-        if past is not None and (past.round, *past.position[:2]) == (pull.round, pull.epoch, pull.version):
-            self._lent = True
-            kept = past.sum(pull.stage, pull.chunk)
-            if kept is not None:
-                self._send(pull.worker, SumChunk(past.round, pull.epoch, pull.version, pull.stage, pull.chunk, kept))
+        if self._lending.on_pull_sum(pull):
             return
         reduction = self._reduction_of(pull)
         if reduction is not None:
@@ -625,183 +577,3 @@ class Worker:
         patience = self._sum_patience
         patience.measured(min(now - self._heard_at, 4 * patience.seconds()))  # one that stood still is no measure for the rest
         self._heard_at = now
-
-    # --- work ---------------------------------------------------------------------------------------------------------------
-
-    def _matches(self, message: Forward | Backward) -> bool:
-        """Whether the message is about the state this worker has."""
-        checks = self.checks
-        return (
-            self.state is not None
-            and (message.version == self.step or not checks.version)
-            and (message.stage == self.stage or not checks.stage)
-            and (message.epoch == self.epoch or not checks.epoch)
-        )
-
-    def _is_early(self, message: Forward | Backward) -> bool:
-        """Sent by someone who has heard more than this worker: the announcement is on its way."""
-        if message.attempt.round > self._order:
-            return True
-        return self.checks.version and (message.epoch, message.version) > (self.epoch, self.step)
-
-    def _superseded(self, message: Forward | Backward) -> bool:
-        attempt = message.attempt
-        token = (attempt.round if self.checks.token else NEVER, attempt.number)
-        latest = self._latest.get(message.micro_batch)
-        if latest is not None and token < latest:
-            return True
-        self._latest[message.micro_batch] = token
-        return False
-
-    def _on_work(self, message: Forward | Backward) -> None:
-        if self.incarnation == 0:
-            return
-        if self._is_early(message):
-            if len(self._early) >= EARLY_LIMIT:
-                self._early.popleft()
-            self._early.append(message)
-        elif self._matches(message) and not self._superseded(message):
-            if type(message) is Forward:
-                self._forwards.append(message)
-            else:
-                self._backwards.append(message)  # type: ignore[arg-type]
-            self._work_waits()
-
-    def _admit_early(self) -> None:
-        if self._early:
-            early, self._early = self._early, deque()
-            for message in early:
-                self._on_work(message)
-
-    def _work_waits(self) -> None:
-        if self._idle:
-            self._idle = False
-            self._wake.put(None)
-
-    async def _execute(self) -> None:
-        while not self.finished:
-            if self._urgent or self._backwards or self._forwards:
-                await self._device.take()
-                await self._execute_next()
-                self._device.give()
-            else:
-                self._idle = True
-                await self._wake.take()
-
-    async def _execute_next(self) -> None:
-        """Steps of the optimizer first, then backwards, since they free memory and end what was begun, then forwards."""
-        if self._urgent:
-            await self._apply(*self._urgent.popleft())
-        elif self._backwards:
-            await self._run_backward(self._backwards.popleft())
-        elif self._forwards:
-            await self._run_forward(self._forwards.popleft())
-
-    def _weights(self) -> Any:
-        """What the step under way is computed with: with staleness the weights before the last step."""
-        if not self.settings.staleness or self.step > self.version or not self.checks.same_weights:
-            return self.state
-        return self.compute.delayed(self.state)
-
-    def _key(self, message: Forward | Backward) -> tuple[int, Attempt | None]:
-        return message.micro_batch, message.attempt if self.checks.token else None
-
-    async def _run_forward(self, message: Forward) -> None:
-        if not self._matches(message) or self._superseded(message):
-            return
-        began = self.node.clock.now()
-        if message.stage == self.settings.stages - 1:
-            gradient, contribution, loss, weight = await self.compute.turn(
-                self._weights(), message.version, message.micro_batch, message.stage, message.payload
-            )
-            seconds = self._measured(1.0 + BACKWARD_WORK, began)
-            owns = await self._accumulate(message, contribution, loss, weight)
-            self._pass_back(message, gradient, owns, seconds)
-            return
-        leaving = await self.compute.forward(self._weights(), message.version, message.micro_batch, message.stage, message.payload)
-        seconds = self._measured(1.0, began)
-        if not self._matches(message):
-            return
-        self._saved[self._key(message)] = message
-        onward = Forward(
-            message.epoch,
-            message.version,
-            message.stage + 1,
-            message.micro_batch,
-            message.attempt,
-            message.path,
-            message.owned,
-            leaving,
-        )
-        self._send(message.path[message.stage + 1], onward)
-        if self.settings.acknowledge_forward:
-            self._acknowledge(message, True, False, seconds)
-
-    async def _run_backward(self, message: Backward) -> None:
-        saved = self._saved.get(self._key(message))
-        if saved is None or not self._matches(message) or self._superseded(message):
-            return
-        del self._saved[self._key(message)]
-        began = self.node.clock.now()
-        gradient, contribution = await self.compute.backward(
-            self._weights(), message.version, message.micro_batch, message.stage, saved.payload, message.payload
-        )
-        seconds = self._measured(BACKWARD_WORK, began)
-        owns = await self._accumulate(saved, contribution, 0.0, 0.0)
-        self._pass_back(saved, gradient, owns, seconds)
-
-    def _measured(self, work: float, began: float) -> float:
-        seconds = self.node.clock.now() - began
-        if self._on_kernel is not None:
-            self._on_kernel(self, work, seconds)
-        seconds *= self._device.workers  # the others of this process compute as long
-        if seconds > 0:
-            self.speed = work / seconds if self.speed == 0 else self.speed + 0.1 * (work / seconds - self.speed)
-        return seconds
-
-    async def _accumulate(self, message: Forward, contribution: Any, loss: float, weight: float) -> bool:
-        """Adds to the buffer if all of rule 4 allows it; True when this worker's buffers hold the micro-batch now."""
-        micro_batch = message.micro_batch
-        if message.stage in message.owned or not self._matches(message):
-            return False
-        if self.checks.once and self.buffers.holds(micro_batch):
-            return True
-        if (self.frozen is not None and self.checks.freeze) or micro_batch not in self._missing:
-            return False
-        first = message.attempt.number == 0 and message.attempt.round == self.run_round
-        buffer = self.buffers.get(0 if first else 1, self.stage)
-        self._landing = buffer
-        if self.checks.atomic_manifest:
-            await self.compute.accumulate(buffer.value, contribution)
-        else:
-            self.node.clock.spawn(self.compute.accumulate(buffer.value, contribution))
-        self._landing = None
-        buffer.micro_batches.add(micro_batch)
-        buffer.loss += loss
-        buffer.weight += weight
-        if self.frozen is not None and self.state is not None and self._view is not None and type(self._view.phase) is Seal:
-            self._answer_seal()
-        return self._matches(message) and self.buffers.holds(micro_batch)
-
-    def _pass_back(self, message: Forward, gradient: Any, owns: bool, seconds: float) -> None:
-        """The gradient goes back along the path, no further than a stage still needs it."""
-        self._acknowledge(message, False, owns, seconds)
-        stage = message.stage - 1
-        if any(below not in message.owned for below in range(message.stage)):
-            back = Backward(message.epoch, message.version, stage, message.micro_batch, message.attempt, gradient)
-            self._send(message.path[stage], back)
-
-    def _acknowledge(self, message: Forward, forward: bool, owns: bool, seconds: float) -> None:
-        ack = Ack(
-            message.epoch,
-            message.version,
-            message.stage,
-            message.micro_batch,
-            message.attempt,
-            self.node.name,
-            self.incarnation,
-            forward,
-            owns,
-            seconds,
-        )
-        self._send(message.attempt.feeder, ack)

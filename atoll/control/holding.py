@@ -1,0 +1,37 @@
+"""Holding: whether a commit waits for those who are joining."""
+
+from atoll.control.membership import Members
+from atoll.control.settings import Settings
+from atoll.control.summing import Summing
+
+__all__ = ["waits_for_joiners"]
+
+
+def waits_for_joiners(
+    members: Members, summing: Summing, settings: Settings, *, version: int, barred: set[str], now: float, beat: int
+) -> bool:
+    """Whether the commit of `version` waits: for a joiner's next chunk, and not for ever.
+
+    Nobody waits for one that came in the middle of this step: it has all of the next step to fetch a state, or to finish what it has and
+    catch up. Only whoever has missed a commit before would perhaps never be in time. What is decided is noted in the members.
+    """
+    taking_part = summing.members()
+    held = False
+    for member in members:
+        if not member.worker or member.stage < 0 or member.name in summing.reports[member.stage] or member.name in barred:
+            continue
+        has_state = member.version in (version, version - 1)  # and still needs sums
+        collecting = has_state and member.name not in taking_part and members.live(member, now, beat)
+        if not (member.fetched >= 0 or collecting) or not members.heard(member, now):
+            continue
+        if member.missed < 0:
+            member.missed = version
+        if member.missed == version:
+            continue
+        if member.held_at_most == 0.0:
+            member.held_at_most = now + settings.hold_limit_seconds
+            member.held_until = now + settings.hold_seconds
+        elif member.fetched > 0 or has_state:
+            member.held_until = now + settings.hold_seconds
+        held = held or now < min(member.held_until, member.held_at_most)
+    return held

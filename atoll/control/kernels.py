@@ -1,0 +1,222 @@
+"""Kernels: forwards and backwards of a worker's micro-batches, one at a time, and the sums of their gradients (docs/swarm.md, rule 4)."""
+
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from atoll.control.device import Device
+from atoll.control.messages import Ack, Attempt, Backward, Forward, Message, Round
+from atoll.control.settings import BACKWARD_WORK
+from atoll.control.standing import NEVER, Standing
+from atoll.control.world import Clock
+
+__all__ = ["Kernels"]
+
+EARLY_LIMIT = 4096
+
+
+class Kernels:
+    """What waits to be computed, and its computing on the `device` that all workers of a process share.
+
+    `on_kernel` is told of every kernel, what it counts as in forwards and its seconds; `on_landed` when something was added to a buffer.
+    """
+
+    def __init__(
+        self,
+        at: Standing,
+        clock: Clock,
+        device: Device,
+        send: Callable[[str, Message], None],
+        on_kernel: Callable[[float, float], None],
+        on_landed: Callable[[], None],
+    ) -> None:
+        self.speed = 0.0  # forwards a second
+        self._at = at
+        self._clock = clock
+        self._device = device
+        self._send = send
+        self._on_kernel = on_kernel
+        self._on_landed = on_landed
+        self._urgent: deque[Callable[[], Awaitable[None]]] = deque()
+        self._forwards: deque[Forward] = deque()
+        self._backwards: deque[Backward] = deque()
+        self._early: deque[Forward | Backward] = deque(maxlen=EARLY_LIMIT)
+        self._saved: dict[tuple[int, Attempt | None], Forward] = {}
+        self._latest: dict[int, tuple[Round, int]] = {}
+        self._wake = clock.mailbox()
+        self._idle = False
+        self._ended = False
+
+    async def run(self) -> None:
+        """Computes what there is until `end`."""
+        while not self._ended:
+            if self._urgent or self._backwards or self._forwards:
+                await self._device.take()
+                await self._execute_next()
+                self._device.give()
+            else:
+                self._idle = True
+                await self._wake.take()
+
+    def end(self) -> None:
+        """Nothing more is begun."""
+        self._ended = True
+
+    async def _execute_next(self) -> None:
+        """Steps of the optimizer first, then backwards, since they free memory and end what was begun, then forwards."""
+        if self._urgent:
+            await self._urgent.popleft()()
+        elif self._backwards:
+            await self._run_backward(self._backwards.popleft())
+        elif self._forwards:
+            await self._run_forward(self._forwards.popleft())
+
+    def first(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Something for the device before all that waits."""
+        self._urgent.append(work)
+        self._work_waits()
+
+    def forget(self) -> None:
+        """Of the step so far: what waits is looked at again when its turn comes."""
+        self._saved.clear()
+        self._latest.clear()
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is computed or waits to be."""
+        return not self._idle
+
+    def on_work(self, message: Forward | Backward) -> None:
+        """A micro-batch arrives; one that is not for this worker as it stands is nothing, one of the near future is kept."""
+        if self._at.incarnation == 0:
+            return
+        if self._at.is_early(message):
+            self._early.append(message)
+        elif self._at.matches(message) and not self._superseded(message):
+            if type(message) is Forward:
+                self._forwards.append(message)
+            else:
+                self._backwards.append(message)  # type: ignore[arg-type]
+            self._work_waits()
+
+    def admit_early(self) -> None:
+        """Looks again at what came before its announcement."""
+        if self._early:
+            early, self._early = self._early, deque(maxlen=EARLY_LIMIT)
+            for message in early:
+                self.on_work(message)
+
+    def _work_waits(self) -> None:
+        if self._idle:
+            self._idle = False
+            self._wake.put(None)
+
+    def _superseded(self, message: Forward | Backward) -> bool:
+        attempt = message.attempt
+        token = (attempt.round if self._at.checks.token else NEVER, attempt.number)
+        latest = self._latest.get(message.micro_batch)
+        if latest is not None and token < latest:
+            return True
+        self._latest[message.micro_batch] = token
+        return False
+
+    def _key(self, message: Forward | Backward) -> tuple[int, Attempt | None]:
+        return message.micro_batch, message.attempt if self._at.checks.token else None
+
+    async def _run_forward(self, message: Forward) -> None:
+        if not self._at.matches(message) or self._superseded(message):
+            return
+        began = self._clock.now()
+        if message.stage == self._at.settings.stages - 1:
+            gradient, contribution, loss, weight = await self._at.compute.turn(
+                self._at.weights(), message.version, message.micro_batch, message.stage, message.payload
+            )
+            seconds = self._measured(1.0 + BACKWARD_WORK, began)
+            owns = await self._accumulate(message, contribution, loss, weight)
+            self._pass_back(message, gradient, owns, seconds)
+            return
+        leaving = await self._at.compute.forward(self._at.weights(), message.version, message.micro_batch, message.stage, message.payload)
+        seconds = self._measured(1.0, began)
+        if not self._at.matches(message):
+            return
+        self._saved[self._key(message)] = message
+        onward = Forward(
+            message.epoch,
+            message.version,
+            message.stage + 1,
+            message.micro_batch,
+            message.attempt,
+            message.path,
+            message.owned,
+            leaving,
+        )
+        self._send(message.path[message.stage + 1], onward)
+        if self._at.settings.acknowledge_forward:
+            self._acknowledge(message, True, False, seconds)
+
+    async def _run_backward(self, message: Backward) -> None:
+        saved = self._saved.get(self._key(message))
+        if saved is None or not self._at.matches(message) or self._superseded(message):
+            return
+        del self._saved[self._key(message)]
+        began = self._clock.now()
+        gradient, contribution = await self._at.compute.backward(
+            self._at.weights(), message.version, message.micro_batch, message.stage, saved.payload, message.payload
+        )
+        seconds = self._measured(BACKWARD_WORK, began)
+        owns = await self._accumulate(saved, contribution, 0.0, 0.0)
+        self._pass_back(saved, gradient, owns, seconds)
+
+    def _measured(self, work: float, began: float) -> float:
+        seconds = self._clock.now() - began
+        self._on_kernel(work, seconds)
+        seconds *= self._device.workers  # the others of this process compute as long
+        if seconds > 0:
+            self.speed = work / seconds if self.speed == 0 else self.speed + 0.1 * (work / seconds - self.speed)
+        return seconds
+
+    async def _accumulate(self, message: Forward, contribution: Any, loss: float, weight: float) -> bool:
+        """Adds to the buffer if all of rule 4 allows it; True when this worker's buffers hold the micro-batch now."""
+        at, micro_batch = self._at, message.micro_batch
+        if message.stage in message.owned or not at.matches(message):
+            return False
+        if at.checks.once and at.buffers.holds(micro_batch):
+            return True
+        if (at.frozen is not None and at.checks.freeze) or micro_batch not in at.missing:
+            return False
+        first = message.attempt.number == 0 and message.attempt.round == at.run_round
+        buffer = at.buffers.get(0 if first else 1, at.stage)
+        at.landing = buffer
+        if at.checks.atomic_manifest:
+            await at.compute.accumulate(buffer.value, contribution)
+        else:
+            self._clock.spawn(at.compute.accumulate(buffer.value, contribution))
+        at.landing = None
+        buffer.micro_batches.add(micro_batch)
+        buffer.loss += loss
+        buffer.weight += weight
+        self._on_landed()
+        return at.matches(message) and at.buffers.holds(micro_batch)
+
+    def _pass_back(self, message: Forward, gradient: Any, owns: bool, seconds: float) -> None:
+        """The gradient goes back along the path, no further than a stage still needs it."""
+        self._acknowledge(message, False, owns, seconds)
+        stage = message.stage - 1
+        if any(below not in message.owned for below in range(message.stage)):
+            back = Backward(message.epoch, message.version, stage, message.micro_batch, message.attempt, gradient)
+            self._send(message.path[stage], back)
+
+    def _acknowledge(self, message: Forward, forward: bool, owns: bool, seconds: float) -> None:
+        ack = Ack(
+            message.epoch,
+            message.version,
+            message.stage,
+            message.micro_batch,
+            message.attempt,
+            self._at.name,
+            self._at.incarnation,
+            forward,
+            owns,
+            seconds,
+        )
+        self._send(message.attempt.feeder, ack)

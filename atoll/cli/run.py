@@ -79,8 +79,8 @@ def run(
     chosen, predicted = _plan(model, devices, plan, constants, directory if resume and not cluster else None, mode)
     if staleness is not None:
         chosen = msgspec.structs.replace(chosen, staleness=staleness)
-    if mode == "swarm" and model.captured is not None:
-        check_swarm(chosen, model.captured)
+    if mode == "swarm" and model.captured is not None and model.job is not None:
+        check_swarm(chosen, model.captured, model.job)
     settings = msgspec.structs.replace(settings, mode=mode, codec=codec, nats=nats)
     _write(directory, settings, chosen, devices, predicted, resumed=resume is not None)
     _show(chosen, predicted, model, devices)

@@ -1,5 +1,6 @@
-"""`atoll run --mode swarm`: what is refused, and that nothing has been started by then."""
+"""`atoll run --mode swarm` up to the first process: what is refused, what is predicted."""
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -42,6 +43,15 @@ job = atoll.Job(
 )
 """
 PLAN = "plan v1 graph=small cluster=here mode=swarm schedule=1f1b batch=16 micro_batch=8{staleness}\nstage 0: layers 0-1: h/0=16\n"
+HERE = """name = "here"
+[[site]]
+name = "h"
+network = { bandwidth = "1 Mbit/s", latency = "1 ms" }
+  [[site.host]]
+  count = 2
+  devices = [{ kind = "T4", count = 1 }]
+"""
+TWO = "plan v1 graph=small cluster=here mode={mode} schedule=1f1b batch=16 micro_batch=8\nstage 0: layers 0-1: h-0/0=8 h-1/0=8\n"
 
 
 class ProcessStarted(BaseException):
@@ -73,3 +83,22 @@ def test_without_staleness_it_is_started(folder: Path) -> None:
     Path("p.plan").write_text(PLAN.format(staleness=" staleness=1"))
     with pytest.raises(ProcessStarted):
         run(["run", "train.py", "--plan", "p.plan", "--out", "out", "--staleness", "0"])
+
+
+@pytest.mark.parametrize("mode", ["swarm", "lockstep"])  # of the plan: the command's goes before it
+def test_the_prediction_is_that_of_the_staleness_asked_for(mode: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train.py").write_text(SCRIPT.replace("Hoarder(parameters", "torch.optim.SGD(parameters"))
+    Path("here.toml").write_text(HERE)
+    Path("p.plan").write_text(TWO.format(mode=mode))
+    steps, shown = {}, {}
+    for staleness in ("0", "1"):
+        out = Path(f"out{staleness}")
+        with pytest.raises(ProcessStarted):
+            run(["run", "train.py", "--mode", "swarm", "--plan", "p.plan", "-c", "here.toml", "--out", str(out), "--staleness", staleness])
+        steps[staleness] = json.loads((out / "predicted.json").read_text())["step_seconds"]
+        shown[staleness] = capsys.readouterr().out
+        assert json.loads((out / "plan.json").read_text())["mode"] == "swarm"
+    assert steps["1"] < steps["0"]
+    assert "staleness=1" in shown["1"]
+    assert "more memory a device" in " ".join(shown["1"].split())
+    assert "staleness" not in shown["0"]

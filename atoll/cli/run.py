@@ -78,7 +78,9 @@ def run(
     model = load_target(script, None, arguments)
     chosen = _plan(model, devices, plan, constants, directory if resume and not cluster else None, mode)
     if mode == "swarm":
-        chosen = msgspec.structs.replace(chosen, mode=mode, staleness=chosen.staleness if staleness is None else staleness)
+        if staleness is None:  # a resumed run that is planned anew trains as it did
+            staleness = directory.plan().staleness if resume is not None and plan is None else chosen.staleness
+        chosen = msgspec.structs.replace(chosen, mode=mode, staleness=staleness)
     if mode == "swarm" and model.captured is not None and model.job is not None:
         check_swarm(chosen, model.captured, model.job)
     settings = msgspec.structs.replace(settings, mode=mode, codec=codec, nats=nats)

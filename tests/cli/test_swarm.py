@@ -102,3 +102,17 @@ def test_the_prediction_is_that_of_the_staleness_asked_for(mode: str, folder: Pa
     assert "staleness=1" in shown["1"]
     assert "more memory a device" in " ".join(shown["1"].split())
     assert "staleness" not in shown["0"]
+
+
+def test_a_resumed_run_that_is_planned_anew_keeps_its_staleness(folder: Path) -> None:
+    Path("train.py").write_text(SCRIPT.replace("Hoarder(parameters", "torch.optim.SGD(parameters"))
+    Path("here.toml").write_text(HERE)
+    Path("p.plan").write_text(TWO.format(mode="swarm"))
+    for options, staleness in (
+        (["--plan", "p.plan", "--out", "out", "--staleness", "1"], 1),
+        (["--resume", "out"], 1),
+        (["--resume", "out", "--staleness", "0"], 0),
+    ):
+        with pytest.raises(ProcessStarted):
+            run(["run", "train.py", "--mode", "swarm", "-c", "here.toml", *options])
+        assert json.loads(Path("out/plan.json").read_text())["staleness"] == staleness

@@ -13,15 +13,15 @@ from atoll.cli.status import say, working
 from atoll.cli.target import Target, load_target
 from atoll.cli.why import alternatives_table, why_view
 from atoll.cluster import Cluster, load_cluster
-from atoll.cost import Calibration, cost, load_calibration
+from atoll.cost import Calibration, Cost, Evaluator, load_calibration, staleness_effect
 from atoll.errors import PlanError
-from atoll.plan import load_plan, save_plan, validate
+from atoll.plan import Plan, load_plan, save_plan, validate
 from atoll.units import format_bytes
 
 if TYPE_CHECKING:
     from atoll.planner import Planned
 
-__all__ = ["RunMode", "make_plan_for", "plan"]
+__all__ = ["RunMode", "make_plan_for", "plan", "priced"]
 
 RunMode = Literal["lockstep", "swarm"]  # what can be run
 PlannedMode = Literal["lockstep", "swarm", "islands"]  # a plan may have more modes than the planner makes plans of
@@ -110,11 +110,18 @@ def _make(
 def _show(planned: "Planned", model: Target, cluster: Cluster, long: bool) -> None:
     best = planned.candidates[0]
     others = [alternatives_table(planned, long=long)] if len(planned.candidates) > 1 else []
-    show(plan_view(best.plan, best.cost, model.graph, cluster), why_view(planned, long=long), *_notes(model), *others)
+    show(plan_view(best.plan, best.cost, model.graph, cluster), why_view(planned, long=long), *_notes(model.notes), *others)
 
 
-def _notes(model: Target) -> list[RenderableType]:
-    return [notes_view(model.notes)] if model.notes else []
+def _notes(sentences: tuple[str, ...]) -> list[RenderableType]:
+    return [notes_view(sentences)] if sentences else []
+
+
+def priced(plan: Plan, model: Target, cluster: Cluster, calibration: Calibration | None) -> tuple[Cost, tuple[str, ...]]:
+    """What a plan costs that was not just made, and what there is to say of it in sentences."""
+    evaluator = Evaluator(model.graph, cluster, optimizer=model.optimizer, calibration=calibration or _here(model, cluster))
+    stale = plan.mode == "swarm" and plan.staleness > 0
+    return evaluator.cost(plan), (f"staleness=1: {staleness_effect(evaluator, plan)}",) if stale else ()
 
 
 def _refuse_with_check(options: dict[str, object]) -> None:
@@ -133,11 +140,11 @@ def _check(path: Path, model: Target, cluster: Cluster, calibration: Calibration
         validate(given, model.graph, cluster)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
-    predicted = cost(model.graph, cluster, given, optimizer=model.optimizer, calibration=calibration)
+    predicted, said = priced(given, model, cluster, calibration)
     if as_json:
-        print_json(checked_json(given, predicted, model, cluster))
+        print_json(checked_json(given, predicted, model, cluster, said))
     else:
-        show(plan_view(given, predicted, model.graph, cluster), *_notes(model))
+        show(plan_view(given, predicted, model.graph, cluster), *_notes((*model.notes, *said)))
     if not predicted.fits:
         device, lacking = max(predicted.over_memory.items(), key=lambda item: item[1])
         say(f"{path}: the plan does not fit: {len(predicted.over_memory)} devices lack memory, {device} the most ({format_bytes(lacking)})")

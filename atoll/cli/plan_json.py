@@ -34,9 +34,9 @@ def planned_json(planned: "Planned", model: Target, cluster: Cluster) -> str:
     )
 
 
-def checked_json(plan: Plan, cost: Cost, model: Target, cluster: Cluster) -> str:
+def checked_json(plan: Plan, cost: Cost, model: Target, cluster: Cluster, reasons: Sequence[str] = ()) -> str:
     """One plan that was given rather than made, in the same shape."""
-    return _document(model, cluster, 0.0, [_entry(plan, cost, model.graph, ())], {})
+    return _document(model, cluster, 0.0, [_entry(plan, cost, model.graph, reasons)], {})
 
 
 def _document(model: Target, cluster: Cluster, plan_seconds: float, plans: list[dict[str, Any]], more: dict[str, Any]) -> str:

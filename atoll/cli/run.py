@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from atoll.cli.output import notes_view
-from atoll.cli.plan import RunMode, make_plan_for
+from atoll.cli.plan import RunMode, make_plan_for, priced
 from atoll.cli.render import plan_view, show
 from atoll.cli.report import short_view
 from atoll.cli.status import say
@@ -18,7 +18,7 @@ from atoll.cli.swarm import check_swarm, launch_swarm
 from atoll.cli.target import Target, load_target
 from atoll.cluster import Cluster, dump_cluster, load_cluster
 from atoll.codec import SwarmCodec
-from atoll.cost import Calibration, Cost, cost, load_calibration
+from atoll.cost import Calibration, Cost, load_calibration
 from atoll.errors import JobError, PlanError
 from atoll.events import EventLog
 from atoll.lab.environment import lab_of
@@ -76,14 +76,18 @@ def run(
     devices = _cluster(cluster, plan, directory if resume else None)
     constants = load_calibration(calibration) if calibration else None
     model = load_target(script, None, arguments)
-    chosen, predicted = _plan(model, devices, plan, constants, directory if resume and not cluster else None, mode)
-    if staleness is not None:
-        chosen = msgspec.structs.replace(chosen, staleness=staleness)
-    if mode == "swarm" and model.captured is not None:
-        check_swarm(chosen, model.captured)
+    chosen = _plan(model, devices, plan, constants, directory if resume and not cluster else None, mode)
+    if mode == "swarm":
+        if staleness is None:  # a resumed run that is planned anew trains as it did
+            staleness = directory.plan().staleness if resume is not None and plan is None else chosen.staleness
+        chosen = msgspec.structs.replace(chosen, mode=mode, staleness=staleness)
+    if mode == "swarm" and model.captured is not None and model.job is not None:
+        check_swarm(chosen, model.captured, model.job)
     settings = msgspec.structs.replace(settings, mode=mode, codec=codec, nats=nats)
+    matching = devices if devices is not None and devices.name == chosen.cluster else None
+    predicted, said = priced(chosen, model, matching, constants) if matching else (None, ())
     _write(directory, settings, chosen, devices, predicted, resumed=resume is not None)
-    _show(chosen, predicted, model, devices)
+    _show(chosen, predicted, model, devices, said)
     if mode == "swarm":
         assert model.captured is not None  # a script always is
         launch_swarm(directory, settings, chosen, model.captured, max_restarts, listen, tuple(standby or ()))
@@ -162,12 +166,11 @@ def _cluster(path: Path | None, plan: Path | None, resumed: RunDirectory | None)
 
 def _plan(
     model: Target, cluster: Cluster | None, given: Path | None, constants: Calibration | None, resumed: RunDirectory | None, mode: RunMode
-) -> tuple[Plan, Cost | None]:
+) -> Plan:
     """The plan to run: the one given, the one a resumed run had, or the best for the devices."""
     if given is None and resumed is None:
         assert cluster is not None
-        best = make_plan_for(model, cluster, constants, mode).candidates[0]
-        return best.plan, best.cost
+        return make_plan_for(model, cluster, constants, mode).best
     chosen = load_plan(given) if given is not None else resumed.plan()  # type: ignore[union-attr]
     matching = cluster if cluster is not None and cluster.name == chosen.cluster else None
     try:
@@ -176,8 +179,7 @@ def _plan(
         raise PlanError(f"{given or 'plan.json'}: {error}") from None
     if chosen.batch_size != model.batch_size:
         raise PlanError(f"{given}: it is a plan of a batch of {chosen.batch_size}, but the job's is {model.batch_size}; plan anew")
-    predicted = cost(model.graph, matching, chosen, optimizer=model.optimizer, calibration=constants) if matching else None
-    return chosen, predicted
+    return chosen
 
 
 def _write(
@@ -196,8 +198,8 @@ def _write(
         directory.forget("predicted.json")  # of the plan that a resumed run had before
 
 
-def _show(plan: Plan, predicted: Cost | None, model: Target, cluster: Cluster | None) -> None:
-    told = (*model.notes, *_other_micro_batches(plan, model))
+def _show(plan: Plan, predicted: Cost | None, model: Target, cluster: Cluster | None, said: tuple[str, ...]) -> None:
+    told = (*model.notes, *_other_micro_batches(plan, model), *said)
     notes = [notes_view(told)] if told else []
     if predicted is not None and cluster is not None:
         show(plan_view(plan, predicted, model.graph, cluster), *notes)

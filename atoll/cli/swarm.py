@@ -19,6 +19,7 @@ from atoll.runtime.run_directory import RunDirectory, RunSettings
 
 if TYPE_CHECKING:
     from atoll.graph.capture import Captured
+    from atoll.job import Job
 
 __all__ = ["check_swarm", "launch_swarm"]
 
@@ -118,8 +119,8 @@ def _dialled(address: str) -> str:
     return f"{socket.gethostname()}:{port}" if host in ("0.0.0.0", "[::]", "") else address
 
 
-def check_swarm(plan: Plan, captured: "Captured") -> None:
-    """AtollError where this plan of this model cannot be trained by a swarm."""
+def check_swarm(plan: Plan, captured: "Captured", job: "Job") -> None:
+    """AtollError where this plan of this job cannot be trained by a swarm. Nothing has been written or started yet."""
     if plan.staleness > 1:
         raise PlanError(f"staleness={plan.staleness}: a swarm's sums may lag by one step at most; write staleness=1 or 0")
     for number, stage in enumerate(plan.stages):
@@ -135,6 +136,9 @@ def check_swarm(plan: Plan, captured: "Captured") -> None:
                     f"stage {number}: a swarm's worker is on one host, but a replica is on {' and '.join(hosts)}; make them two replicas"
                 )
     from atoll.runtime.swarm.spec import bounds_of
+    from atoll.runtime.swarm.staleness import check_optimizer
     from atoll.runtime.swarm.taking_part import check_divisible
 
     check_divisible(captured, bounds_of(plan))
+    if plan.staleness:
+        check_optimizer(job)

@@ -34,6 +34,7 @@ class Target:
     micro_batch_size: int | None = None  # that the job asks for
     notes: tuple[str, ...] = ()  # what was assumed or estimated, in sentences
     captured: "Captured | None" = None  # of a script
+    job: "Job | None" = None  # of a script
 
 
 def load_target(name: str, batch_size: int | None = None, arguments: Sequence[str] = ()) -> Target:
@@ -82,6 +83,7 @@ def _from_script(path: str, batch_size: int | None, arguments: Sequence[str]) ->
             micro_batch_size=job.micro_batch_size,
             notes=(*captured.notes, *notes),
             captured=captured,
+            job=job,
         )
 
 

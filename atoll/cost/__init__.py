@@ -5,6 +5,7 @@ from atoll.cost.cost import Cost, MemoryUse, StageCost
 from atoll.cost.evaluate import Evaluator, cost
 from atoll.cost.layer_times import LayerTimes, read_layer_times
 from atoll.cost.optimizer import OPTIMIZERS
+from atoll.cost.staleness import StalenessEffect, staleness_effect
 
 __all__ = [
     "OPTIMIZERS",
@@ -15,10 +16,12 @@ __all__ = [
     "LayerTimes",
     "MemoryUse",
     "StageCost",
+    "StalenessEffect",
     "calibration_names",
     "cost",
     "load_calibration",
     "meaning",
     "named_calibration",
     "read_layer_times",
+    "staleness_effect",
 ]

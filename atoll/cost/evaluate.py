@@ -18,6 +18,7 @@ from atoll.cost.memory import Memory
 from atoll.cost.played import Played
 from atoll.cost.replica import ReplicaPrices, ReplicaSeconds
 from atoll.cost.setting import Place, Setting
+from atoll.cost.swarm import Ending, activation_seconds, is_overlapped, overlapped_ending, swarm_ending, with_copying
 from atoll.cost.synchronisation import Synchronisation, Work
 from atoll.cost.timeline import play
 from atoll.cost.traffic import Traffic
@@ -41,10 +42,10 @@ class _Prices(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """How long a step is, and because of which stage."""
+    """How long a step is, and because of what."""
 
     seconds: float
-    critical: int  # the stage that ends last
+    ending: Ending
     jitter: float
 
 
@@ -82,7 +83,7 @@ class Evaluator:
         return Cost(
             step_seconds=step.seconds,
             samples_per_second=plan.batch_size / step.seconds,
-            breakdown=self._breakdown(plan, prices, step, played),
+            breakdown=self._breakdown(prices, step, played),
             stages=tuple(self._stage_cost(plan, prices, s, played) for s in range(len(plan.stages))),
             memory=memory,
             memory_available={name: self.devices[name].memory_bytes for name in memory},
@@ -154,21 +155,46 @@ class Evaluator:
         return max(begin + sync - max(finish), last_bucket) + prices.tied[s]
 
     def _step(self, plan: Plan, prices: _Prices, played: Played) -> _Step:
-        worst, critical = -1.0, 0
-        for s, finish in enumerate(played.finish):
-            end = max(finish) + self._exposed(plan, prices, played, s) + max([replica.update for replica in prices.replicas[s]])
-            if end > worst:
-                worst, critical = end, s
+        ending = self._swarm_ending(plan, prices, played) if plan.mode == "swarm" else self._lockstep_ending(plan, prices, played)
         jitter = 0.0
         if self.calibration.jitter or self.calibration.straggler_seconds:
             names = {name for stage in plan.stages for name in stage.devices}
             hosts = len({self.devices[name].host for name in names})
-            jitter = worst * self.calibration.jitter * log2(len(names)) + self.calibration.straggler_seconds * log2(hosts)
-        return _Step(worst + jitter + self.calibration.step_seconds, critical, jitter)
+            jitter = ending.seconds * self.calibration.jitter * log2(len(names)) + self.calibration.straggler_seconds * log2(hosts)
+        return _Step(ending.seconds + jitter + self.calibration.step_seconds, ending, jitter)
 
-    def _breakdown(self, plan: Plan, prices: _Prices, step: _Step, played: Played) -> dict[str, float]:
+    def _lockstep_ending(self, plan: Plan, prices: _Prices, played: Played) -> Ending:
+        """Every stage goes on to its gradients and its optimizer by itself; the last one ends the step."""
+        last = Ending(-1.0, 0, 0.0, 0.0)
+        for s, finish in enumerate(played.finish):
+            exposed, update = self._exposed(plan, prices, played, s), max([replica.update for replica in prices.replicas[s]])
+            end = max(finish) + exposed + update
+            if end > last.seconds:
+                last = Ending(end, s, exposed, update)
+        return last
+
+    def _swarm_ending(self, plan: Plan, prices: _Prices, played: Played) -> Ending:
+        finish = [max(row) for row in played.finish]
+        exchange = [sync + tied for sync, tied in zip(prices.sync, prices.tied, strict=True)]
+        update = [max(replica.update for replica in row) for row in prices.replicas]
+        if not is_overlapped(plan):
+            return swarm_ending(finish, exchange, update)
+        held = activation_seconds(self._transfers, plan, prices.places, prices.counts)
+        beside = [max((held.get(name, 0.0) for name in self._exchange_links(prices, s)), default=0.0) for s in range(len(finish))]
+        copying = [with_copying(seconds, self.optimizer.update_bytes) for seconds in update]
+        return overlapped_ending(finish, exchange, copying, beside)
+
+    def _exchange_links(self, prices: _Prices, s: int) -> set[str]:
+        """Hosts whose interfaces, and links between sites, that a stage's gradients cross."""
+        groups = [group for work in prices.works[s] for group in work.groups]
+        for homes, _ in prices.tied_volumes:
+            if s in homes:
+                groups.extend(self._synchronisation.tied_groups([prices.places[home] for home in homes]))
+        return {name for group in groups for name in (*group.hosts, *group.links)}
+
+    def _breakdown(self, prices: _Prices, step: _Step, played: Played) -> dict[str, float]:
         """Where the time of the replica that ends last goes; `bubble` is what it waits beyond the transfers."""
-        s = step.critical
+        s = step.ending.critical
         last = max(range(len(prices.counts[s])), key=lambda i: played.finish[s][i])
         replica, count = prices.replicas[s][last], prices.counts[s][last]
         idle = max(0.0, played.finish[s][last] - played.busy[s][last])
@@ -182,8 +208,8 @@ class Evaluator:
             "codec": played.busy[s][last] - (replica.forward + replica.backward) * count,
             "transfer": transfer,
             "bubble": idle - transfer,
-            "sync": self._exposed(plan, prices, played, s),
-            "optimizer": max(r.update for r in prices.replicas[s]),
+            "sync": step.ending.sync,
+            "optimizer": step.ending.update,
             "jitter": step.jitter,
             "overhead": self.calibration.step_seconds,
         }

@@ -7,6 +7,7 @@ from atoll.cost.calibration import Calibration
 from atoll.cost.cost import MemoryUse
 from atoll.cost.optimizer import OptimizerCost
 from atoll.cost.setting import Place, Setting
+from atoll.cost.swarm import is_overlapped
 from atoll.plan import Plan, Replica, Stage
 
 __all__ = ["Memory", "memory_use"]
@@ -42,7 +43,8 @@ class Memory:
         if any(replica.samples != samples or replica.tensor_shares for replica in stage.replicas):
             return None
         micro = _micro_batch(plan, sum(samples) or 1)
-        return self._remembered(stage, 1 / stage.tensor, micro / lanes if samples[0] else 0.0, held[0], lanes, place.has_cpus)
+        own = micro / lanes if samples[0] else 0.0
+        return self._remembered(stage, 1 / stage.tensor, own, held[0], lanes, place.has_cpus, is_overlapped(plan))
 
     def _replica(self, plan: Plan, stage: Stage, replica: Replica, held: int, uses: dict[str, MemoryUse]) -> None:
         total = replica.total_samples or 1
@@ -56,16 +58,32 @@ class Memory:
                 was_cpu = is_cpu
                 lane, position = divmod(index, stage.tensor)
                 fraction = tensor_fraction(replica, stage.tensor, position)
-                use = self._remembered(stage, fraction, replica.samples[lane] / total * micro, held, stage.lanes, is_cpu)
+                own = replica.samples[lane] / total * micro
+                use = self._remembered(stage, fraction, own, held, stage.lanes, is_cpu, is_overlapped(plan))
             before = uses.get(name)
             uses[name] = use if before is None else _sum(before, use)
 
-    def _remembered(self, stage: Stage, fraction: float, samples: float, held: int, lanes: int, is_cpu: bool) -> MemoryUse:
-        key = (stage.start, stage.stop, stage.sharded, stage.expert, stage.recompute, stage.split, fraction, samples, held, lanes, is_cpu)
+    def _remembered(
+        self, stage: Stage, fraction: float, samples: float, held: int, lanes: int, is_cpu: bool, overlapped: bool
+    ) -> MemoryUse:
+        inside = (stage.start, stage.stop, stage.sharded, stage.expert, stage.recompute, stage.split)
+        key = (*inside, fraction, samples, held, lanes, is_cpu, overlapped)
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = self.device(stage, fraction, samples, held, lanes, is_cpu)
+            use = self.device(stage, fraction, samples, held, lanes, is_cpu)
+            found = self._known[key] = _sum(use, self._of_two_steps(stage, fraction, lanes, is_cpu)) if overlapped else use
         return found
+
+    def _of_two_steps(self, stage: Stage, fraction: float, lanes: int, is_cpu: bool) -> MemoryUse:
+        """What a swarm's worker holds besides where a step is computed while the one before it is summed.
+
+        The weights before the last step, of all parameters; this worker's own sums of the step before; and those of all workers, which a
+        device that is a processor keeps in the same memory.
+        """
+        held = self._setting.held_with(stage, fraction, lanes)
+        shards = lanes if stage.sharded else 1
+        trained = held.dense / shards + held.expert + held.divided
+        return MemoryUse(parameters=4.0 * (trained + held.frozen / shards), gradients=(8.0 if is_cpu else 4.0) * trained)
 
     def device(self, stage: Stage, fraction: float, samples: float, held: int, lanes: int, is_cpu: bool) -> MemoryUse:
         """What a device with `fraction` of the tensors holds when `held` micro-batches of `samples` each are in flight."""

@@ -58,7 +58,8 @@ def choose_mode(found: Sequence[Found], evaluator: Evaluator, islands: tuple[Pla
     best = found[0]
     failures = _failures(best.plan, evaluator)
     lockstep = _effective("lockstep", best, evaluator)
-    alive = [one for one in found if _survives(one.plan, evaluator)] or ([best] if forced == "swarm" else [])
+    surviving = [one for one in found if _survives(one.plan, evaluator)] or ([best] if forced == "swarm" else [])
+    alive = [_as_swarm(one, evaluator) for one in surviving]
     swarm = min(alive, key=lambda one: _effective("swarm", one, evaluator), default=None)
     swarm_seconds = _effective("swarm", swarm, evaluator) if swarm is not None else float("inf")
     is_swarm = forced == "swarm" or (forced is None and swarm_seconds * SWARM_GAIN < lockstep)
@@ -71,8 +72,14 @@ def choose_mode(found: Sequence[Found], evaluator: Evaluator, islands: tuple[Pla
     beside = _not_islands(exact / apart) if forced is None else ""
     if is_swarm and swarm is not None:
         reason = _swarm_reason(failures, lockstep, swarm_seconds, _survives(swarm.plan, evaluator), forced)
-        return ModeChoice(replace(swarm.plan, mode="swarm"), reason + beside)
+        return ModeChoice(swarm.plan, reason + beside)
     return ModeChoice(best.plan, _lockstep_reason(failures, lockstep, swarm_seconds, forced) + beside)
+
+
+def _as_swarm(found: Found, evaluator: Evaluator) -> Found:
+    """A plan with what its step takes longer in a swarm: by what both are where long steps are extrapolated, since leaders' are not."""
+    plan = replace(found.plan, mode="swarm")
+    return Found(found.seconds + evaluator.seconds(plan) - evaluator.seconds(found.plan), plan)
 
 
 def _failures(plan: Plan, evaluator: Evaluator) -> float:

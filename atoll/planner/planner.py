@@ -191,9 +191,9 @@ class _Planner:
             reasons = plan_reasons(each, cost, evaluator)
             first = (choice.reason, *(f"as annotated: {said}" for said in self.rules.said))
             candidates.append(Candidate(plan=each, cost=cost, reasons=(*first, *reasons) if number == 0 else reasons))
-        head = candidates[0]
+        head, *rest = candidates
         return Planned(
-            candidates=tuple(candidates),
+            candidates=(head, *sorted(rest, key=lambda one: one.cost.step_seconds)),
             considered=self.tally.considered + self.islands.considered,
             priced=self.tally.priced + self.islands.priced,
             ruled_out=self._ruled_out(found, choice.plan.mode, exact),

@@ -4,12 +4,13 @@ from collections import Counter
 
 from msgspec.structs import replace
 
-from atoll.cost import Cost, Evaluator
+from atoll.cost import Cost, Evaluator, staleness_effect
 from atoll.plan import Plan
 from atoll.units import format_bytes, format_rate, format_seconds
 
 __all__ = ["bottleneck", "plan_reasons", "relief"]
 
+_WORTH_OTHER_NUMBERS = 1.02  # times as fast, for staleness to be mentioned
 _PARTS = {
     "compute": "arithmetic and memory traffic of the layers",
     "recompute": "running forward again to save memory",
@@ -77,6 +78,10 @@ def relief(plan: Plan, cost: Cost, evaluator: Evaluator) -> tuple[str, ...]:
     for part, what in (("sync", "gradients"), ("transfer", "activations")):
         if parts.get(part, 0.0) > 0.15 * step:
             found.append(f"links twice as wide would take up to {parts[part] / 2 / step:.0%} off the step ({what})")
+    if plan.mode == "swarm" and not plan.staleness and parts.get("sync", 0.0) > 0:
+        effect = staleness_effect(evaluator, plan)
+        if effect.gain > _WORTH_OTHER_NUMBERS:
+            found.append(f"`atoll run --staleness 1` would sum gradients during the next step: {effect}")
     if used > 0.9:
         found.append(f"memory is {used:.0%} full on {tight}: a little more would allow larger micro-batches")
     idle = len(evaluator.devices) - len({name for stage in plan.stages for name in stage.devices})

@@ -13,6 +13,7 @@ from atoll.cluster import Cluster, load_cluster
 from atoll.cost import cost
 from atoll.graph import preset
 from atoll.plan import load_plan, parse_plan, validate
+from atoll.units import format_seconds
 from tests.cli.test_main import PLAN, TINY
 from tests.plan.strategies import make_cluster
 
@@ -79,6 +80,19 @@ def test_the_json_of_a_checked_plan_has_the_documented_keys(folder: Path, capsys
     assert_documented(document)
     assert parse_plan(document["plans"][0]["text"]) == load_plan("good.plan")
     assert set(document["plans"][0]["predicted"]["memory_bytes"]) == {"oslo-0/0", "oslo-0/1"}
+
+
+def test_checking_a_plan_with_staleness_says_what_it_brings(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("stale.plan").write_text(PLAN.replace("cluster=tiny", "cluster=tiny mode=swarm staleness=1"))
+    assert run(["plan", "bert-large", "-c", "tiny.toml", "--check", "stale.plan", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["plans"]
+    (said,) = found["reasons"]
+    graph, cluster = preset("bert-large").graph, load_cluster("tiny.toml")
+    stale = load_plan("stale.plan")
+    without = cost(graph, cluster, msgspec.structs.replace(stale, staleness=0), optimizer=preset("bert-large").optimizer)
+    assert f"instead of {format_seconds(without.step_seconds)}" in said
+    assert run(["plan", "bert-large", "-c", "tiny.toml", "--check", "stale.plan"]) == 0
+    assert said in " ".join(capsys.readouterr().out.split())
 
 
 def assert_documented(document: dict[str, object]) -> None:

@@ -1,13 +1,16 @@
 """Which execution mode, and why."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.cluster import Cluster, make_cluster, make_site
+from atoll.cost import Evaluator, staleness_effect
 from atoll.graph import preset
 from atoll.plan import Mode
 from atoll.planner import plan
 from atoll.planner.mode import goodput
+from atoll.units import format_seconds
 
 
 @given(st.floats(0, 100), st.floats(0, 100), st.floats(0.01, 1000), st.integers(1, 1000), st.sampled_from(["lockstep", "swarm"]))
@@ -34,6 +37,26 @@ def test_preemptible_devices_run_as_a_swarm() -> None:
     best = plan(preset("bert-large").graph, make_cluster("spot", [site]), batch_size=64).candidates[0]
     assert best.plan.mode == "swarm"
     assert "64 preemptions an hour" in best.reasons[0]
+
+
+@pytest.mark.parametrize(("network", "mentioned"), [("400 Gbit/s", True), ("1 Gbit/s", False)])  # slow links: a plan without sums
+def test_staleness_is_never_chosen_and_mentioned_where_it_would_help(network: str, mentioned: bool) -> None:
+    site = make_site("a", kind="T4", hosts=4, devices=1, network=network)
+    found = plan(preset("bert-large").graph, make_cluster("spot", [site]), batch_size=16, mode="swarm", top=3)
+    assert {candidate.plan.staleness for candidate in found.candidates} == {0}
+    (said,) = [sentence for sentence in found.relief if "--staleness 1" in sentence] or [""]
+    effect = staleness_effect(Evaluator(preset("bert-large").graph, make_cluster("spot", [site])), found.best)
+    assert (str(effect) in said) == mentioned == (effect.gain > 1.02)
+    steps = [candidate.cost.step_seconds for candidate in found.candidates[1:]]
+    assert steps == sorted(steps)
+
+
+def test_a_swarm_is_chosen_by_what_its_own_steps_take() -> None:
+    """Sums that lockstep hides behind the backward follow it in a swarm: it has to be said to take longer."""
+    site = make_site("a", kind="T4", hosts=4, devices=1, network="10 Gbit/s")
+    best = plan(preset("bert-large").graph, make_cluster("spot", [site]), batch_size=64, mode="swarm").candidates[0]
+    said = goodput("swarm", 0.0, best.cost.step_seconds, 0.0)
+    assert f"a swarm's {format_seconds(best.cost.step_seconds / said)}" in best.reasons[0]
 
 
 def test_slow_links_make_islands() -> None:

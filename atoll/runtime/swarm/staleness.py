@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from atoll.errors import JobError
+from atoll.job import Job
 
-__all__ = ["check_rebindable", "rebind"]
+__all__ = ["check_optimizer", "check_rebindable", "rebind"]
 
 
 def rebind(optimizer: torch.optim.Optimizer, old: Sequence[nn.Parameter], new: Sequence[nn.Parameter]) -> None:
@@ -20,6 +21,11 @@ def rebind(optimizer: torch.optim.Optimizer, old: Sequence[nn.Parameter], new: S
     for parameter in old:
         if parameter in optimizer.state:
             optimizer.state[other[parameter]] = optimizer.state.pop(parameter)
+
+
+def check_optimizer(job: Job) -> None:
+    """JobError where a job's optimizer cannot train with staleness, before anybody has weights: it is made for a stand-in of them."""
+    check_rebindable(job.build_optimizer([nn.Parameter(torch.zeros(64, 64))]))
 
 
 def check_rebindable(optimizer: torch.optim.Optimizer) -> None:

@@ -29,7 +29,7 @@ def test_shares_are_those_of_its_samples() -> None:
 def test_a_worker_on_two_hosts_is_refused() -> None:
     plan = parse_plan(PLAN.format(samples="2*8").replace("c/5", "d/5"))
     with pytest.raises(PlanError, match=r"stage 1: .* is on c and d"):
-        check_swarm(plan, None)  # type: ignore[arg-type]  # it is not asked: the plan is wrong
+        check_swarm(plan, None, None)  # type: ignore[arg-type]  # they are not asked: the plan is wrong
 
 
 def test_a_machine_without_accelerators_uses_its_processor_for_each() -> None:

@@ -92,7 +92,7 @@ def simulate(joiners: int, micro_batches: int, after: float) -> dict[str, object
     useful: dict[str, float] = {}
     while len(useful) < joiners and swarm.loop.now < began + 600:
         swarm.loop.run(swarm.loop.now + 0.1)
-        useful |= {name: swarm.loop.now - began for name in names if name not in useful and swarm.workers[name].speed > 0}
+        useful |= {name: swarm.loop.now - began for name in names if name not in useful and swarm.workers[name].kernels.speed > 0}
     steps = len(swarm.committed)
     swarm.loop.run(1e6, lambda: len(swarm.committed) > steps)
     during = finished.count / (swarm.loop.now - committed)

@@ -113,10 +113,10 @@ class Network:
         arrival = self.loop.now + self.latency_seconds
         if self.jitter_seconds:
             arrival += self.jitter_seconds * self._random.random()
-        size = self._sizes.get(type(message)) if self._sizes else None
-        if size and self._shared is not None and source not in self._unlimited:
+        size = self._sizes.get(type(message)) if self._sizes and source != process and source not in self._unlimited else None
+        if size and self._shared is not None:
             arrival += self._shared.arrives_at(self.loop.now, source, process, size) - self.loop.now
-        elif size and source not in self._unlimited:
+        elif size:
             begins = max(self.loop.now, self._free_at.get(source, 0.0))
             self._free_at[source] = begins + size / self._bytes_per_s
             arrival += self._free_at[source] - self.loop.now

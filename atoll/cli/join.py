@@ -13,7 +13,7 @@ import typer
 
 from atoll.errors import RefusedError
 from atoll.events import AnyEvent, CertificateIssued, CertificateRevoked, PeerChanged, PeerRefused, PeerRetried, RenewalFailed
-from atoll.units import format_seconds
+from atoll.units import format_seconds, plural
 
 if TYPE_CHECKING:
     from atoll.fabric import Remote
@@ -90,10 +90,6 @@ def _spec(coordinator: "Remote") -> "SwarmSpec | None":
         return None
 
 
-def _stages(count: int) -> str:
-    return "1 stage" if count == 1 else f"{count} stages"
-
-
 def _check_stages(stages: int, spec: "SwarmSpec") -> None:
     """Before the script is run and the model is captured, which may take long."""
     from atoll.runtime.swarm.taking_part import check_hosted
@@ -113,7 +109,7 @@ def _work(
 
     job = load_spec_job(spec) if script is None else load_job(script, spec.arguments)
     settings = spec.settings
-    print(f"Working for {job.name}: {_stages(settings.stages)}, {settings.steps} steps. Ctrl-C leaves", flush=True)
+    print(f"Working for {job.name}: {plural(settings.stages, 'stage')}, {plural(settings.steps, 'step')}. Ctrl-C leaves", flush=True)
     try:
         ending = take_part(
             credentials,

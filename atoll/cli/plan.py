@@ -16,7 +16,7 @@ from atoll.cluster import Cluster, load_cluster
 from atoll.cost import Calibration, cost, load_calibration
 from atoll.errors import PlanError
 from atoll.plan import load_plan, save_plan, validate
-from atoll.units import format_bytes
+from atoll.units import format_bytes, plural
 
 if TYPE_CHECKING:
     from atoll.planner import Planned
@@ -91,7 +91,7 @@ def make_plan_for(model: Target, cluster: Cluster, calibration: Calibration | No
 def _make(
     model: Target, cluster: Cluster, calibration: Calibration | None, top: int, mode: PlannedMode | None, lossless: bool
 ) -> "Planned":
-    with working(f"planning {model.graph.name} on {len(cluster.devices):,} devices") as update:
+    with working(f"planning {model.graph.name} on {plural(len(cluster.devices), 'device')}") as update:
         from atoll.planner import plan as make_plans  # it needs scipy, which takes a moment to load
 
         return make_plans(

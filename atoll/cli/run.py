@@ -25,6 +25,7 @@ from atoll.lab.environment import lab_of
 from atoll.lab.remote import remote_command
 from atoll.plan import Plan, load_plan, validate
 from atoll.runtime.run_directory import SPEEDS, RunDirectory, RunSettings
+from atoll.units import plural
 
 if TYPE_CHECKING:
     from atoll.events import AnyEvent
@@ -226,7 +227,7 @@ def _launch(directory: RunDirectory, plan: Plan, max_restarts: int) -> None:
     devices = Layout(plan).devices
     lab = lab_of([_host_of(device) for device in devices], os.environ)
     where = "on this machine" if lab is None else f"on hosts of {lab.name}"
-    say(f"starting {len(devices)} processes {where}, one a device; the run is in {directory.path}")
+    say(f"starting {plural(len(devices), 'process', 'processes')} {where}, one a device; the run is in {directory.path}")
 
     before = directory.last_moment()
 

@@ -16,6 +16,7 @@ from atoll.lab.environment import lab_of
 from atoll.lab.remote import remote_command
 from atoll.plan import Plan
 from atoll.runtime.run_directory import RunDirectory, RunSettings
+from atoll.units import plural
 
 if TYPE_CHECKING:
     from atoll.graph.capture import Captured
@@ -87,14 +88,15 @@ def launch_swarm(
 def _workers(hosted: Sequence[int]) -> str:
     several = sum(count > 1 for count in hosted)
     if not several:
-        return f"{len(hosted)} workers"
-    return f"{len(hosted)} workers, {several} of which host{'s' if several == 1 else ''} several stages,"
+        return plural(len(hosted), "worker")
+    return f"{plural(len(hosted), 'worker')}, {several} of which host{'s' if several == 1 else ''} several stages,"
 
 
 def _going_on(committed: int, checkpoint: int) -> str:
     if committed == checkpoint:
         return f"going on after step {committed}"
-    return f"{committed} steps were made; the last checkpoint is of step {checkpoint}: from there, unless workers of before are still there"
+    made = f"{plural(committed, 'step')} made before"
+    return f"{made}; the last checkpoint is of step {checkpoint}: from there, unless workers of before are still there"
 
 
 def _end(code: int, directory: RunDirectory, settings: RunSettings) -> None:

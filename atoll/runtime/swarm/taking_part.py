@@ -41,6 +41,7 @@ from atoll.runtime.swarm.own_devices import OwnDevices
 from atoll.runtime.swarm.pacing import Imposed, Pace, PacedCompute
 from atoll.runtime.swarm.spec import SwarmSpec
 from atoll.runtime.swarm.transport import COORDINATOR, Directory, FabricTransport, Inboxes, Place, SwarmService
+from atoll.units import plural
 
 __all__ = ["Ending", "check_divisible", "check_hosted", "take_part"]
 
@@ -69,8 +70,9 @@ def check_divisible(captured: Captured, bounds: tuple[int, ...]) -> None:
 def check_hosted(stages: int, spec: SwarmSpec) -> None:
     """AtollError where a process cannot host so many stages."""
     if not 1 <= stages <= spec.settings.stages:
-        whole = "one stage" if spec.settings.stages == 1 else f"{spec.settings.stages} stages"
-        raise AtollError(f"--stages {stages}: the run has {whole}; a process hosts at least one and each at most once")
+        raise AtollError(
+            f"--stages {stages}: the run has {plural(spec.settings.stages, 'stage')}; a process hosts at least one and each at most once"
+        )
 
 
 def take_part(

@@ -34,7 +34,7 @@ def write_spec(directory: RunDirectory, spec: SwarmSpec) -> None:
 
 def read_spec(path: Path) -> SwarmSpec:
     """What was written."""
-    return msgspec.json.decode((path / _SPEC).read_bytes(), type=SwarmSpec)
+    return RunDirectory(path).read_as(_SPEC, SwarmSpec)
 
 
 def write_start(directory: RunDirectory, address: str) -> Start:
@@ -48,10 +48,7 @@ def write_start(directory: RunDirectory, address: str) -> Start:
 
 def read_start(directory: RunDirectory) -> Start | None:
     """What was written; None where nothing was."""
-    try:
-        return msgspec.json.decode((directory.path / _START).read_bytes(), type=Start)
-    except FileNotFoundError:
-        return None
+    return directory.read_as(_START, Start) if (directory.path / _START).exists() else None
 
 
 def newest_term(path: Path) -> int:

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from atoll.fabric import Remote
     from atoll.fabric.security import Credentials, Member
     from atoll.runtime.swarm.spec import SwarmSpec
+    from atoll.runtime.swarm.taking_part import Ending
 
-__all__ = ["describe_event", "join"]
+__all__ = ["describe_event", "farewell", "join"]
 
 _CONNECT_SECONDS = 30.0
 
@@ -52,7 +53,9 @@ def join(
     """
     text = sys.stdin.readline() if token == "-" else token
     from atoll.fabric.security import Member, enrol  # PyTorch takes seconds to load: `--help` does not wait for it
+    from atoll.runtime.swarm.own_devices import check_devices, devices_here
 
+    _print(check_devices(devices, *devices_here()))
     credentials = enrol(address, text, name or _own_name(), patience_seconds=timeout, say=_print)
     if keys is not None:
         credentials.save(keys)
@@ -67,15 +70,16 @@ def join(
         coordinator = member.join(address)
         member.fabric.run(coordinator.connected(_CONNECT_SECONDS))
         print(f"Connected to {coordinator.name} at {address}", flush=True)
+        spec = _spec(coordinator) if credentials.role in ("worker", "feeder") else None
+        if spec is not None:
+            _check_stages(stages, spec)
         if check:
             print(f"All is well: {credentials.name} can take part as {credentials.role}", flush=True)
             closing.set()
             return
-        spec = _spec(coordinator) if credentials.role in ("worker", "feeder") else None
         if spec is None:
             _stay(member, coordinator)
             return
-        _check_stages(stages, spec)
         closing.set()
     _work(credentials, address, spec, script, dialled=not behind_nat, devices=devices, stages=stages)
 
@@ -127,7 +131,21 @@ def _work(
     except KeyboardInterrupt:
         print(f"{credentials.name} leaves at once: what it was doing is done again by others", flush=True)
         return
-    print("The run is over" if ending == "over" else f"{credentials.name} has left; nothing was lost", flush=True)
+    print(farewell(ending, credentials.name), flush=True)
+
+
+def farewell(ending: "Ending", name: str) -> str:
+    """How it ended, and how to go on where that is possible."""
+    match ending:
+        case "over":
+            return "The run is over"
+        case "stopped":
+            return (
+                "The run was stopped before its last step; nothing was lost. When it goes on (atoll run … --resume, where it was started), "
+                "join again with the command that is printed then"
+            )
+        case "left":
+            return f"{name} has left; nothing was lost"
 
 
 def _own_name() -> str:

@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -66,7 +67,8 @@ def join(
         if not closing.is_set():
             _print(describe_event(event))
 
-    with Member(credentials, observer=tell) as member:
+    with Member(credentials, observer=tell) as member, ExitStack() as ending:
+        ending.callback(closing.set)
         coordinator = member.join(address)
         member.fabric.run(coordinator.connected(_CONNECT_SECONDS))
         print(f"Connected to {coordinator.name} at {address}", flush=True)
@@ -75,12 +77,10 @@ def join(
             _check_stages(stages, spec)
         if check:
             print(f"All is well: {credentials.name} can take part as {credentials.role}", flush=True)
-            closing.set()
             return
         if spec is None:
             _stay(member, coordinator)
             return
-        closing.set()
     _work(credentials, address, spec, script, dialled=not behind_nat, devices=devices, stages=stages)
 
 
@@ -113,7 +113,8 @@ def _work(
 
     job = load_spec_job(spec) if script is None else load_job(script, spec.arguments)
     settings = spec.settings
-    print(f"Working for {job.name}: {plural(settings.stages, 'stage')}, {plural(settings.steps, 'step')}. Ctrl-C leaves", flush=True)
+    whole = f"{plural(settings.stages, 'stage')}, {plural(settings.steps, 'step')}"
+    print(f"Working for {job.name}: {whole}; the model is captured first. Ctrl-C leaves", flush=True)
     try:
         ending = take_part(
             credentials,

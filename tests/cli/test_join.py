@@ -94,6 +94,7 @@ def test_more_stages_than_the_run_has_are_refused_before_anything_is_trained(
         assert run(["join", address, "--token", token, "--stages", "3", *also]) == 2
     told = capsys.readouterr().err
     assert "--stages 3: the run has 2 stages; a process hosts at least one and each at most once" in told
+    assert "dead" not in told  # what ends because it ended is not told
     assert "Traceback" not in told
 
 

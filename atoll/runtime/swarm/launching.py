@@ -26,6 +26,7 @@ __all__ = ["TOKEN", "SwarmProcesses", "free_address"]
 
 TOKEN = "ATOLL_TOKEN"  # how a process this machine starts gets its token: not in its arguments, which others see
 _LOOK_SECONDS = 0.1
+_TELL_SECONDS = 2.0  # of waiting for the coordinator before people are told
 _LEAVE_SECONDS = 30.0
 _MOST_RESTARTS = 1000  # of the coordinator and the feeder: more is no accident
 _MOST_ERRORS = 3  # of the feeder: what it complains of again and again is the job's own
@@ -112,7 +113,11 @@ class SwarmProcesses:
 
     def _wait_for_coordinator(self) -> None:
         """Until it listens, or another that coordinates while it stands by."""
+        tell_at: float | None = time.monotonic() + _TELL_SECONDS
         while True:
+            if tell_at is not None and time.monotonic() >= tell_at:
+                self._say("waiting for the coordinator, which loads PyTorch and the job")
+                tell_at = None
             for address in self._everywhere.split(","):
                 with suppress(OSError), socket.create_connection(split_address(address), timeout=1.0):
                     return

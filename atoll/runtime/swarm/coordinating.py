@@ -13,7 +13,7 @@ import msgspec
 from atoll.control.coordinator import Coordinator
 from atoll.control.happenings import Happening, Saved, StepCommitted
 from atoll.control.journal import FencedError, Record, Term, replay
-from atoll.control.messages import Committed, Message
+from atoll.control.messages import Committed, Finished, Message
 from atoll.control.world import Journal, Node
 from atoll.errors import JobFailedError
 from atoll.events import AnyEvent, EventLog, Observer, RunFinished, RunStarted
@@ -176,11 +176,11 @@ class _Coordinating:
     async def _tell_waiting(self, coordinator: Coordinator) -> None:
         """Until the first step, or those who were started would seem to do nothing for as long as they load."""
         waiting, began = Waiting(self._start.workers, self.spec.settings.stages), time.monotonic()
-        while not self._stepped:
-            await asyncio.sleep(_LOOK_SECONDS)
+        while not self._stepped and type(coordinator.phase) is not Finished:
             line = waiting.line(time.monotonic() - began, [member.stage for member in coordinator.members if member.stage >= 0])
-            if line is not None and not self._stepped:
+            if line is not None:
                 print(f"  {line}", flush=True)
+            await asyncio.sleep(_LOOK_SECONDS)
 
     # ---- events
 

@@ -50,7 +50,8 @@ class _Child:
 
 
 class SwarmProcesses:
-    """The processes of this machine. `workers` are what each worker has and hosts (`OwnDevices`, as JSON); `say` tells people; `generation`
+    """The processes of this machine. `workers` are what each worker has and hosts (`OwnDevices`, as JSON); without any the coordinator is
+    alone, to write what a run that has made its last step may still lack. `say` tells people; `generation`
     is another whenever the run is resumed; `place` makes of a worker's number and command the command that runs it elsewhere.
     """
 
@@ -80,7 +81,8 @@ class SwarmProcesses:
         try:
             self._start("coordinator", "coordinator")
             self._wait_for_coordinator()
-            self._start("feeder", "feeder")
+            if self._workers:
+                self._start("feeder", "feeder")
             for number in range(len(self._workers)):
                 self._start(f"worker-{number}", "worker")
             return self._look_after()

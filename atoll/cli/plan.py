@@ -140,5 +140,6 @@ def _check(path: Path, model: Target, cluster: Cluster, calibration: Calibration
         show(plan_view(given, predicted, model.graph, cluster), *_notes(model))
     if not predicted.fits:
         device, lacking = max(predicted.over_memory.items(), key=lambda item: item[1])
-        say(f"{path}: the plan does not fit: {len(predicted.over_memory)} devices lack memory, {device} the most ({format_bytes(lacking)})")
+        short = plural(len(predicted.over_memory), "device lacks", "devices lack")
+        say(f"{path}: the plan does not fit: {short} memory, {device} the most ({format_bytes(lacking)})")
         raise typer.Exit(1)

@@ -61,13 +61,20 @@ unit: install nats
 	@COLUMNS= $(BIN)/python -m pytest -n 2 --dist worksteal $(PURE)
 	@$(BIN)/python -m pytest $(addprefix --ignore=,$(PURE))
 
-# Measured rows are not part of the project: give a file in the format benchmarks/README.md describes to have predictions checked.
+# Measured rows and traces of spot machines are not part of the project: give files in the formats benchmarks/README.md describes to have
+# predictions checked and rebalancing replayed.
 ROWS ?=
+TRACE ?=
+
+BENCHMARKS := capture evaluations planning whale hybrid local optimality lockstep_speed unequal_devices large_output codecs fabric fabric_reduce \
+	fabric_adaptive lab swarm_speed swarm_joining swarm_hosting latency_hiding swarm_scale
 
 bench: install
-	@set -e; for name in capture evaluations planning whale hybrid local optimality lockstep_speed unequal_devices large_output codecs fabric fabric_reduce fabric_adaptive lab swarm_speed swarm_joining swarm_scale; do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
+	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
 	@if [ -n "$(ROWS)" ]; then echo "== prediction"; $(BIN)/python benchmarks/prediction.py --rows "$(ROWS)"; \
 	else echo "== prediction: skipped; give measured steps with make bench ROWS=file.csv"; fi
+	@if [ -n "$(TRACE)" ]; then echo "== rebalancing"; $(BIN)/python benchmarks/rebalancing.py --trace "$(TRACE)"; \
+	else echo "== rebalancing: skipped; give a trace of spot machines with make bench TRACE=file.csv"; fi
 
 soak: install nats
 	@$(BIN)/python -m pytest --hypothesis-profile=soak --timeout=0

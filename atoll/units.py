@@ -28,6 +28,7 @@ __all__ = [
     "parse_price_per_hour",
     "parse_rate",
     "parse_seconds",
+    "plural",
 ]
 
 _PREFIX = {
@@ -153,6 +154,11 @@ def format_flops(flops_per_s: float) -> str:
 def format_count(value: float) -> str:
     """175e9 → `"175 G"`: plain counts such as parameters."""
     return _scaled(value, "", _DECIMAL).strip()
+
+
+def plural(count: int, noun: str, many: str = "") -> str:
+    """`1 step`, `2,000 steps`; `many` is the noun of several where it is not formed by an s."""
+    return f"{count:,} {noun if count == 1 else many or noun + 's'}"
 
 
 def format_seconds(value: float) -> str:

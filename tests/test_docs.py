@@ -15,3 +15,14 @@ def test_every_word_of_the_step_breakdown_is_explained() -> None:
     assert {"compute", "bubble"} <= set(words)
     step = (DOCS / "reading-a-plan.md").read_text(encoding="utf-8").split("## The step")[1]
     assert [word for word in words if f"\n| {word} | " not in step] == []
+
+
+def test_make_bench_runs_what_the_readme_of_the_benchmarks_lists() -> None:
+    root = DOCS.parent
+    names = re.search(r"^BENCHMARKS := (.*?[^\\])$", (root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert names is not None
+    listed = re.findall(r"^\| `(\w+)\.py(.*?)` \|(.*)", (root / "benchmarks" / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    elsewhere = {"swarm_faults", "latency_lab", "swarm_joining_lab"}  # these take long, or a machine of their own
+    needs_nothing = {name for name, arguments, _ in listed if not arguments} - elsewhere
+    assert set(names[1].replace("\\", "").split()) == needs_nothing
+    assert all((root / "benchmarks" / f"{name}.py").exists() for name, *_ in listed)

@@ -110,3 +110,8 @@ def test_any_text_is_read_or_refused(text):
     for _, parse in EXACT:
         with contextlib.suppress(ValueError):
             assert math.isfinite(parse(text))
+
+
+def test_plurals() -> None:
+    assert [units.plural(count, "step") for count in (0, 1, 2000)] == ["0 steps", "1 step", "2,000 steps"]
+    assert units.plural(2, "process", "processes") == "2 processes"

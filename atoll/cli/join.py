@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,14 +14,15 @@ import typer
 
 from atoll.errors import RefusedError
 from atoll.events import AnyEvent, CertificateIssued, CertificateRevoked, PeerChanged, PeerRefused, PeerRetried, RenewalFailed
-from atoll.units import format_seconds
+from atoll.units import format_seconds, plural
 
 if TYPE_CHECKING:
     from atoll.fabric import Remote
     from atoll.fabric.security import Credentials, Member
     from atoll.runtime.swarm.spec import SwarmSpec
+    from atoll.runtime.swarm.taking_part import Ending
 
-__all__ = ["describe_event", "join"]
+__all__ = ["describe_event", "farewell", "join"]
 
 _CONNECT_SECONDS = 30.0
 
@@ -52,7 +54,9 @@ def join(
     """
     text = sys.stdin.readline() if token == "-" else token
     from atoll.fabric.security import Member, enrol  # PyTorch takes seconds to load: `--help` does not wait for it
+    from atoll.runtime.swarm.own_devices import check_devices, devices_here
 
+    _print(check_devices(devices, *devices_here()))
     credentials = enrol(address, text, name or _own_name(), patience_seconds=timeout, say=_print)
     if keys is not None:
         credentials.save(keys)
@@ -63,20 +67,20 @@ def join(
         if not closing.is_set():
             _print(describe_event(event))
 
-    with Member(credentials, observer=tell) as member:
+    with Member(credentials, observer=tell) as member, ExitStack() as ending:
+        ending.callback(closing.set)
         coordinator = member.join(address)
         member.fabric.run(coordinator.connected(_CONNECT_SECONDS))
         print(f"Connected to {coordinator.name} at {address}", flush=True)
+        spec = _spec(coordinator) if credentials.role in ("worker", "feeder") else None
+        if spec is not None:
+            _check_stages(stages, spec)
         if check:
             print(f"All is well: {credentials.name} can take part as {credentials.role}", flush=True)
-            closing.set()
             return
-        spec = _spec(coordinator) if credentials.role in ("worker", "feeder") else None
         if spec is None:
             _stay(member, coordinator)
             return
-        _check_stages(stages, spec)
-        closing.set()
     _work(credentials, address, spec, script, dialled=not behind_nat, devices=devices, stages=stages)
 
 
@@ -88,10 +92,6 @@ def _spec(coordinator: "Remote") -> "SwarmSpec | None":
         return coordinator.call_sync(JobService.describe, Nothing(), timeout_seconds=_CONNECT_SECONDS)
     except RefusedError:
         return None
-
-
-def _stages(count: int) -> str:
-    return "1 stage" if count == 1 else f"{count} stages"
 
 
 def _check_stages(stages: int, spec: "SwarmSpec") -> None:
@@ -113,7 +113,8 @@ def _work(
 
     job = load_spec_job(spec) if script is None else load_job(script, spec.arguments)
     settings = spec.settings
-    print(f"Working for {job.name}: {_stages(settings.stages)}, {settings.steps} steps. Ctrl-C leaves", flush=True)
+    whole = f"{plural(settings.stages, 'stage')}, {plural(settings.steps, 'step')}"
+    print(f"Working for {job.name}: {whole}; the model is captured first. Ctrl-C leaves", flush=True)
     try:
         ending = take_part(
             credentials,
@@ -131,7 +132,21 @@ def _work(
     except KeyboardInterrupt:
         print(f"{credentials.name} leaves at once: what it was doing is done again by others", flush=True)
         return
-    print("The run is over" if ending == "over" else f"{credentials.name} has left; nothing was lost", flush=True)
+    print(farewell(ending, credentials.name), flush=True)
+
+
+def farewell(ending: "Ending", name: str) -> str:
+    """How it ended, and how to go on where that is possible."""
+    match ending:
+        case "over":
+            return "The run is over"
+        case "stopped":
+            return (
+                "The run was stopped before its last step; nothing was lost. When it goes on (atoll run … --resume, where it was started), "
+                "join again with the command that is printed then"
+            )
+        case "left":
+            return f"{name} has left; nothing was lost"
 
 
 def _own_name() -> str:

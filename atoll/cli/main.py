@@ -9,11 +9,12 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer.core import TyperGroup
 
 from atoll.cli.authority import authority
 from atoll.cli.diff import diff
@@ -35,10 +36,22 @@ _TAKES_SCRIPTS = ("plan", "run", "lab")
 _CANNOT_PRINT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)  # a full or broken disk behind stdout
 
 
+class _Commands(TyperGroup):
+    """All commands; what is wrong with a value is told without the words that stand for the kind of check."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")
+            raise
+
+
 def build_app() -> typer.Typer:
     """The command line as a typer application."""
     app = typer.Typer(
         name="atoll",
+        cls=_Commands,
         help="Plan and run PyTorch training on whatever devices there are.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
@@ -86,7 +99,8 @@ def run(arguments: Sequence[str]) -> int:
         code = _call(arguments)
         sys.stdout.flush()
     except AtollError as error:
-        _complain(str(error))
+        if str(error):  # else a process it started has said it
+            _complain(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         return 130

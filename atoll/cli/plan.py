@@ -16,7 +16,7 @@ from atoll.cluster import Cluster, load_cluster
 from atoll.cost import Calibration, Cost, Evaluator, load_calibration, staleness_effect
 from atoll.errors import PlanError
 from atoll.plan import Plan, load_plan, save_plan, validate
-from atoll.units import format_bytes
+from atoll.units import format_bytes, plural
 
 if TYPE_CHECKING:
     from atoll.planner import Planned
@@ -91,7 +91,7 @@ def make_plan_for(model: Target, cluster: Cluster, calibration: Calibration | No
 def _make(
     model: Target, cluster: Cluster, calibration: Calibration | None, top: int, mode: PlannedMode | None, lossless: bool
 ) -> "Planned":
-    with working(f"planning {model.graph.name} on {len(cluster.devices):,} devices") as update:
+    with working(f"planning {model.graph.name} on {plural(len(cluster.devices), 'device')}") as update:
         from atoll.planner import plan as make_plans  # it needs scipy, which takes a moment to load
 
         return make_plans(
@@ -147,5 +147,6 @@ def _check(path: Path, model: Target, cluster: Cluster, calibration: Calibration
         show(plan_view(given, predicted, model.graph, cluster), *_notes((*model.notes, *said)))
     if not predicted.fits:
         device, lacking = max(predicted.over_memory.items(), key=lambda item: item[1])
-        say(f"{path}: the plan does not fit: {len(predicted.over_memory)} devices lack memory, {device} the most ({format_bytes(lacking)})")
+        short = plural(len(predicted.over_memory), "device lacks", "devices lack")
+        say(f"{path}: the plan does not fit: {short} memory, {device} the most ({format_bytes(lacking)})")
         raise typer.Exit(1)

@@ -14,7 +14,7 @@ from atoll.cluster import Cluster
 from atoll.cost import Cost
 from atoll.graph import Graph
 from atoll.plan import Plan
-from atoll.units import format_bytes, format_count, format_seconds
+from atoll.units import format_bytes, format_count, format_seconds, plural
 
 __all__ = ["heading", "links_table", "plan_view", "show", "step_view"]
 
@@ -50,23 +50,19 @@ def heading(plan: Plan, graph: Graph, cluster: Cluster) -> Text:
     everything = len(used) == len(cluster.devices)
     text = Text.assemble(
         (graph.name, "bold"),
-        f" · {format_count(graph.parameters)} parameters, {len(graph.layers)} layers, {graph.precision}\n",
+        f" · {format_count(graph.parameters)} parameters, {plural(len(graph.layers), 'layer')}, {graph.precision}\n",
         (cluster.name, "bold"),
-        f" · {_counted(device.kind.name for device in cluster.devices)} in {_plural(len(cluster.sites), 'site')}\n",
+        f" · {_counted(device.kind.name for device in cluster.devices)} in {plural(len(cluster.sites), 'site')}\n",
         (plan.mode, "bold green"),
         f", {plan.schedule}" if len(plan.stages) > 1 else "",
         f" · batch {plan.batch_size:,} in micro-batches of {plan.micro_batch_size:,}",
-        f" · {_plural(len(used), 'device')}" if everything else f" · {len(used):,} of {len(cluster.devices):,} devices",
+        f" · {plural(len(used), 'device')}" if everything else f" · {len(used):,} of {len(cluster.devices):,} devices",
     )
     if plan.mode == "islands":
         text.append(f" · islands exchange every {plan.outer_steps} steps")
     if plan.staleness:
         text.append(f" · staleness {plan.staleness}")
     return text
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _counted(names: Iterable[str]) -> str:

@@ -13,8 +13,8 @@ from rich.text import Text
 from atoll.cli.output import notes_view, print_json
 from atoll.cli.render import show
 from atoll.cli.swarm_report import swarm_view
-from atoll.cli.tables import figures, section, table_of
-from atoll.units import format_bytes, format_seconds
+from atoll.cli.tables import apart, figures, section, table_of
+from atoll.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
     from atoll.watch.report import RunReport
@@ -86,13 +86,14 @@ def _heading(found: "RunReport") -> Text:
     text = Text.assemble((found.name or "a run", "bold"), f" · {found.mode}" if found.mode else "", f" · {_STATES[found.state]}")
     if found.message:
         text.append(f": {found.message}")
-    text.append(f"\n{found.steps:,} of {found.planned_steps:,} steps")
+    text.append(f"\n{found.steps:,} of {plural(found.planned_steps, 'step')}")
     if found.losses:
         text.append(f" · loss {found.losses[0]:.4f} → {found.losses[-1]:.4f}")
     if found.samples_per_second:
-        text.append(f" · {found.samples_per_second:,.4g} samples/s")
+        starting = "" if found.swarm is None else ", starting included"
+        text.append(f" · {found.samples_per_second:,.4g} samples/s{starting}")
     counted = found.samples
-    text.append(f"\n{counted.committed:,} samples committed, {counted.lost:,} lost, {counted.redone:,} redone\n")
+    text.append(f"\n{plural(counted.committed, 'sample')} committed, {counted.lost:,} lost, {counted.redone:,} redone\n")
     return text.append_text(_step_line(found)).append("\n")
 
 
@@ -104,9 +105,9 @@ def _step_line(found: "RunReport") -> Text:
         return Text(
             f"nothing was left to do: all {found.steps:,} steps had been made before, the last ones in {format_seconds(step.median)} each"
         )
-    text = Text.assemble(("Step ", "bold"), (format_seconds(step.median), "bold green"))
+    text = Text.assemble(("Step ", "bold"), (format_seconds(step.median), "bold green"), "" if found.swarm is None else " (the median)")
     if step.predicted is not None:
-        text.append(f", predicted {format_seconds(step.predicted)} ({step.median / step.predicted - 1:+.0%})")
+        text.append(f", predicted {format_seconds(step.predicted)} ({apart(step.median, step.predicted)})")
     return text
 
 

@@ -19,12 +19,13 @@ from atoll.cli.target import Target, load_target
 from atoll.cluster import Cluster, dump_cluster, load_cluster
 from atoll.codec import SwarmCodec
 from atoll.cost import Calibration, Cost, load_calibration
-from atoll.errors import JobError, PlanError
+from atoll.errors import FabricError, JobError, PlanError
 from atoll.events import EventLog
 from atoll.lab.environment import lab_of
 from atoll.lab.remote import remote_command
 from atoll.plan import Plan, load_plan, validate
 from atoll.runtime.run_directory import SPEEDS, RunDirectory, RunSettings
+from atoll.units import plural
 
 if TYPE_CHECKING:
     from atoll.events import AnyEvent
@@ -72,6 +73,7 @@ def run(
     elif plan is not None and not _is_given(context, "mode") and load_plan(plan).mode == "swarm":
         mode = "swarm"
     _check_swarm_options(mode, codec, nats, standby, staleness)
+    _check_addresses(mode, listen, standby)
     directory, settings = _directory(script, arguments, out, resume, checkpoint_every, keep_last)
     devices = _cluster(cluster, plan, directory if resume else None)
     constants = load_calibration(calibration) if calibration else None
@@ -119,6 +121,20 @@ def _check_swarm_options(mode: RunMode, codec: str, nats: str | None, standby: l
         raise JobError("--nats: only `--mode swarm` has a journal; leave it out")
     if standby and nats is None:
         raise JobError("--standby: another machine can only coordinate where the journal is on NATS; give --nats URL too")
+
+
+def _check_addresses(mode: RunMode, listen: str | None, standby: list[str] | None) -> None:
+    """Before anything is captured, planned or started."""
+    if listen is not None and mode != "swarm":
+        raise JobError("--listen: only `--mode swarm` has others join; leave it out")
+    for option, address in [("--listen", listen), *(("--standby", other) for other in standby or ())]:
+        if address is not None:
+            from atoll.fabric.carrier import split_address  # PyTorch takes seconds to load: mistakes above are told before
+
+            try:
+                split_address(address)
+            except FabricError as error:
+                raise JobError(f"{option} {error}") from None
 
 
 def _run_alone(script: str, arguments: tuple[str, ...], out: Path | None, *contradicting: Path | None) -> None:
@@ -228,7 +244,7 @@ def _launch(directory: RunDirectory, plan: Plan, max_restarts: int) -> None:
     devices = Layout(plan).devices
     lab = lab_of([_host_of(device) for device in devices], os.environ)
     where = "on this machine" if lab is None else f"on hosts of {lab.name}"
-    say(f"starting {len(devices)} processes {where}, one a device; the run is in {directory.path}")
+    say(f"starting {plural(len(devices), 'process', 'processes')} {where}, one a device; the run is in {directory.path}")
 
     before = directory.last_moment()
 

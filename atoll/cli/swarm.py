@@ -16,8 +16,10 @@ from atoll.lab.environment import lab_of
 from atoll.lab.remote import remote_command
 from atoll.plan import Plan
 from atoll.runtime.run_directory import RunDirectory, RunSettings
+from atoll.units import plural
 
 if TYPE_CHECKING:
+    from atoll.fabric.security import Authority
     from atoll.graph.capture import Captured
     from atoll.job import Job
 
@@ -56,18 +58,18 @@ def launch_swarm(
     lab = lab_of(hosts, os.environ)
     address = listen or (before.address if before is not None else free_address("127.0.0.1" if lab is None else lab.address))
     write_spec(directory, spec)
-    start = write_start(directory, address)
+    start = write_start(directory, address, sum(own.stages for _, own in workers))
     known = (directory.path / "authority" / "authority.key").exists()
     authority = Authority.open(directory.path) if known else Authority.create(directory.path)
     resumed = asyncio.run(continue_run(directory, settings.nats, authority.run)) if before is not None else None
-    where = "on this machine" if lab is None else f"on hosts of {lab.name}"
     if resumed is not None:
-        say(_going_on(resumed.committed, resumed.checkpoint))
-    say(f"starting a coordinator, a feeder and {_workers([own.stages for _, own in workers])} {where}; the run is in {directory.path}")
-    token = authority.issue_token("worker", uses=_JOIN_USES, lifetime_seconds=_JOIN_SECONDS)
-    say(f"{_others(address)} join with: atoll join {','.join((_dialled(address), *standby))} --token {token}")
-    for other in standby:
-        say(f"to stand by at {other}, copy {directory.path} there and start: atoll standby {directory.path.name} --listen {other}")
+        say(_going_on(resumed.committed, resumed.checkpoint, spec.settings.steps))
+    if resumed is not None and resumed.committed >= spec.settings.steps:
+        workers = []
+    else:
+        where = "on this machine" if lab is None else f"on hosts of {lab.name}"
+        say(f"starting a coordinator, a feeder and {_workers([own.stages for _, own in workers])} {where}; the run is in {directory.path}")
+        _invite(authority, directory, address, standby)
 
     def place(number: int, command: list[str]) -> list[str]:
         return command if lab is None else remote_command(hosts[number], command)
@@ -85,17 +87,28 @@ def launch_swarm(
     _end(processes.run(), directory, settings)
 
 
+def _invite(authority: "Authority", directory: RunDirectory, address: str, standby: tuple[str, ...]) -> None:
+    """Says with which commands others join and stand by."""
+    token = authority.issue_token("worker", uses=_JOIN_USES, lifetime_seconds=_JOIN_SECONDS)
+    say(f"{_others(address)} join with: atoll join {','.join((_dialled(address), *standby))} --token {token}")
+    for other in standby:
+        say(f"to stand by at {other}, copy {directory.path} there and start: atoll standby {directory.path.name} --listen {other}")
+
+
 def _workers(hosted: Sequence[int]) -> str:
     several = sum(count > 1 for count in hosted)
     if not several:
-        return f"{len(hosted)} workers"
-    return f"{len(hosted)} workers, {several} of which host{'s' if several == 1 else ''} several stages,"
+        return plural(len(hosted), "worker")
+    return f"{plural(len(hosted), 'worker')}, {several} of which host{'s' if several == 1 else ''} several stages,"
 
 
-def _going_on(committed: int, checkpoint: int) -> str:
+def _going_on(committed: int, checkpoint: int, steps: int) -> str:
+    if committed >= steps:
+        return f"{plural(committed, 'step')} made before, the last one too: only the coordinator is started, to write what may be missing"
     if committed == checkpoint:
         return f"going on after step {committed}"
-    return f"{committed} steps were made; the last checkpoint is of step {checkpoint}: from there, unless workers of before are still there"
+    made = f"{plural(committed, 'step')} made before"
+    return f"{made}; the last checkpoint is of step {checkpoint}: from there, unless workers of before are still there"
 
 
 def _end(code: int, directory: RunDirectory, settings: RunSettings) -> None:

@@ -1,4 +1,4 @@
-"""How `atoll report` shows a swarm: what happened, its stages, its workers, its busiest links."""
+"""How `atoll report` shows a swarm: what happened, its stages, its workers, its slowest links."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from atoll.cli.tables import figures, section, table_of
-from atoll.units import format_bytes, format_rate, format_seconds
+from atoll.units import format_bytes, format_rate, format_seconds, plural
 
 if TYPE_CHECKING:
     from atoll.watch.swarm import SwarmReport
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["swarm_view"]
 
 _MOST_MEMBERS = 32
+_MOST_LINKS = 6
 
 
 def swarm_view(found: "SwarmReport") -> RenderableType:
@@ -26,29 +27,42 @@ def swarm_view(found: "SwarmReport") -> RenderableType:
     if found.members:
         parts.append(section("Workers", _members(found)))
     if found.links:
-        parts.append(section("Links, the busiest", _links(found)))
+        parts.append(section("Links, the slowest while busy", _links(found)))
     return Group(*parts)
 
 
 def _happened(found: "SwarmReport") -> Text:
-    rate = "" if found.steps_per_second is None else f"{found.steps_per_second:.3g} steps/s of {found.micro_batches} micro-batches · "
     text = Text.assemble(
         ("Swarm  ", "bold"),
-        f"{rate}{_times(found.joined, 'joined')}, {_times(found.left, 'left')}, {_times(found.silent, 'fell silent')} "
-        f"({_times(found.returned, 'came back')}), {_times(found.moved, 'moved')}; {_times(found.coordinators, 'coordinator')}",
+        f"{_rate(found)}{_times(found.joined, 'joined')}, {_times(found.left, 'left')}, {_times(found.silent, 'fell silent')} "
+        f"({_times(found.returned, 'came back')}), {_times(found.moved, 'moved')}; {plural(found.coordinators, 'coordinator')}",
     )
     again = sum(found.asked_again)
     if again:
-        text.append(f"\n{found.steps_repaired:,} steps repaired: {again:,} micro-batches of a stage asked for again")
+        text.append(f"\n{plural(found.steps_repaired, 'step')} repaired: {_micro_batches(again)} of a stage asked for again")
     if found.computed_again:
         text.append(f"\n{found.computed_again:.1%} of what was computed was computed again")
     if found.stages_lost:
-        text.append(f"\n{_times(found.stages_lost, 'return')} to a checkpoint, as a stage had nobody left")
+        text.append(f"\n{plural(found.stages_lost, 'return')} to a checkpoint, as a stage had nobody left")
     return text.append("\n")
 
 
 def _times(count: int, what: str) -> str:
-    return f"{count:,} {what}" + ("s" if what in ("coordinator", "return") and count != 1 else "")
+    return f"{count:,} {what}"
+
+
+def _micro_batches(count: int) -> str:
+    return plural(count, "micro-batch", "micro-batches")
+
+
+def _rate(found: "SwarmReport") -> str:
+    """The mean of a step and what follows from it: neither the median nor the samples a second of the whole run need agree with it."""
+    if found.steps_per_second is None:
+        return ""
+    return (
+        f"a step every {format_seconds(1 / found.steps_per_second)} on average after the first: "
+        f"{found.steps_per_second:.3g} steps/s of {_micro_batches(found.micro_batches)}\n"
+    )
 
 
 def _stages(found: "SwarmReport") -> Table:
@@ -81,9 +95,12 @@ def _members(found: "SwarmReport") -> Table:
 
 def _links(found: "SwarmReport") -> Table:
     table = table_of("", "bytes", "while busy", "round trip")
-    for link in found.links:
+    for link in found.links[:_MOST_LINKS]:
         name = Text(f"{link.source} → {link.target}")
         table.add_row(name, format_bytes(link.bytes), _some(link.bytes_per_s, format_rate), _some(link.round_trip_seconds, format_seconds))
+    more = len(found.links[_MOST_LINKS:]) + found.more_links
+    if more:
+        table.add_row(f"… and {more:,} more", "", "", "")
     return table
 
 

@@ -102,9 +102,19 @@ def plan_moves(
         cost = migration_seconds * max(0.0, throughput(before) - throughput(away))
         gain = (after - throughput(before)) * max(0.0, horizon_seconds - migration_seconds) - cost
         if gain > best_gain:
-            reason = f"the slowest stage goes from {throughput(before):.4g} to {after:.4g} micro-batches a second with {len(path)} moves"
+            reason = _expected(throughput(before), after, len(path))
             best_gain, best = gain, tuple(Move(move.worker, move.source, move.target, reason) for move in path)
     return best
+
+
+def _expected(before: float, after: float, moves: int) -> str:
+    """What moves bring, for people: stages are as fast as they are measured to be, so it is expected, not known."""
+    how = "once this move is made" if moves == 1 else f"once these {moves} moves are made"
+    if before <= 0:
+        return f"a stage does nothing yet; {how} all of them work"
+    ratio = after / before
+    faster = f"{ratio - 1:.0%} faster" if ratio < 2 else f"{ratio:.1f} times as fast"
+    return f"the swarm is expected to go {faster} {how}"
 
 
 def _capacities(rows: Sequence[Sequence[RatedPeer]], work: Sequence[float]) -> list[float]:

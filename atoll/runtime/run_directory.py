@@ -12,6 +12,7 @@ checkpoints/      the weights and everything else a run continues from
 import os
 import tempfile
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -22,6 +23,8 @@ __all__ = ["SPEEDS", "RunDirectory", "RunSettings"]
 
 SPEEDS = "ATOLL_SPEEDS"  # in the environment: the cluster file whose speeds are imposed
 _TAIL_BYTES = 1 << 16  # more than any event has
+
+T = TypeVar("T")
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +94,7 @@ class RunDirectory:
 
     def settings(self) -> RunSettings:
         """What was started."""
-        return msgspec.json.decode(self.read("run.json"), type=RunSettings)
+        return self.read_as("run.json", RunSettings)
 
     def write_plan(self, plan: Plan) -> None:
         """Say what runs where."""
@@ -136,3 +139,11 @@ class RunDirectory:
             raise JobError(f"{self.path}: {what}; `atoll run SCRIPT --out DIRECTORY` makes one") from None
         except OSError as error:
             raise JobError(f"{self.path / name}: cannot read it: {(error.strerror or str(error)).lower()}") from None
+
+    def read_as(self, name: str, kind: type[T]) -> T:
+        """A file of the run, decoded from JSON."""
+        try:
+            return msgspec.json.decode(self.read(name), type=kind)
+        except (msgspec.DecodeError, UnicodeError) as error:
+            why = f"another version of Atoll wrote it, or it was changed since ({error})"
+            raise JobError(f"{self.path / name}: {why}; go on with that version, or start a new run") from None

@@ -70,10 +70,12 @@ def seeds_until_caught(check: str, start: int, most: int) -> Bite:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 1 where a check that is off was not noticed."""
     parser = argparse.ArgumentParser(prog="python -m atoll.simulate.bite", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", action="append", default=[], choices=list(CHECKS), help="this check; may be given several times")
-    parser.add_argument("--start", type=int, default=0, help="the first seed")
-    parser.add_argument("--factor", type=float, default=3.0, help="times the expected seeds, before giving up")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--only", action="append", default=[], choices=list(CHECKS), help="this check; may be given several times (default: all)"
+    )
+    parser.add_argument("--start", type=int, default=0, help="the first seed (default: %(default)s)")
+    parser.add_argument("--factor", type=float, default=3.0, help="times the expected seeds, before giving up (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON (default: lines for people)")
     options = parser.parse_args(arguments)
     bites = []
     for check, expected in EXPECTED_SEEDS.items():

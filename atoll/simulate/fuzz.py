@@ -85,12 +85,18 @@ def summary(outcomes: Sequence[Outcome], seconds: float, checks: Checks) -> dict
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0: no violation; 1: there were some; 2: wrong arguments."""
     parser = argparse.ArgumentParser(prog="python -m atoll.simulate.fuzz", description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=1000, help="how many")
-    parser.add_argument("--start", type=int, default=0, help="the first")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--without", action="append", default=[], metavar="CHECK", help="switch a check off: the checker should notice")
-    parser.add_argument("--stop-at-first", action="store_true", help="stop at the first violation")
-    parser.add_argument("--verbose", action="store_true", help="print what the coordinator says of each seed")
+    parser.add_argument("--seeds", type=int, default=1000, help="how many (default: %(default)s)")
+    parser.add_argument("--start", type=int, default=0, help="the first (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON (default: lines for people)")
+    parser.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        metavar="CHECK",
+        help="switch a check off, which the checker should notice; may be given several times (default: none is off)",
+    )
+    parser.add_argument("--stop-at-first", action="store_true", help="stop at the first violation (default: run all seeds)")
+    parser.add_argument("--verbose", action="store_true", help="print what the coordinator says of each seed (default: only counts)")
     options = parser.parse_args(arguments)
     try:
         checks = Checks.without(*options.without)

@@ -9,7 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from atoll.events import AnyEvent, CheckpointFailed, Evaluated, NonFinite, RunFinished, RunStarted, StepFinished
-from atoll.units import format_bytes, format_count
+from atoll.units import format_bytes, format_count, plural
 
 __all__ = ["Progress"]
 
@@ -17,6 +17,7 @@ _PLAIN_LINE_SECONDS = 5.0  # between two plain lines
 _REDRAW_SECONDS = 0.1  # between two drawings of the line that moves
 _SMOOTHING = 0.9  # of the loss shown
 _RATE_STEPS = 20  # over how many last steps samples/s is taken
+_STEPS_TO_TELL = 3  # how many were made before the time left is told: the first takes as long as starting does, and says nothing
 
 
 class Progress:
@@ -29,6 +30,7 @@ class Progress:
         self._first_loss: float | None = None
         self._loss: float | None = None
         self._recent: list[StepFinished] = []
+        self._first_at = 0.0  # when the first step of this process was made
         self._seen = 0  # steps that this process made; a resumed run has made others before
         self._samples = 0
         self._shown_at = float("-inf")
@@ -60,8 +62,8 @@ class Progress:
     def _start(self, event: RunStarted) -> None:
         self._run = event
         self._say(
-            f"{event.name}: {format_count(event.parameters)} parameters, {event.steps} steps of {event.batch_size} samples, "
-            f"{event.precision}" + (f" on {', '.join(event.devices)}" if event.devices else "")
+            f"{event.name}: {format_count(event.parameters)} parameters, {plural(event.steps, 'step')} of "
+            f"{plural(event.batch_size, 'sample')}, {event.precision}" + (f" on {', '.join(event.devices)}" if event.devices else "")
         )
         if self.console.is_terminal:
             self._live = Live(console=self.console, transient=True, auto_refresh=False)
@@ -70,8 +72,9 @@ class Progress:
     def _step(self, event: StepFinished) -> None:
         self._first_loss = event.loss if self._first_loss is None else self._first_loss
         self._loss = event.loss if self._loss is None else _SMOOTHING * self._loss + (1 - _SMOOTHING) * event.loss
+        self._first_at = self._first_at if self._seen else event.at_seconds
         self._seen, self._samples = self._seen + 1, self._samples + event.samples
-        self._recent = [*self._recent[1 - _RATE_STEPS :], event]
+        self._recent = [*(self._recent[1 - _RATE_STEPS :] if self._seen > 2 else []), event]  # without the first, once there are others
         if not event.applied:
             self._say(f"step {event.step}: fp16 gradients overflowed; step skipped, loss scale lowered")
         pause = _PLAIN_LINE_SECONDS if self._live is None else _REDRAW_SECONDS
@@ -87,16 +90,23 @@ class Progress:
     def _steps(self) -> int:
         return self._run.steps if self._run is not None else 0
 
-    @property
-    def _began(self) -> float:
-        return self._run.at_seconds if self._run is not None else 0.0
-
     def _cells(self, event: StepFinished) -> list[str]:
-        seconds = sum(step.seconds for step in self._recent)
-        rate = sum(step.samples for step in self._recent) / seconds if seconds else 0.0
-        left = (self._steps - event.step) * (event.at_seconds - self._began) / self._seen
         memory = [f"memory {format_bytes(event.memory_bytes)}"] if event.memory_bytes is not None else []
-        return [f"step {event.step}/{self._steps}", f"loss {self._loss:.4f}", _rate(rate), *memory, f"left {_clock(left)}"]
+        return [f"step {event.step}/{self._steps}", f"loss {self._loss:.4f}", *self._speed(), *memory, *self._left(event)]
+
+    def _speed(self) -> list[str]:
+        """A swarm's first step lasts from the start of its coordinator, so it tells no speed."""
+        seconds = sum(step.seconds for step in self._recent)
+        if not seconds or (self._seen == 1 and self._run is not None and self._run.mode == "swarm"):
+            return []
+        return [_rate(sum(step.samples for step in self._recent) / seconds)]
+
+    def _left(self, event: StepFinished) -> list[str]:
+        """By what steps took from the first on, evaluations and checkpoints between them included."""
+        if self._seen < _STEPS_TO_TELL:
+            return []
+        each = (event.at_seconds - self._first_at) / (self._seen - 1)
+        return [f"left {_clock((self._steps - event.step) * each)}"]
 
     def _table(self, event: StepFinished) -> Table:
         table = Table.grid(padding=(0, 2))
@@ -116,13 +126,13 @@ def _summary(event: RunFinished, first_loss: float | None, seen: int, samples: i
     """The run in one sentence. `seen` steps with so many samples were made by this process in so many seconds, the others before it."""
     how = {"done": "done", "stopped": "stopped by a callback", "interrupted": "interrupted", "failed": "failed"}[event.reason]
     if event.steps and not seen:
-        return f"{how}: all {event.steps} steps had been made before"
+        return f"{how}: {'all ' if event.steps > 1 else ''}{plural(event.steps, 'step')} had been made before"
     first = f"{first_loss:.4f} → " if first_loss is not None and seen > 1 else ""
     loss = f", loss {first}{event.loss:.4f}" if event.loss is not None else ""
     taken = seconds if seconds > 0 and seen != event.steps else event.seconds
     rate = f", {_rate(samples / taken)}" if taken and samples else ""
     why = f" ({event.message})" if event.message and event.reason != "failed" else ""  # the error that is raised says it
-    steps = f"{event.steps} steps" if seen == event.steps else f"{event.steps} steps, {seen} of them now,"
+    steps = plural(event.steps, "step") + ("" if seen == event.steps else f", {seen:,} of them now,")
     return f"{how}: {steps} in {_clock(event.seconds)}{loss}{rate}{why}"
 
 

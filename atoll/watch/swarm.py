@@ -1,5 +1,6 @@
 """The report of a swarm: who came and went, what each stage and each link did, and what had to be done again. Read without PyTorch."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ from atoll.events import (
     MemberMoved,
     MemberReturned,
     MemberSilent,
+    RunStarted,
     StageLost,
     StepFinished,
     StepRepaired,
@@ -64,7 +66,7 @@ class SwarmLinkReport(msgspec.Struct, frozen=True, kw_only=True):
 class SwarmReport(msgspec.Struct, frozen=True, kw_only=True):
     """Of a run in swarm mode."""
 
-    steps_per_second: float | None
+    steps_per_second: float | None  # without the first since each start, which lasts as long as starting does
     micro_batches: int  # of a step
     joined: int
     left: int
@@ -78,7 +80,8 @@ class SwarmReport(msgspec.Struct, frozen=True, kw_only=True):
     computed_again: float | None  # share of all micro-batches computed that were not needed
     stages: list[SwarmStageReport]
     members: list[MemberReport]
-    links: list[SwarmLinkReport]  # the busiest first
+    links: list[SwarmLinkReport]  # the slowest first; after them those too little used to tell, the busiest first
+    more_links: int = 0  # that are not listed
 
 
 def tell_swarm(
@@ -87,8 +90,8 @@ def tell_swarm(
     """What events and the workers' own accounts say."""
     counts = Counter(type(event) for event in events)
     steps = [event for event in events if isinstance(event, StepFinished)]
-    seconds = sum(event.seconds for event in steps[1:])
-    rate = (len(steps) - 1) / seconds if seconds else None
+    rate = _steps_per_second(events)
+    links = _links(measured)
     repaired = [event for event in events if isinstance(event, StepRepaired)]
     return SwarmReport(
         steps_per_second=rate,
@@ -105,8 +108,19 @@ def tell_swarm(
         computed_again=_computed_again(measured, len({event.step for event in steps}) * micro_batches * stages),
         stages=[_stage(stage, measured, predicted, None if rate is None else rate * micro_batches) for stage in range(stages)],
         members=_members(events, measured),
-        links=_links(measured),
+        links=links[:_MOST_LINKS],
+        more_links=len(links[_MOST_LINKS:]),
     )
+
+
+def _steps_per_second(events: Sequence[AnyEvent]) -> float | None:
+    seconds: list[float] = []
+    first = True
+    for event in events:
+        if isinstance(event, StepFinished):
+            seconds += [] if first else [event.seconds]
+        first = isinstance(event, RunStarted) or (first and not isinstance(event, StepFinished))
+    return len(seconds) / sum(seconds) if sum(seconds) else None
 
 
 def _done(kernels: Kernels) -> int:
@@ -189,4 +203,4 @@ def _links(measured: dict[str, Measured]) -> list[SwarmLinkReport]:
         for source, size in account.received_bytes.items()
         if source != target
     ]
-    return sorted(found, key=lambda link: -link.bytes)[:_MOST_LINKS]
+    return sorted(found, key=lambda link: (link.bytes_per_s or math.inf, -link.bytes))

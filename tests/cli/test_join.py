@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from atoll.cli.join import farewell
 from atoll.cli.main import run
 from atoll.control.settings import Settings
 from atoll.fabric.security import Authority, Credentials, Member, serve
 from atoll.runtime.swarm.spec import JobService, SwarmSpec
+from atoll.runtime.swarm.taking_part import ending_of
 from tests.fabric.test_fabric import eventually
 
 
@@ -77,7 +79,10 @@ def test_what_goes_wrong_is_one_sentence(
     assert "Traceback" not in told
 
 
-def test_more_stages_than_the_run_has_are_refused_before_anything_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("also", [[], ["--check"]])
+def test_more_stages_than_the_run_has_are_refused_before_anything_is_trained(
+    also: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     authority = Authority.create(tmp_path / "run")
     settings = Settings(stages=2, micro_batches=1, steps=1)
     spec = SwarmSpec(
@@ -85,10 +90,26 @@ def test_more_stages_than_the_run_has_are_refused_before_anything_is_trained(tmp
     )
     coordinator, address = serve(authority, "127.0.0.1:0", services=[JobService(spec)])
     with coordinator:
-        assert run(["join", address, "--token", authority.issue_token("worker"), "--stages", "3"]) == 2
+        token = authority.issue_token("worker")
+        assert run(["join", address, "--token", token, "--stages", "3", *also]) == 2
     told = capsys.readouterr().err
     assert "--stages 3: the run has 2 stages; a process hosts at least one and each at most once" in told
+    assert "dead" not in told  # what ends because it ended is not told
     assert "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("workers", "said"),
+    [
+        ([(0, 5), (1, 5)], "The run is over"),
+        ([(0, 3), (1, 3)], "The run was stopped before its last step"),
+        ([(0, 0)], "join again with the command that is printed then"),
+        ([(-1, 3), (-1, 2)], "oslo has left; nothing was lost"),
+        ([(-1, 3), (1, 5)], "The run is over"),
+    ],
+)
+def test_whoever_took_part_hears_how_it_ended(workers: list[tuple[int, int]], said: str) -> None:
+    assert said in farewell(ending_of(workers, 5), "oslo")
 
 
 def test_it_stays_until_it_is_told_to_leave(served: Served) -> None:

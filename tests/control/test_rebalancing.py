@@ -41,7 +41,13 @@ def test_several_moves_at_once_where_one_would_not_help() -> None:
     moves = plan(stages)
     assert sorted(map(len, carried_out(stages, moves))) == [4, 4, 4, 4]
     assert len(moves) == 4
-    assert "from 2 to 4" in moves[0].reason
+    assert moves[0].reason == "the swarm is expected to go 2.0 times as fast once these 4 moves are made"
+
+
+def test_a_move_says_what_people_get_of_it() -> None:
+    (move,) = plan(rows(6, 4))
+    assert move.reason == "the swarm is expected to go 25% faster once this move is made"
+    assert plan(rows(2, 0))[0].reason == "a stage does nothing yet; once this move is made all of them work"
 
 
 def test_a_gain_smaller_than_its_cost_moves_nobody() -> None:

@@ -1,11 +1,14 @@
 """Random fault schedules: none breaks the protocol, every check that is switched off is noticed, and failures replay and shrink."""
 
 import json
+import re
+from collections.abc import Callable
 
 import pytest
 
 from atoll.control import CHECKS, Checks
 from atoll.errors import AtollError
+from atoll.simulate import bite
 from atoll.simulate.bite import EXPECTED_SEEDS, seeds_until_caught
 from atoll.simulate.faults import draw_scenario
 from atoll.simulate.fuzz import fuzz, main, run_scenario
@@ -51,6 +54,15 @@ def test_a_failing_scenario_shrinks_to_one_that_still_fails() -> None:
     shortest = shorten(scenario, lambda it: bool(run_scenario(it, checks).violations))
     assert run_scenario(shortest, checks).violations
     assert len(shortest.faults) <= len(scenario.faults)
+
+
+@pytest.mark.parametrize("command", [main, bite.main])
+def test_the_help_says_what_happens_without_options(command: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command(["--help"])
+    assert ended.value.code == 0
+    options = capsys.readouterr().out.partition("show this help message and exit")[2]
+    assert options.count("(default:") == len(re.findall(r"^  --", options, re.MULTILINE)) >= 4
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

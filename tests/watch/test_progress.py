@@ -52,7 +52,8 @@ def shown(story: list[AnyEvent], *, terminal: bool) -> str:
 def test_plain_lines_are_few_and_say_everything() -> None:
     lines = shown(events(10, seconds=2.0), terminal=False).splitlines()
     assert lines[0] == "tiny: 1.5 M parameters, 10 steps of 8 samples, bf16 on cpu"
-    assert lines[1] == "step 1/10  loss 4.0000  4 samples/s  memory 2 GB  left 0:18"
+    assert lines[1] == "step 1/10  loss 4.0000  4 samples/s  memory 2 GB"
+    assert lines[2].endswith("4 samples/s  memory 2 GB  left 0:12")
     assert [line.split()[1] for line in lines[1:-1]] == ["1/10", "4/10", "7/10", "10/10"]
     assert lines[-1] == "done: 10 steps in 0:20, loss 4.0000 → 0.5000, 4 samples/s"
     assert "\x1b" not in "".join(lines)
@@ -62,7 +63,7 @@ def test_a_terminal_gets_a_line_that_moves_and_a_summary_that_stays() -> None:
     text = shown(events(10, seconds=600.0), terminal=True)
     assert "step 10/10" in text
     assert "\x1b[2K" in text  # the line is redrawn
-    assert "left 1:30:00" in text
+    assert "left 1:10:00" in text
     assert text.rstrip().endswith("samples/s")
     assert "done: 10 steps in 1:40:00" in text
 
@@ -80,6 +81,24 @@ def test_what_is_out_of_the_ordinary_gets_its_own_line() -> None:
     assert "step 1: fp16 gradients overflowed; step skipped, loss scale lowered\n" in text
     failed = RunFinished(at_seconds=1.0, reason="failed", steps=0, samples=0, seconds=1.0, message="JobError: [bold] is no markup here")
     assert shown([failed], terminal=False) == "failed: 0 steps in 0:01\n"  # the error that is raised says why
+
+
+def test_no_estimate_rests_on_a_first_step_that_lasted_as_long_as_starting() -> None:
+    started, first, *others, last = events(10, seconds=2.0)
+    assert isinstance(started, RunStarted)
+    assert isinstance(first, StepFinished)
+    late = [msgspec.structs.replace(event, at_seconds=event.at_seconds + 60.0) for event in (first, *others, last)]
+    late[0] = msgspec.structs.replace(late[0], seconds=62.0)
+    for terminal in (False, True):
+        text = shown([msgspec.structs.replace(started, mode="swarm"), *late], terminal=terminal)
+        assert "step 1/10  loss 4.0000  memory 2 GB" in text  # neither a rate nor a time left
+        assert "  4 samples/s  memory 2 GB  left 0:12" in text  # those of the steps after the first
+
+
+def test_one_is_told_as_one() -> None:
+    text = shown(events(1, seconds=2.0), terminal=False)
+    assert "1 step of 8 samples" in text
+    assert "done: 1 step in 0:02" in text
 
 
 def test_a_resumed_run_counts_its_own_steps() -> None:

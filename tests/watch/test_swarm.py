@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from atoll.cli.report import report_view
+from atoll.cli.tables import figures
 from atoll.events import (
     AnyEvent,
     CoordinatorStarted,
@@ -26,7 +27,9 @@ from atoll.events import (
 from atoll.plan import parse_plan
 from atoll.runtime.run_directory import RunDirectory, RunSettings
 from atoll.runtime.swarm.measured import MEMBERS, Kernels, Measured
+from atoll.watch.comparison import Compared
 from atoll.watch.report import RunReport, read_report
+from atoll.watch.swarm import tell_swarm
 
 PLAN = """plan v1 graph=g cluster=c mode=swarm schedule=1f1b batch=12 micro_batch=3
 stage 0: layers 0-1: h/0=12
@@ -106,11 +109,12 @@ def test_a_swarm_is_told_from_its_events_and_accounts(run: RunDirectory) -> None
         ("bert", [1, 0], "works"),
         ("cleo", [1], "works"),
     ]
-    assert [(link.source, link.target, link.bytes) for link in found.links] == [("anna", "bert", 900), ("bert", "anna", 500)]
+    assert [(link.source, link.target, link.bytes) for link in found.links] == [("bert", "anna", 500), ("anna", "bert", 900)]
     assert msgspec.json.decode(msgspec.json.encode(report), type=RunReport) == report
     shown = text_of(report)
     for words in (
-        "0.5 steps/s of 4 micro-batches",
+        "a step every 2 s on average after the first: 0.5 steps/s of 4 micro-batches",
+        "1 step repaired: 2 micro-batches of a stage",
         "4 joined",
         "2 coordinators",
         "asked for again",
@@ -128,3 +132,32 @@ def test_without_accounts_the_events_are_told(run: RunDirectory) -> None:
     assert found.computed_again is None
     assert [member.micro_batches for member in found.members] == [0, 0, 0]
     assert "4 joined" in text_of(read_report(run.path))
+
+
+def test_links_are_the_slowest_few_and_the_others_are_counted(run: RunDirectory) -> None:
+    rates = {f"peer-{number:02}": 1e6 * (40 - number) for number in range(40)}
+    account = Measured(received_bytes=dict.fromkeys([*rates, "feeder"], 1000), received_bytes_per_s=rates)
+    run.write(MEMBERS, msgspec.json.encode({"anna": account}))
+    report = read_report(run.path)
+    assert report.swarm is not None
+    assert [link.source for link in report.swarm.links[:2]] == ["peer-39", "peer-38"]
+    assert len(report.swarm.links) + report.swarm.more_links == 41
+    shown = text_of(report)
+    assert "peer-34 → anna" in shown
+    assert "peer-33 → anna" not in shown
+    assert "… and 35 more" in shown
+
+
+def test_the_first_step_of_every_start_is_not_in_the_rate() -> None:
+    again = [EVENTS[0], step(4, 40.0, 30.0), step(5, 42.0, 2.0)]
+    assert tell_swarm([*EVENTS, *again], {}, 4, 2, None).steps_per_second == 0.5
+    assert tell_swarm([EVENTS[0], step(1, 5.0, 5.0)], {}, 4, 2, None).steps_per_second is None
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [(1.21, "+21%"), (0.66, "-34%"), (1.99, "+99%"), (3.31, "3.3 times"), (33.4, "33 times"), (332.35, "over 100 times")],
+)
+def test_how_far_apart_is_told_so_that_it_can_be_read(measured: float, said: str) -> None:
+    assert figures(Compared(measured=measured, predicted=1.0))[2] == said
+    assert figures(Compared(measured=measured, predicted=0.0))[2] == ""

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from atoll.control.coordinator import Coordinator
-from atoll.control.happenings import Happening, Saved
+from atoll.control.happenings import Happening, Saved, StepCommitted
 from atoll.control.journal import FencedError, Record, Term, replay
-from atoll.control.messages import Committed, Message
+from atoll.control.messages import Committed, Finished, Message
 from atoll.control.world import Journal, Node
 from atoll.errors import JobFailedError
 from atoll.events import AnyEvent, EventLog, Observer, RunFinished, RunStarted
@@ -29,6 +29,7 @@ from atoll.runtime.swarm.run_files import JOURNAL, STOP, Start, newest_term, rea
 from atoll.runtime.swarm.spec import JobService, SwarmSpec
 from atoll.runtime.swarm.telling import Teller, say_event
 from atoll.runtime.swarm.transport import COORDINATOR, Directory, FabricTransport, SwarmService
+from atoll.runtime.swarm.waiting import Waiting
 from atoll.runtime.swarm.weights import save_weights, whole_state
 
 __all__ = ["coordinate"]
@@ -117,6 +118,7 @@ class _Coordinating:
         self._start = read_start(directory) or Start(directory.last_moment(), time.time(), newest_term(directory.path), "")
         self._teller = Teller(self._now, job.batch_size, states.stored_bytes)
         self._evaluations: list[asyncio.Future[None]] = []
+        self._stepped = False  # whether a step was committed since this coordinator began
         self._kept: int | None = None  # the newest checkpoint this coordinator knows of
         self._errors: list[BaseException] = []
         self.journal, self.states = journal, states
@@ -137,13 +139,15 @@ class _Coordinating:
         begun = events.exists() and events.stat().st_size > 0
         with EventLog(self.directory.path, resume=events.exists()) as log:
             self._log = log
-            self._begin(await self.journal.read(), begun=begun)
+            first = self._begin(await self.journal.read(), begun=begun)
             member, _ = await asyncio.to_thread(lambda: serve(authority, address, services=services, fingerprint=self.spec.fingerprint))
             try:
                 transport = FabricTransport(member, None, places)
                 node = Node(COORDINATOR, clock, transport, inbox, 0, random.Random(time.time_ns()))
                 coordinator = Coordinator(node, self.journal, self.spec.settings, observe=self._observe)
                 clock.spawn(self._keep_measures())
+                if first and self._start.workers:
+                    clock.spawn(self._tell_waiting(coordinator))
                 await self._until(asyncio.ensure_future(coordinator.run()), coordinator)
                 if coordinator.deposed:
                     raise FencedError("another coordinator has taken over")
@@ -169,19 +173,31 @@ class _Coordinating:
             await asyncio.sleep(_MEASURES_SECONDS)
             await asyncio.to_thread(self._measures.write)
 
+    async def _tell_waiting(self, coordinator: Coordinator) -> None:
+        """Until the first step, or those who were started would seem to do nothing for as long as they load."""
+        waiting, began = Waiting(self._start.workers, self.spec.settings.stages), time.monotonic()
+        while not self._stepped and type(coordinator.phase) is not Finished:
+            line = waiting.line(time.monotonic() - began, [member.stage for member in coordinator.members if member.stage >= 0])
+            if line is not None:
+                print(f"  {line}", flush=True)
+            await asyncio.sleep(_LOOK_SECONDS)
+
     # ---- events
 
     def _now(self) -> float:
         return self._start.at_seconds + max(0.0, time.time() - self._start.unix_seconds)
 
-    def _begin(self, records: Sequence[Record], *, begun: bool) -> None:
-        """The first coordinator since `atoll run` was started says so in the run's events; one in its place only to those who watch."""
+    def _begin(self, records: Sequence[Record], *, begun: bool) -> bool:
+        """The first coordinator since `atoll run` was started says so in the run's events; one in its place only to those who watch.
+        Whether it is the first.
+        """
         newest = max((record.term for record in records if isinstance(record, Term)), default=0)
         if begun and newest > self._start.term:
             for observer in self.observers:
                 observer(self._started())
-        else:
-            self._tell(self._started())
+            return False
+        self._tell(self._started())
+        return True
 
     def _tell(self, event: AnyEvent) -> None:
         self._log(event)
@@ -206,6 +222,7 @@ class _Coordinating:
 
     def _observe(self, happening: Happening) -> None:
         event = self._teller.event(happening)
+        self._stepped = self._stepped or isinstance(happening, StepCommitted)
         if isinstance(happening, Saved):
             self._forget_old(happening.version)
             self._evaluate_when_due(happening.epoch, happening.version)

@@ -26,6 +26,7 @@ __all__ = ["TOKEN", "SwarmProcesses", "free_address"]
 
 TOKEN = "ATOLL_TOKEN"  # how a process this machine starts gets its token: not in its arguments, which others see
 _LOOK_SECONDS = 0.1
+_TELL_SECONDS = 2.0  # of waiting for the coordinator before people are told
 _LEAVE_SECONDS = 30.0
 _MOST_RESTARTS = 1000  # of the coordinator and the feeder: more is no accident
 _MOST_ERRORS = 3  # of the feeder: what it complains of again and again is the job's own
@@ -49,7 +50,8 @@ class _Child:
 
 
 class SwarmProcesses:
-    """The processes of this machine. `workers` are what each worker has and hosts (`OwnDevices`, as JSON); `say` tells people; `generation`
+    """The processes of this machine. `workers` are what each worker has and hosts (`OwnDevices`, as JSON); without any the coordinator is
+    alone, to write what a run that has made its last step may still lack. `say` tells people; `generation`
     is another whenever the run is resumed; `place` makes of a worker's number and command the command that runs it elsewhere.
     """
 
@@ -79,7 +81,8 @@ class SwarmProcesses:
         try:
             self._start("coordinator", "coordinator")
             self._wait_for_coordinator()
-            self._start("feeder", "feeder")
+            if self._workers:
+                self._start("feeder", "feeder")
             for number in range(len(self._workers)):
                 self._start(f"worker-{number}", "worker")
             return self._look_after()
@@ -112,7 +115,11 @@ class SwarmProcesses:
 
     def _wait_for_coordinator(self) -> None:
         """Until it listens, or another that coordinates while it stands by."""
+        tell_at: float | None = time.monotonic() + _TELL_SECONDS
         while True:
+            if tell_at is not None and time.monotonic() >= tell_at:
+                self._say("waiting for the coordinator, which loads PyTorch and the job")
+                tell_at = None
             for address in self._everywhere.split(","):
                 with suppress(OSError), socket.create_connection(split_address(address), timeout=1.0):
                     return

@@ -1,14 +1,16 @@
 """Own devices: which of its machine's devices a worker has, and which workers a plan means. The devices of a replica are one worker's."""
 
 import math
+import os
 
 import msgspec
 import torch
 
 from atoll.errors import AtollError, PlanError
 from atoll.plan import Plan, Replica
+from atoll.units import plural
 
-__all__ = ["OwnDevices", "planned_workers"]
+__all__ = ["OwnDevices", "check_devices", "devices_here", "planned_workers"]
 
 
 class OwnDevices(msgspec.Struct, frozen=True):
@@ -27,6 +29,26 @@ class OwnDevices(msgspec.Struct, frozen=True):
         if max(self.numbers) >= there:
             raise AtollError(f"device {max(self.numbers)} was asked for (they count from 0); this machine has {there} of kind {kind.type}")
         return [torch.device(kind.type, number) for number in self.numbers]
+
+
+def devices_here() -> tuple[int, str]:
+    """How many devices this machine has and what they are called: its accelerators, or the cores it may use."""
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        return torch.accelerator.device_count(), kind.type
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, "core"
+
+
+def check_devices(asked: int, there: int, kind: str) -> str | None:
+    """What to warn of where so many devices are asked for; None where they are there. AtollError where they cannot be had (cores can)."""
+    if asked <= there:
+        return None
+    if kind != "core":
+        raise AtollError(f"--devices {asked}: this machine has {there} of kind {kind}; ask for as many or fewer")
+    return (
+        f"--devices {asked}: this machine has {plural(there, 'core')}, which they share: --devices {there} is as fast and takes less memory"
+    )
 
 
 def planned_workers(plan: Plan) -> list[tuple[str, OwnDevices]]:

@@ -25,6 +25,7 @@ class Start(msgspec.Struct, frozen=True):
     term: int  # the newest in the journal then
     address: str  # where the coordinator listens
     number: int = 0  # how often it was started before
+    workers: int = 0  # that were started with it, one for every stage a process hosts
 
 
 def write_spec(directory: RunDirectory, spec: SwarmSpec) -> None:
@@ -34,24 +35,21 @@ def write_spec(directory: RunDirectory, spec: SwarmSpec) -> None:
 
 def read_spec(path: Path) -> SwarmSpec:
     """What was written."""
-    return msgspec.json.decode((path / _SPEC).read_bytes(), type=SwarmSpec)
+    return RunDirectory(path).read_as(_SPEC, SwarmSpec)
 
 
-def write_start(directory: RunDirectory, address: str) -> Start:
+def write_start(directory: RunDirectory, address: str, workers: int = 0) -> Start:
     """The run is started now, for the first time or again."""
     before = read_start(directory)
     number = before.number + 1 if before is not None else 0
-    start = Start(directory.last_moment(), time.time(), newest_term(directory.path), address, number)
+    start = Start(directory.last_moment(), time.time(), newest_term(directory.path), address, number, workers)
     directory.write(_START, msgspec.json.encode(start))
     return start
 
 
 def read_start(directory: RunDirectory) -> Start | None:
     """What was written; None where nothing was."""
-    try:
-        return msgspec.json.decode((directory.path / _START).read_bytes(), type=Start)
-    except FileNotFoundError:
-        return None
+    return directory.read_as(_START, Start) if (directory.path / _START).exists() else None
 
 
 def newest_term(path: Path) -> int:

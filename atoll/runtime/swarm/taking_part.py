@@ -41,11 +41,12 @@ from atoll.runtime.swarm.own_devices import OwnDevices
 from atoll.runtime.swarm.pacing import Imposed, Pace, PacedCompute
 from atoll.runtime.swarm.spec import SwarmSpec
 from atoll.runtime.swarm.transport import COORDINATOR, Directory, FabricTransport, Inboxes, Place, SwarmService
+from atoll.units import plural
 
-__all__ = ["Ending", "check_divisible", "check_hosted", "take_part"]
+__all__ = ["Ending", "check_divisible", "check_hosted", "ending_of", "take_part"]
 
-Ending: TypeAlias = Literal["over", "left"]
-"""How taking part ended: with the run, or because this process asked to leave."""
+Ending: TypeAlias = Literal["over", "stopped", "left"]
+"""How taking part ended: with the run's last step, with a run that was stopped before it, or because this process asked to leave."""
 
 _PEERS = Backoff(largest_seconds=1.0, attempts=10)  # one that left is not dialled for ever; the next message to it dials anew
 _PATIENT = Backoff(largest_seconds=1.0, attempts=800)  # a coordinator that is started anew is waited for: about ten minutes
@@ -69,8 +70,17 @@ def check_divisible(captured: Captured, bounds: tuple[int, ...]) -> None:
 def check_hosted(stages: int, spec: SwarmSpec) -> None:
     """AtollError where a process cannot host so many stages."""
     if not 1 <= stages <= spec.settings.stages:
-        whole = "one stage" if spec.settings.stages == 1 else f"{spec.settings.stages} stages"
-        raise AtollError(f"--stages {stages}: the run has {whole}; a process hosts at least one and each at most once")
+        raise AtollError(
+            f"--stages {stages}: the run has {plural(spec.settings.stages, 'stage')}; a process hosts at least one and each at most once"
+        )
+
+
+def ending_of(workers: Sequence[tuple[int, int]], steps: int) -> Ending:
+    """Of a process, by the stages and versions its workers ended with; those who were let go have no stage."""
+    versions = [version for stage, version in workers if stage >= 0]
+    if not versions:
+        return "left"
+    return "over" if max(versions) >= steps else "stopped"
 
 
 def take_part(
@@ -209,8 +219,7 @@ class _Process:
         nodes[0].clock.spawn(_account(accounts, member, coordinator))
         with self._obeying_signals(workers):
             await self._until_over(_all(worker.run() for worker in workers))
-        if all(worker.stage < 0 for worker in workers):
-            self._ending = "left"
+        self._ending = ending_of([(worker.stage, worker.version) for worker in workers], self.spec.settings.steps)
         for worker, compute in zip(workers, computes, strict=True):
             if worker.state is not None and worker.version == self.spec.settings.steps:
                 await self._until_over(checkpoints.write(worker.epoch, worker.version, worker.stage, compute.snapshot(worker.state)))

@@ -50,6 +50,19 @@ def test_workers_are_started_again_as_often_as_asked_for(tmp_path: Path) -> None
     assert swarm.said == ["worker-0 died (signal 9); it is started again", "worker-1 died (signal 9); the run goes on without it"]
 
 
+@pytest.mark.parametrize(("workers", "started"), [([], ["coordinator"]), (["{}"], ["coordinator", "feeder", "worker-0"])])
+def test_without_workers_the_coordinator_is_alone(
+    workers: list[str], started: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(SwarmProcesses, "_start", lambda self, name, role: names.append(name))
+    monkeypatch.setattr(SwarmProcesses, "_wait_for_coordinator", lambda self: None)
+    monkeypatch.setattr(SwarmProcesses, "_look_after", lambda self: 0)
+    Authority.create(tmp_path)
+    assert SwarmProcesses(tmp_path, "127.0.0.1:1", workers=workers, max_restarts=0, say=print).run() == 0
+    assert names == started
+
+
 def test_a_worker_is_told_its_devices_and_how_many_stages_it_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda command, **options: commands.append(command))

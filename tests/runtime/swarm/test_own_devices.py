@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from atoll.cli.swarm import check_swarm
-from atoll.errors import PlanError
+from atoll.errors import AtollError, PlanError
 from atoll.plan import parse_plan
-from atoll.runtime.swarm.own_devices import OwnDevices, planned_workers
+from atoll.runtime.swarm.own_devices import OwnDevices, check_devices, devices_here, planned_workers
 
 PLAN = """plan v1 graph=g cluster=c mode=swarm schedule=1f1b batch=16 micro_batch=4
 stage 0: layers 0-1: a/0=8 b/[2-3]=2*4
@@ -35,3 +35,15 @@ def test_a_worker_on_two_hosts_is_refused() -> None:
 def test_a_machine_without_accelerators_uses_its_processor_for_each() -> None:
     if not torch.accelerator.is_available():
         assert OwnDevices((0, 1)).find() == [torch.device("cpu")] * 2
+
+
+def test_more_devices_than_there_are_are_refused_and_more_than_cores_warned_of() -> None:
+    there, kind = devices_here()
+    assert check_devices(there, there, kind) is None
+    assert check_devices(4, 4, "cuda") is None
+    with pytest.raises(AtollError, match=r"--devices 5: this machine has 4 of kind cuda; ask for as many or fewer"):
+        check_devices(5, 4, "cuda")
+    assert (
+        check_devices(2, 1, "core")
+        == "--devices 2: this machine has 1 core, which they share: --devices 1 is as fast and takes less memory"
+    )

@@ -1,6 +1,7 @@
 """A swarm that is stopped politely and resumed trains what one process does, and nothing is lost with those who leave politely."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,29 @@ import torch
 from atoll.control.happenings import Happening, Joined, Left, Repaired, RolledBack, StepCommitted
 from atoll.control.journal import Checkpointed, Epoch, Term, decode, replay
 from atoll.control.messages import Committed
-from atoll.errors import PlanError
+from atoll.errors import JobError, PlanError
 from atoll.graph.capture import capture_program
 from atoll.plan import parse_plan
 from atoll.runtime.run_directory import RunDirectory
 from atoll.runtime.swarm.files import FileJournal
 from atoll.runtime.swarm.resuming import check_same_stages, continue_journal
-from atoll.runtime.swarm.run_files import write_start
+from atoll.runtime.swarm.run_files import read_spec, read_start, write_start
 from atoll.runtime.swarm.spec import spec_of
 
 from . import swarm_job
 from .one_process import OneProcess
 from .test_compute import STEPS, check, job, plain
+
+
+@pytest.mark.parametrize(
+    ("name", "read"), [("swarm.json", lambda it: read_spec(it.path)), ("started.json", read_start), ("run.json", RunDirectory.settings)]
+)
+def test_a_file_that_cannot_be_understood_is_a_sentence(name: str, read: Callable[[RunDirectory], object], tmp_path: Path) -> None:
+    (tmp_path / name).write_text('{"of": "another version"}')
+    with pytest.raises(
+        JobError, match=rf"{name}: another version of Atoll wrote it, or it was changed since \(.*; go on with that version"
+    ):
+        read(RunDirectory(tmp_path))
 
 
 def stop_after(version: int) -> Any:

@@ -4,6 +4,7 @@ A line is a check-sum, a space and the record as JSON. A torn last line (the mac
 is dropped; damage before that is an error, since what follows was announced.
 """
 
+import re
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
@@ -84,6 +85,7 @@ def admit(newest_term: int, term: int, record: Record) -> int:
     return max(newest_term, term)
 
 
+_TORN = re.compile(rb"[0-9a-f\0]{0,8}[ \0]?")  # how a record begins, as far as it was written
 _ENCODER = msgspec.json.Encoder()
 _DECODER: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
@@ -95,23 +97,28 @@ def encode(record: Record) -> bytes:
 
 
 def decode(data: bytes) -> tuple[Sequence[Record], int]:
-    """The records in a journal's file and how many bytes of it are good; a torn end is not counted."""
+    """The records in a journal's file and how many bytes of it are good; a torn end is not counted.
+
+    Torn is a last line that was not written whole when a machine died: its end is missing, or something before it is still zeros.
+    """
     records: list[Record] = []
     good = 0
-    for number, line in enumerate(data.splitlines(keepends=True), 1):
+    for number, line in enumerate(data.split(b"\n")[:-1], 1):
         record = _decode_line(line)
         if record is None:
-            if good + len(line) < len(data):
-                raise AtollError(f"journal: line {number} is damaged though others follow it; restore the file from a copy")
-            break
+            if good + len(line) + 1 == len(data) and b"\0" in line:
+                break
+            raise AtollError(f"journal: line {number} is damaged; restore the file from a copy")
         records.append(record)
-        good += len(line)
+        good += len(line) + 1
+    if not _TORN.fullmatch(data[good : good + 9]):
+        raise AtollError(f"journal: what follows line {len(records)} is no record; restore the file from a copy")
     return records, good
 
 
 def _decode_line(line: bytes) -> Record | None:
-    head, _, body = line.rstrip(b"\n").partition(b" ")
-    if not line.endswith(b"\n") or head != b"%08x" % zlib.crc32(body):
+    head, _, body = line.partition(b" ")
+    if head != b"%08x" % zlib.crc32(body):
         return None
     try:
         return _DECODER.decode(body)

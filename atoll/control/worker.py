@@ -136,6 +136,11 @@ class Worker(Standing):
         self.kernels.end()
         self._device.workers -= 1  # the others have it to themselves
 
+    @property
+    def announced(self) -> int:
+        """The version it last heard of; -1 where it has heard nothing."""
+        return self._view.version if self._view is not None else -1
+
     def leave(self) -> None:
         """Asks to be let go: what it has summed still counts, and it is dismissed after the step."""
         self.leaving = True
@@ -236,8 +241,11 @@ class Worker(Standing):
             return
         if self.state is not None and self.version != view.version:
             self._give_up_state()
-        if self.state is None:
+        if self.state is None and type(view.phase) is Finished and view.version != view.origin[1]:
+            self.finished = True  # what it would fetch is with those who have it, who store it
+        elif self.state is None:
             self._obtain(view)
+        if self.state is None:
             return
         self._store_checkpoint(view)
         self._carry_out(view)

@@ -9,6 +9,7 @@ from atoll.control.messages import (
     Committed,
     Contributor,
     FetchState,
+    Finished,
     Forward,
     Manifest,
     Part,
@@ -335,3 +336,13 @@ def test_work_for_another_version_or_stage_is_refused(check: str) -> None:
         bench.forward(0, version=1 if check == "version" else 0)
         bench.run(KERNEL + LANDING)
         assert bench.worker.buffers.holds(0) == broken
+
+
+def test_one_that_is_still_fetching_when_the_run_is_over_fetches_no_more() -> None:
+    bench = Bench()
+    bench.announce(Run((ALL, ALL), frozenset(), (1, 1)), 1, version=3, donors=("x",))
+    assert bench.worker.fetch is not None
+    bench.announce(Finished(), 2, version=4, donors=("x",))
+    bench.run(0.1)
+    assert bench.worker.finished
+    assert (bench.worker.state, bench.worker.announced) == (None, 4)

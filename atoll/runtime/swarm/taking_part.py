@@ -76,7 +76,7 @@ def check_hosted(stages: int, spec: SwarmSpec) -> None:
 
 
 def ending_of(workers: Sequence[tuple[int, int]], steps: int) -> Ending:
-    """Of a process, by the stages and versions its workers ended with; those who were let go have no stage."""
+    """Of a process, by the stages of its workers and the versions they last heard of; those who were let go have no stage."""
     versions = [version for stage, version in workers if stage >= 0]
     if not versions:
         return "left"
@@ -219,7 +219,8 @@ class _Process:
         nodes[0].clock.spawn(_account(accounts, member, coordinator))
         with self._obeying_signals(workers):
             await self._until_over(_all(worker.run() for worker in workers))
-        self._ending = ending_of([(worker.stage, worker.version) for worker in workers], self.spec.settings.steps)
+        await self._until_over(_give_account(accounts, member, coordinator, _ACCOUNT_SECONDS))
+        self._ending = ending_of([(worker.stage, worker.announced) for worker in workers], self.spec.settings.steps)
         for worker, compute in zip(workers, computes, strict=True):
             if worker.state is not None and worker.version == self.spec.settings.steps:
                 await self._until_over(checkpoints.write(worker.epoch, worker.version, worker.stage, compute.snapshot(worker.state)))
@@ -298,13 +299,17 @@ async def _account(accounts: Mapping[str, Measuring], member: Member, coordinato
     """Tells the coordinator from time to time what was measured here; what does not arrive is told again."""
     while True:
         await asyncio.sleep(_ACCOUNT_SECONDS)
-        peers = {name: remote for name, remote in member.fabric.peers.items() if remote.estimate is not None}
-        for worker, measuring in accounts.items():
-            measured = _look(measuring, peers)
-            peers = {}  # links are the process's: they are in the account of its first worker
-            with suppress(FabricError):
-                account = Account(worker, measured)
-                await asyncio.wrap_future(coordinator.call_soon(MeasureService.measured, account, timeout_seconds=_ANSWER_SECONDS))
+        await _give_account(accounts, member, coordinator, _ANSWER_SECONDS)
+
+
+async def _give_account(accounts: Mapping[str, Measuring], member: Member, coordinator: Remote, limit: float) -> None:
+    peers = {name: remote for name, remote in member.fabric.peers.items() if remote.estimate is not None}
+    for worker, measuring in accounts.items():
+        measured = _look(measuring, peers)
+        peers = {}  # links are the process's: they are in the account of its first worker
+        with suppress(FabricError):
+            account = Account(worker, measured)
+            await asyncio.wrap_future(coordinator.call_soon(MeasureService.measured, account, timeout_seconds=limit))
 
 
 def _look(measuring: Measuring, peers: Mapping[str, Remote]) -> Measured:

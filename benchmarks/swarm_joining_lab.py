@@ -3,8 +3,8 @@
     python benchmarks/swarm_joining_lab.py [--json] [--workers 8] [--joiners 16]      # needs root or user namespaces, and 0.4 GB a process
 
 A stage of eight workers on hosts of their own, 100 Mbit/s each; all joiners run `atoll join`, each on its own host, are held (SIGSTOP)
-when they have enrolled and let go together. Compute is real and small, its time imposed. All processes share this machine's cores, so
-joiners have the lowest priority (`nice`): that they load PyTorch and capture the model would else be taken from those who train, which
+when they have enrolled and captured the model, and let go together. Compute is real and small, its time imposed. All processes share
+this machine's cores, so joiners have the lowest priority (`nice`): what they compute to join would else be taken from those who train, which
 machines of their own would not do. Of use is a joiner that has finished its first micro-batch; counted from being connected, against
 copying the stage's bytes over its link or, where that is more, all joiners' bytes over the links of the eight. `slowed` compares the
 stage's throughput in the steps from the one in which joiners are let go to the one in which all were of use with that of the step before;
@@ -48,9 +48,10 @@ network = {{ bandwidth = "100 Mbit/s", latency = "50 us" }}
   count = {hosts}
   devices = [{{ kind = "imposed" }}]
 """
-READY = re.compile(r"^Working for", re.MULTILINE)
+READY = re.compile(r"^the model is captured", re.MULTILINE)
 STEPS_BEFORE = 1
-LIMIT_SECONDS = 300.0
+LIMIT_SECONDS = 600.0
+AT_ONCE = 2  # joiners that load PyTorch and capture the model at a time
 MOST_SLOWED, MOST_COPIES = 0.2, 2.0
 
 
@@ -105,20 +106,22 @@ class Joining:
         return sum(kernels.turns for account in own for kernels in account.kernels.values()), sum(account.seconds for account in own)
 
     def hold(self) -> None:
-        """Starts all joiners and stops each as soon as it has enrolled and knows the job."""
+        """Starts all joiners and stops each as soon as it has enrolled and captured the model."""
         found = JOIN.search(self.run.log.read_text())
         assert found is not None
-        for name, host in zip(self.names, self.hosts, strict=True):
-            command = ["nice", "-n", "19", *ATOLL, "join", found[1], "--token", found[2], "--name", name, "--timeout", "600"]
-            with self._log(name).open("wb") as out:
-                self._processes[name] = self.run.lab.start(host, command, environ=THREADS, stdout=out, stderr=out)
-        waiting = dict(zip(self.names, self.hosts, strict=True))
+        to_start, starting = list(zip(self.names, self.hosts, strict=True)), {}
         until = time.monotonic() + LIMIT_SECONDS
-        while waiting:
+        while to_start or starting:
             if time.monotonic() > until:
-                raise SystemExit(f"{len(waiting)} joiners did not enrol within {LIMIT_SECONDS:g} s")
-            for name in [name for name in waiting if READY.search(self._log(name).read_text())]:
-                self._signal(waiting.pop(name), signal.SIGSTOP)
+                raise SystemExit(f"{len(to_start) + len(starting)} joiners did not enrol and capture the model within {LIMIT_SECONDS:g} s")
+            while to_start and len(starting) < AT_ONCE:
+                name, host = to_start.pop(0)
+                starting[name] = host
+                command = ["nice", "-n", "19", *ATOLL, "join", found[1], "--token", found[2], "--name", name, "--timeout", "600"]
+                with self._log(name).open("wb") as out:
+                    self._processes[name] = self.run.lab.start(host, command, environ=THREADS, stdout=out, stderr=out)
+            for name in [name for name in starting if READY.search(self._log(name).read_text())]:
+                self._signal(starting.pop(name), signal.SIGSTOP)
             self.run.follow(0.1)
 
     def let_go(self) -> None:

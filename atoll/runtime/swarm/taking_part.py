@@ -41,7 +41,7 @@ from atoll.runtime.swarm.own_devices import OwnDevices
 from atoll.runtime.swarm.pacing import Imposed, Pace, PacedCompute
 from atoll.runtime.swarm.spec import SwarmSpec
 from atoll.runtime.swarm.transport import COORDINATOR, Directory, FabricTransport, Inboxes, Place, SwarmService
-from atoll.units import plural
+from atoll.units import format_seconds, plural
 
 __all__ = ["Ending", "check_divisible", "check_hosted", "ending_of", "take_part"]
 
@@ -100,7 +100,7 @@ def take_part(
     """Works or feeds until the run is over. With `dialled=False` nobody connects to this machine: it is reached through the coordinator.
 
     `devices` are a worker's own: several work in lockstep, as one strong worker, and it may host several stages on them; the coordinator
-    says which. `imposed` names the device whose speed it has. `say` tells people when it is of use, `warn` what they might not expect.
+    says which. `imposed` names the device whose speed it has. `say` tells people how far it is, `warn` what they might not expect.
     With `polite` a worker that gets SIGINT or SIGTERM asks to be let go: what it has summed still counts, and it leaves after the step, or
     as soon as its stage can do without it. The second signal ends it at once (KeyboardInterrupt).
     """
@@ -108,8 +108,10 @@ def take_part(
     keep_freed_memory()
     own = devices or OwnDevices()
     check_hosted(own.stages, spec)
+    began = time.monotonic()
     captured = capture_program(job)
     check_divisible(captured, spec.bounds)
+    say(f"the model is captured ({format_seconds(time.monotonic() - began)}); connects to the others")
     return asyncio.run(_Process(credentials, address, spec, job, captured, observer, dialled, imposed, say, polite, own, warn).run())
 
 

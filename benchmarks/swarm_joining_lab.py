@@ -4,7 +4,7 @@
 
 A stage of eight workers on hosts of their own, 100 Mbit/s each; all joiners run `atoll join`, each on its own host, are held (SIGSTOP)
 when they have enrolled and captured the model, and let go together. Compute is real and small, its time imposed. All processes share
-this machine's cores, so joiners have the lowest priority (`nice`): what they compute to join would else be taken from those who train, which
+this machine's cores, so joiners have the lowest priority (`nice`): what they compute to join would be taken from those who train, which
 machines of their own would not do. Of use is a joiner that has finished its first micro-batch; counted from being connected, against
 copying the stage's bytes over its link or, where that is more, all joiners' bytes over the links of the eight. `slowed` compares the
 stage's throughput in the steps from the one in which joiners are let go to the one in which all were of use with that of the step before;

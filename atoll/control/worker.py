@@ -97,7 +97,7 @@ class Worker(Standing):
         self.reduction: Reduction | None = None
         self.fetch: Fetch | None = None
         self._givers: frozenset[str] = frozenset()  # who gave it its state, until it has made a step with the others
-        self._catching: Committed | None = None  # the commit whose sums it gets from them
+        self._catching: tuple[Committed, frozenset[str]] | None = None  # the commit whose sums it gets from which of them
         self._view: View | None = None
         self._yours: Assignment | None = None
         self._echo = (0, 0)  # term, beat
@@ -182,19 +182,24 @@ class Worker(Standing):
         """
         now = self.node.clock.now()
         reduction = self.reduction
-        if reduction is not None and not reduction.complete and now - self._reported_at >= self.settings.heartbeat_seconds:
+        if self._catching is not None:
+            self._give_up_catching(now)
+        elif reduction is not None and not reduction.complete and now - self._reported_at >= self.settings.heartbeat_seconds:
             self._reported_at = now
             if now - self._heard_at >= self._sum_patience.seconds():
                 self._heard_at = now
                 self._sum_patience.failed()
-                if self._catching is not None:
-                    self._give_up_state()  # they have them no more
-                    self._again()
-                    return
                 reduction.ask()
             self._report(reduction)
         if self.fetch is not None and self._view is not None and not self.changing:
             self._obtain(self._view)
+
+    def _give_up_catching(self, now: float) -> None:
+        """Where those who should have the sums do not give them: all of them are asked for at once, so the first may take its time."""
+        incomplete = self.reduction is not None and not self.reduction.complete
+        if incomplete and now - self._heard_at >= 4 * max(self._fetch_patience.seconds(), self._sum_patience.seconds()):
+            self._give_up_state()
+            self._again()
 
     def _send(self, to: str, message: Message) -> None:
         self.node.transport.send(to, message)
@@ -325,21 +330,19 @@ class Worker(Standing):
 
     def _catch_up(self, commit: Committed) -> bool:
         """One whose state was committed upon while it came gets the sums from those who gave it; False where they would not have them."""
-        if self._catching == commit:
-            return self.reduction is not None and not self.reduction.complete
         assert self._yours is not None
         donors = self._givers.intersection(self._yours.donors)
         if not donors:
             return False
-        settings, before = self.settings, self.reduction
-        order = sums_from(donors, commit.round, settings.stages + len(settings.tied), settings.chunks)
-        self.reduction = self._reduction(order)
-        if before is not None and before.round == commit.round and before.position == self.reduction.position:
-            self.reduction.take_over(before)
-        self._catching = commit
-        self._heard_at = self.node.clock.now()
-        self.reduction.ask()
-        return not self.reduction.complete
+        if self._catching != (commit, donors):
+            self._catching = commit, donors
+            settings, before = self.settings, self.reduction
+            self.reduction = self._reduction(sums_from(donors, commit.round, settings.stages + len(settings.tied), settings.chunks))
+            if before is not None and before.round == commit.round and before.position == self.position:
+                self.reduction.take_over(before)
+            self._heard_at = self.node.clock.now()
+            self.reduction.ask()
+        return self.reduction is not None and not self.reduction.complete
 
     async def _apply(self, commit: Committed, reduction: Reduction, generation: int) -> None:
         before, position = self.state, self.position

@@ -75,7 +75,7 @@ def test_donors_that_have_kept_nothing_are_not_waited_for(given: int) -> None:
     bench = joiner(given)
     bench.run(0.5)
     bench.sent(FetchState)
-    bench.run(60.0)
+    bench.run(200.0)
     announce(bench, 3, 4, COMMIT)
     assert {message.version for message in bench.sent(FetchState)} == {4}
 
@@ -88,11 +88,24 @@ def test_a_joiner_whose_donors_are_gone_or_that_missed_two_steps_begins_anew(giv
         bench.sent(FetchState)
         later = Committed(0, version - 1, (1, 4), ("", "other"), 1.0, False, 0.0, 4.0) if version == 5 else COMMIT
         announce(bench, 5, version, later, donors)
-        asked = bench.sent(FetchState)
-        if given == 2 and version == 4:
-            assert not asked  # it has the state and has asked for the sums: they may be on their way
-        else:
-            assert {message.version for message in asked} == {version}
+        assert {message.version for message in bench.sent(FetchState)} == {version}
+
+
+def test_sums_of_a_donor_that_is_gone_are_asked_of_another() -> None:
+    bench = Bench()
+    announce(bench, 1, 3)
+    asked = {message.chunk: to for to, message in bench.wire.sent if isinstance(message, FetchState)}
+    for chunk in asked:
+        give(bench, chunk)
+    bench.run(0.5)
+    assert set(asked.values()) == {"x", "y"}
+    announce(bench, 3, 4, COMMIT)
+    asked_of = [to for to, message in bench.wire.sent if isinstance(message, PullSum)]
+    assert sorted(asked_of) == ["x", "y"]
+    bench.inbox.put(SumChunk((1, 2), 0, 3, 1, asked_of.index("y"), SUMS[asked_of.index("y")]))
+    bench.wire.sent.clear()
+    announce(bench, 3, 4, COMMIT, donors=("y",))
+    assert [(to, message.chunk) for to, message in bench.wire.sent if isinstance(message, PullSum)] == [("y", asked_of.index("x"))]
 
 
 def test_sums_collected_before_the_commit_are_not_asked_for_again() -> None:

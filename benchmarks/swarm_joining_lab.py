@@ -2,8 +2,8 @@
 
     python benchmarks/swarm_joining_lab.py [--json] [--workers 8] [--joiners 16]      # needs root or user namespaces, and 0.4 GB a process
 
-A stage of eight workers on hosts of their own, 100 Mbit/s each; all joiners run `atoll join`, each on its own host, are held (SIGSTOP)
-when they have enrolled and captured the model, and let go together. Compute is real and small, its time imposed. All processes share
+A stage of eight workers on hosts of their own, 100 Mbit/s each; all joiners run `atoll join`, each on its own host, which is cut off
+when they have enrolled, until all have captured the model. Compute is real and small, its time imposed. All processes share
 this machine's cores, so joiners have the lowest priority (`nice`): what they compute to join would be taken from those who train, which
 machines of their own would not do. Of use is a joiner that has finished its first micro-batch; counted from being connected, against
 copying the stage's bytes over its link or, where that is more, all joiners' bytes over the links of the eight. `slowed` compares the
@@ -14,7 +14,6 @@ beside it stands how much of the time the eight were computing.
 import argparse
 import os
 import re
-import signal
 import statistics
 import sys
 import tempfile
@@ -48,7 +47,7 @@ network = {{ bandwidth = "100 Mbit/s", latency = "50 us" }}
   count = {hosts}
   devices = [{{ kind = "imposed" }}]
 """
-READY = re.compile(r"^the model is captured", re.MULTILINE)
+ENROLLED, READY = re.compile(r"^Working for", re.MULTILINE), re.compile(r"the model is captured \(")
 STEPS_BEFORE = 1
 LIMIT_SECONDS = 600.0
 AT_ONCE = 2  # joiners that load PyTorch and capture the model at a time
@@ -106,10 +105,11 @@ class Joining:
         return sum(kernels.turns for account in own for kernels in account.kernels.values()), sum(account.seconds for account in own)
 
     def hold(self) -> None:
-        """Starts all joiners and stops each as soon as it has enrolled and captured the model."""
+        """Starts all joiners and pulls the cable of each as soon as it has enrolled, until all have captured the model."""
         found = JOIN.search(self.run.log.read_text())
         assert found is not None
         to_start, starting = list(zip(self.names, self.hosts, strict=True)), {}
+        cut: set[str] = set()
         until = time.monotonic() + LIMIT_SECONDS
         while to_start or starting:
             if time.monotonic() > until:
@@ -120,14 +120,16 @@ class Joining:
                 command = ["nice", "-n", "19", *ATOLL, "join", found[1], "--token", found[2], "--name", name, "--timeout", "600"]
                 with self._log(name).open("wb") as out:
                     self._processes[name] = self.run.lab.start(host, command, environ=THREADS, stdout=out, stderr=out)
+            for name in [name for name in starting if name not in cut and ENROLLED.search(self._log(name).read_text())]:
+                self.run.lab.cut(starting[name])
+                cut.add(name)
             for name in [name for name in starting if READY.search(self._log(name).read_text())]:
-                self._signal(starting.pop(name), signal.SIGSTOP)
+                del starting[name]
             self.run.follow(0.1)
 
     def let_go(self) -> None:
         """All at once."""
-        for host in self.hosts:
-            self._signal(host, signal.SIGCONT)
+        self.run.lab.restore()
 
     def wait(self) -> dict[str, Measured]:
         """Until all are of use, or too long."""
@@ -141,10 +143,6 @@ class Joining:
 
     def _log(self, name: str) -> Path:
         return self.run.setup.folder / f"{name}.log"
-
-    def _signal(self, host: str, number: int) -> None:
-        for pid in self.run.lab.world.processes(host):
-            os.kill(pid, number)
 
 
 def measure(workers: int, joiners: int, step_seconds: float, folder: Path) -> dict[str, object]:

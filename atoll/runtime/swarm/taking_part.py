@@ -151,13 +151,15 @@ class _Process:
         try:
             listening = await asyncio.to_thread(member.fabric.listen, "0.0.0.0:0") if self._dialled else ""
             coordinator = await asyncio.to_thread(member.join, self.address, _PATIENT)
-            clock.spawn(self._register(coordinator, _own_address(self.address, listening)))
+            registered = asyncio.Event()
+            clock.spawn(self._register(coordinator, _own_address(self.address, listening), registered))
             transport = FabricTransport(member, coordinator, coding=self._coding(member), inside=inboxes)
             nonce = time.time_ns()
             nodes = [
                 Node(name, clock, transport, inboxes.open(name, clock), nonce, random.Random(secrets.randbits(64)))
                 for name in hosted_workers(self.credentials.name, self._devices.stages)
             ]
+            await self._until_over(_awaited(registered))  # what is measured begins where it is connected
             if self.credentials.role == "feeder":
                 await self._feed(nodes[0])
             else:
@@ -183,10 +185,11 @@ class _Process:
 
         return coding_of(self.spec.codec, estimate, self._observer)
 
-    async def _register(self, coordinator: Remote, place: Place) -> None:
+    async def _register(self, coordinator: Remote, place: Place, registered: asyncio.Event) -> None:
         while True:
             try:
                 await asyncio.wrap_future(coordinator.call_soon(Directory.register, place, timeout_seconds=_ANSWER_SECONDS))
+                registered.set()
             except FabricError as error:
                 if coordinator.given_up is not None:
                     raise coordinator.given_up from error
@@ -291,6 +294,10 @@ class _Process:
                 task.cancel()
                 raise self._errors[0]
         await task
+
+
+async def _awaited(event: asyncio.Event) -> None:
+    await event.wait()
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -67,7 +67,7 @@ ROWS ?=
 TRACE ?=
 
 BENCHMARKS := capture evaluations planning whale hybrid local optimality lockstep_speed unequal_devices large_output codecs fabric fabric_reduce \
-	fabric_adaptive lab swarm_speed swarm_joining swarm_hosting latency_hiding swarm_scale
+	fabric_adaptive lab swarm_speed swarm_joining swarm_hosting swarm_group latency_hiding swarm_scale
 
 bench: install
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done

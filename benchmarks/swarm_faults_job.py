@@ -1,6 +1,6 @@
-"""What `swarm_faults.py` trains. Every sample has a weight of its own, so that one lost or counted twice shows in a step's weight.
+"""What `swarm_faults.py` and `swarm_group.py` train. Every sample has a weight of its own: one lost or counted twice shows in a step's.
 
-Arguments: steps, width. It stands alone, since machines that join are sent this file only.
+Arguments: steps, width, samples of a micro-batch. It stands alone, since machines that join are sent this file only.
 """
 
 import sys
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import atoll
 
-STEPS, WIDTH = (int(word) for word in (*sys.argv[1:3], *("100", "256")[len(sys.argv[1:3]) :]))
-BATCH, MICRO_BATCH, TOKENS, FEATURES, BLOCKS = 64, 2, 8, 32, 4
+STEPS, WIDTH, MICRO_BATCH = (int(word) for word in (*sys.argv[1:4], *("100", "256", "2")[len(sys.argv[1:4]) :]))
+BATCH, TOKENS, FEATURES, BLOCKS = 64, 8, 32, 4
 optimizer = partial(torch.optim.AdamW, lr=1e-3, eps=1e-6)
 
 

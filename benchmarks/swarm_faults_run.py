@@ -24,7 +24,7 @@ from atoll.control.messages import Committed
 from atoll.lab import Lab
 from atoll.lab.lab import LabProcess
 
-__all__ = ["Measurements", "SwarmRun", "join_row", "judge"]
+__all__ = ["Measurements", "SwarmRun", "join_row", "judge", "weights_difference"]
 
 ATOLL = (sys.executable, "-c", "from atoll.cli import main; main()")
 JOIN = re.compile(r"atoll join (\S+) --token (\S+)")
@@ -278,7 +278,7 @@ def judge(run: SwarmRun) -> Measurements:
         ended_by_itself=code == 0,
         steps=len(commits),
         planned_steps=run.setup.steps,
-        weights_difference=_difference(run, expected) if code == 0 else float("inf"),
+        weights_difference=weights_difference(run, expected) if code == 0 else float("inf"),
         loss_difference=apart,
         steps_wrong=wrong,
         stages_lost=sum(isinstance(record, Epoch) and record.epoch > 0 for record in _records(run.directory / "journal.jsonl")),
@@ -311,7 +311,8 @@ def _twice(path: Path) -> int:
     return len(seen) - len(set(seen))
 
 
-def _difference(run: SwarmRun, expected: dict[str, Any]) -> float:
+def weights_difference(run: SwarmRun, expected: dict[str, Any]) -> float:
+    """The largest, of the largest weight."""
     found = run.weights()
     assert found.keys() == expected.keys()
     largest = max(float(value.abs().max()) for value in expected.values())

@@ -78,6 +78,8 @@ def relief(plan: Plan, cost: Cost, evaluator: Evaluator) -> tuple[str, ...]:
     for part, what in (("sync", "gradients"), ("transfer", "activations")):
         if parts.get(part, 0.0) > 0.15 * step:
             found.append(f"links twice as wide would take up to {parts[part] / 2 / step:.0%} off the step ({what})")
+    if plan.mode == "swarm" and len(plan.stages) > 1 and parts.get("transfer", 0.0) > 0.15 * step:
+        found.append("`atoll run --codec auto` would send activations in fewer bytes, which is not predicted")
     if plan.mode == "swarm" and not plan.staleness and parts.get("sync", 0.0) > 0:
         effect = staleness_effect(evaluator, plan)
         if effect.gain > _WORTH_OTHER_NUMBERS:

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator
 
 from atoll.plan.plan import Plan, Stage
 from atoll.plan.table import Mark, Problem
+from atoll.units import plural
 
-__all__ = ["hosts_of", "swarm_problems", "swarm_stage_problems", "why_not_swarm"]
+__all__ = ["hosts_of", "swarm_notes", "swarm_problems", "swarm_stage_problems", "why_not_swarm"]
 
 _MOST_STALENESS = 1
 
@@ -61,6 +62,22 @@ def _other_company(plan: Plan) -> Iterator[Problem]:
                 if together.setdefault(device, replica.devices) != replica.devices:
                     sentence = f"stage {index}: {device} works with other devices than in an earlier stage"
                     yield Problem(f"{sentence}; a swarm's worker has the same in all", Mark("devices", index, number, position))
+
+
+def swarm_notes(plan: Plan) -> tuple[str, ...]:
+    """What a swarm does otherwise than a plan says, which is what predictions are of."""
+    found = []
+    if plan.schedule == "gpipe":
+        found.append("schedule=gpipe: a swarm's workers run backwards first, as under 1f1b; the prediction is of gpipe")
+    size, workers = plan.micro_batch_size, max(len(stage.replicas) for stage in plan.stages)
+    broken = [replica for stage in plan.stages for replica in stage.replicas if replica.total_samples % size]
+    if plan.micro_batches < workers:
+        few = plural(plan.micro_batches, "micro-batch", "micro-batches")
+        idle = f"{few} of at most {size} samples for {plural(workers, 'worker')} of a stage"
+        found.append(f"{idle}: a swarm hands out whole ones, so some have nothing to do; the prediction is of shares as the plan has them")
+    elif len(broken) > 1:
+        found.append(f"a swarm hands out whole micro-batches of {size} samples; the prediction is of shares as the plan has them")
+    return tuple(found)
 
 
 def hosts_of(devices: Iterable[str]) -> set[str]:

@@ -159,8 +159,6 @@ def _insides(graph: Graph, rules: Rules, start: int, stop: int, devices: int) ->
     for tensor in degrees:
         yield Inside(tensor)
         for lanes in (n for n in degrees if 1 < n <= devices // tensor):
-            if rules.swarm:
-                yield Inside(tensor, lanes)
             for sharded in (False, True):
                 if sharded:
                     yield Inside(tensor, lanes, sharded=True)

@@ -2,11 +2,10 @@
 
 The space: ordered partitions of any of the devices into stages × legal cuts × replicas, tensor or sharded groups of any of a stage's
 devices, or groups that divide the layers worth it × micro-batches that divide the batch × whole-number shares × 1F1B or GPipe × codecs,
-recomputing on a stage only where it would not fit otherwise; all as annotated. For a swarm: of all this what it can run, and lanes that
-repeat the stage. The bounds: a replica of stage s is busy for all of its
-micro-batches, after the first has come through the stages before it and before the last has gone back through them; then it
-synchronises, over links it has to itself; and all that passes between stages in different sites passes the links between them, at best
-encoded to the fewest bits.
+recomputing on a stage only where it would not fit otherwise; all as annotated. For a swarm: of all this what it can run, every device a
+replica. The bounds: a replica of stage s is busy for all of its micro-batches, after the first has come through the stages before it and
+before the last has gone back through them; then it synchronises, over links it has to itself; and all that passes between stages in
+different sites passes the links between them, at best encoded to the fewest bits.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -141,19 +140,15 @@ class Exact:
     def _stages(self, start: int, stop: int, group: Group, micro: int) -> Iterator[Stage]:
         units = split_units(self.evaluator.graph.layers[start:stop])
         for size in range(1, len(group) + 1):
-            if len(group) % size:
+            if len(group) % size or (size > 1 and self.rules.swarm):
                 continue
             for blocks in groupings(group, size):
-                lanes = tuple(Replica(devices=block, samples=(1,) * size) for block in blocks)
-                if self.rules.swarm:
-                    if micro % size == 0:
-                        yield Stage(start=start, stop=stop, replicas=lanes)
-                    continue
                 divided = even_shares(units, size)
                 if size == 1 or (units and divided is not None):
                     plain = tuple(Replica(devices=block, samples=(1,), tensor_shares=divided or ()) for block in blocks)
                     yield Stage(start=start, stop=stop, replicas=plain, tensor=size)
                 if size > 1 and micro % size == 0:
+                    lanes = tuple(Replica(devices=block, samples=(1,) * size) for block in blocks)
                     yield Stage(start=start, stop=stop, replicas=lanes, sharded=True)
                     yield from self._dividing_lanes(start, stop, lanes)
 

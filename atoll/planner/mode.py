@@ -58,13 +58,13 @@ def choose_mode(
 ) -> ModeChoice:
     """The mode and the plan for it: of plans for lockstep and of plans that a swarm can run, best first, and the best plan for islands.
 
-    Where a swarm is asked for there are no others: `found` are the swarm's plans then too.
+    Where a swarm is asked for, `found` are its plans too, as there are no others.
     """
-    best = found[0]
-    failures = _failures(best.plan, evaluator)
-    lockstep = _effective("lockstep", _in_lockstep(best, evaluator), evaluator)
     surviving = [one for one in swarms if _survives(one.plan, evaluator)] or (list(swarms[:1]) if forced == "swarm" else [])
     swarm = min(surviving, key=lambda one: _effective("swarm", one, evaluator), default=None)
+    best = swarm if forced == "swarm" and swarm is not None else found[0]
+    failures = _failures(best.plan, evaluator)
+    lockstep = _effective("lockstep", _in_lockstep(best, evaluator), evaluator)
     swarm_seconds = _effective("swarm", swarm, evaluator) if swarm is not None else float("inf")
     is_swarm = forced == "swarm" or (forced is None and swarm_seconds * SWARM_GAIN < lockstep)
     exact = swarm_seconds if is_swarm else lockstep
@@ -114,7 +114,8 @@ def _survives(plan: Plan, evaluator: Evaluator) -> bool:
 
 
 def _swarm_reason(failures: float, lockstep: float, swarm: float, spare: bool, forced: Mode | None) -> str:
-    steps = f"a lockstep step {format_seconds(lockstep)}, a swarm's {format_seconds(swarm)}"
+    same = " of the same plan" if forced else ""
+    steps = f"a lockstep step{same} {format_seconds(lockstep)}, a swarm's {format_seconds(swarm)}"
     reason = f"swarm: {'asked for; ' if forced else ''}{failures:.2g} preemptions an hour would make {steps}"
     if not spare:
         reason += "; a stage on a single host has to be restored from a checkpoint when it dies"

@@ -38,7 +38,7 @@ class Found(NamedTuple):
 def insides(timing: Timing, rules: Rules) -> list[Inside]:
     """Parallelism inside a replica worth trying on these devices."""
     if rules.swarm:
-        return [Inside(lanes=count) for count in sorted({1, *(len(names) for each in timing.classes for names in each.hosts)})]
+        return _whole_hosts(timing.classes)
     graph = timing.evaluator.graph
     units = split_units(graph.layers)
     per_host = max(len(names) for each in timing.classes for names in each.hosts)
@@ -59,6 +59,12 @@ def insides(timing: Timing, rules: Rules) -> list[Inside]:
         found.extend(Inside(tensor, count, expert=True) for count in divided)
         found.extend(Inside(tensor, count, sharded=True, expert=True) for count in divided)
     return found
+
+
+def _whole_hosts(classes: Sequence[DeviceClass]) -> list[Inside]:
+    """For a swarm: every device a worker, or every host one, so that its sums leave it once; cores are faster in processes of their own."""
+    several = [each for each in classes if len(each.hosts) > 1 and not each.device.kind.cpu]
+    return [Inside(lanes=count) for count in sorted({1, *(len(names) for each in several for names in each.hosts)})]
 
 
 def _lane_splits(timing: Timing, rules: Rules, largest: int) -> list[Inside]:

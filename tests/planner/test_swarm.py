@@ -24,15 +24,15 @@ def spot_clusters(draw: st.DrawFn) -> Cluster:
     sites = []
     for i in range(draw(st.integers(1, 2))):
         kind = [(draw(st.sampled_from(KINDS)), draw(st.integers(1, 4)))]
-        memory, preemptions = draw(st.sampled_from((None, "2.2 GB"))), draw(st.sampled_from(("0 /h", "0.5 /h", "6 /h")))
-        network = draw(st.sampled_from(("1 Gbit/s", "100 Gbit/s")))
+        memory, preemptions = draw(st.sampled_from((None, "2.2 GB"))), draw(st.sampled_from(("0 /h", "3 /h", "20 /h")))
+        network = draw(st.sampled_from(("10 Gbit/s", "200 Gbit/s")))
         hosts = draw(st.integers(1, 4))
         sites.append(make_site(f"s{i}", kind=kind, hosts=hosts, memory=memory, preemptions=preemptions, network=network))
     return make_cluster("c", sites, default_link=(draw(st.sampled_from(("100 Mbit/s", "10 Gbit/s"))), "10 ms"))
 
 
 def small_graph(layers: int, experts: bool) -> Graph:
-    size = {"name": "d", "layers": layers, "hidden": 512, "heads": 8, "sequence": 128, "vocabulary": 4096}
+    size = {"name": "d", "layers": layers, "hidden": 512, "heads": 8, "sequence": 512, "vocabulary": 4096}
     return mixture_of_experts(**size, experts=4, active_experts=1, expert_hidden=1024, every=2) if experts else dense_transformer(**size)  # type: ignore[arg-type]
 
 
@@ -48,7 +48,7 @@ def check_runnable(planned: Planned, graph: Graph, cluster: Cluster) -> int:
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
-@given(spot_clusters(), st.sampled_from((7, 12, 64)), st.integers(2, 8), st.booleans(), st.sampled_from((None, "swarm")))
+@given(spot_clusters(), st.sampled_from((7, 12, 256)), st.integers(2, 8), st.booleans(), st.sampled_from((None, "swarm")))
 def test_a_swarm_can_run_its_plans(cluster: Cluster, batch_size: int, layers: int, experts: bool, mode: Mode | None) -> None:
     graph = small_graph(layers, experts)
     planned = plan(graph, cluster, batch_size=batch_size, mode=mode, top=4, max_priced=60)

@@ -16,6 +16,7 @@ from atoll.cluster import Cluster, load_cluster
 from atoll.cost import Calibration, Cost, Evaluator, load_calibration, staleness_effect
 from atoll.errors import PlanError
 from atoll.plan import Plan, load_plan, save_plan, validate
+from atoll.plan.swarm import swarm_notes
 from atoll.units import format_bytes, plural
 
 if TYPE_CHECKING:
@@ -120,8 +121,10 @@ def _notes(sentences: tuple[str, ...]) -> list[RenderableType]:
 def priced(plan: Plan, model: Target, cluster: Cluster, calibration: Calibration | None) -> tuple[Cost, tuple[str, ...]]:
     """What a plan costs that was not just made, and what there is to say of it in sentences."""
     evaluator = Evaluator(model.graph, cluster, optimizer=model.optimizer, calibration=calibration or _here(model, cluster))
-    stale = plan.mode == "swarm" and plan.staleness > 0
-    return evaluator.cost(plan), (f"staleness=1: {staleness_effect(evaluator, plan)}",) if stale else ()
+    said = swarm_notes(plan) if plan.mode == "swarm" else ()
+    if plan.mode == "swarm" and plan.staleness > 0:
+        said = (*said, f"staleness=1: {staleness_effect(evaluator, plan)}")
+    return evaluator.cost(plan), said
 
 
 def _refuse_with_check(options: dict[str, object]) -> None:

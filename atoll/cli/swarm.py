@@ -14,7 +14,7 @@ from atoll.cli.status import say
 from atoll.errors import PlanError
 from atoll.lab.environment import lab_of
 from atoll.lab.remote import remote_command
-from atoll.plan import Plan
+from atoll.plan import Plan, why_not_swarm
 from atoll.runtime.run_directory import RunDirectory, RunSettings
 from atoll.units import plural
 
@@ -134,20 +134,9 @@ def _dialled(address: str) -> str:
 
 def check_swarm(plan: Plan, captured: "Captured", job: "Job") -> None:
     """AtollError where this plan of this job cannot be trained by a swarm. Nothing has been written or started yet."""
-    if plan.staleness > 1:
-        raise PlanError(f"staleness={plan.staleness}: a swarm's sums may lag by one step at most; write staleness=1 or 0")
-    for number, stage in enumerate(plan.stages):
-        if stage.tensor > 1 or stage.expert or stage.split:
-            raise PlanError(
-                f"stage {number}: a swarm's worker holds a whole stage by itself; tensor, expert and split parallelism inside stages are "
-                "not run in swarm mode"
-            )
-        for replica in stage.replicas:
-            hosts = sorted({device.rpartition("/")[0] for device in replica.devices})
-            if len(hosts) > 1:
-                raise PlanError(
-                    f"stage {number}: a swarm's worker is on one host, but a replica is on {' and '.join(hosts)}; make them two replicas"
-                )
+    why_not = why_not_swarm(plan)
+    if why_not is not None:
+        raise PlanError(why_not)
     from atoll.runtime.swarm.spec import bounds_of
     from atoll.runtime.swarm.staleness import check_optimizer
     from atoll.runtime.swarm.taking_part import check_divisible

@@ -8,6 +8,7 @@ Decisions the rules rest on:
 - Under tensor parallelism, layers that cannot be split are repeated on every device; a stage with nothing to split is an error.
 - Tensor shares deal out whole units (`plan/units.py`): where a layer's units do not divide by `tensor`, a replica must say its shares.
 - Lanes split a layer in parts as equal as its units allow; they do so only where `tensor` is 1, and not where they divide its experts.
+- A plan of mode swarm says only what a swarm can run (`plan/swarm.py`).
 - Memory is not a rule but a prediction: `Cost.over_memory` says what does not fit.
 """
 
@@ -21,6 +22,7 @@ from atoll.errors import PlanError
 from atoll.graph import Graph
 from atoll.plan.constraints import constraint_problems
 from atoll.plan.plan import Plan, Stage
+from atoll.plan.swarm import swarm_problems
 from atoll.plan.table import Mark, Problem, stage_table
 from atoll.plan.text import numbers_text
 from atoll.plan.units import even_shares, split_units
@@ -35,6 +37,7 @@ def validate(plan: Plan, graph: Graph | None = None, cluster: Cluster | None = N
         lambda: _layers(plan),
         lambda: _replicas(plan),
         lambda: _devices(plan),
+        lambda: swarm_problems(plan) if plan.mode == "swarm" else (),
     ]
     if cluster is not None:
         checks.append(lambda: _against_cluster(plan, cluster))

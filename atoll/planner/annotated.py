@@ -51,7 +51,7 @@ def annotated_plans(evaluator: Evaluator, rules: Rules, batch_size: int, sizes: 
     layouts = list(_layouts(evaluator, rules, batch_size, sizes))
     seen: set[Plan] = set()
     for layout in _unlike_first(layouts):
-        made = _plan(evaluator, layout, batch_size)
+        made = _plan(evaluator, rules, layout, batch_size)
         if made is not None and made not in seen and rules.allows(made):
             seen.add(made)
             yield made
@@ -78,7 +78,7 @@ def _layouts(evaluator: Evaluator, rules: Rules, batch_size: int, sizes: Sequenc
         rows = [_cheapest(evaluator, start, stop, row, len(rows)) for (start, stop), row in zip(pairwise(bounds), rows, strict=True)]
         of_stage = [work[stop] - work[start] for start, stop in pairwise(bounds)]
         for shapes, micro in product(_combined(rows), sizes):
-            most = [batch_size if len(rows) == 1 else batch_size // micro for _ in rows]
+            most = [batch_size if rules.any_share(len(rows)) else batch_size // micro for _ in rows]
             for counts in _counts(shapes, of_stage, most, len(names)):
                 for groups in _assignments(evaluator, shapes, counts):
                     yield _Layout(bounds, shapes, groups, micro)
@@ -248,11 +248,12 @@ def _assignments(evaluator: Evaluator, shapes: Sequence[Shape], counts: Sequence
                 yield found
 
 
-def _plan(evaluator: Evaluator, layout: _Layout, batch_size: int) -> Plan | None:
+def _plan(evaluator: Evaluator, rules: Rules, layout: _Layout, batch_size: int) -> Plan | None:
     """The layout with shares by speed, recomputing only where it would not fit otherwise; None where shares cannot be."""
     stages = []
     for (start, stop), shape, groups in zip(pairwise(layout.bounds), layout.shapes, layout.groups, strict=True):
-        made = _stage(evaluator, shape.inside, start, stop, groups, layout.micro_batch_size, batch_size, len(layout.shapes) == 1)
+        any_share = rules.any_share(len(layout.shapes))
+        made = _stage(evaluator, shape.inside, start, stop, groups, layout.micro_batch_size, batch_size, any_share)
         if made is None:
             return None
         stages.append(made)
@@ -262,6 +263,7 @@ def _plan(evaluator: Evaluator, layout: _Layout, batch_size: int) -> Plan | None
         batch_size=batch_size,
         micro_batch_size=layout.micro_batch_size,
         stages=tuple(stages),
+        mode=rules.mode,
     )
     if evaluator.fits(plan):
         return plan
@@ -276,17 +278,17 @@ def _stage(
     groups: Sequence[tuple[str, ...]],
     micro: int,
     batch_size: int,
-    single: bool,
+    any_share: bool,
 ) -> Stage | None:
     lanes = inside.lanes
     bare = inside.stage(start, stop, tuple(inside.replica(group) for group in groups), False)
     seconds = [evaluator.replica_seconds(bare, replica, float(micro)) for replica in bare.replicas]
-    counts = shares(batch_size if single else batch_size // micro, [1.0 / (each.forward + each.backward) for each in seconds])
-    if counts is None or (not single and batch_size % micro):
+    counts = shares(batch_size if any_share else batch_size // micro, [1.0 / (each.forward + each.backward) for each in seconds])
+    if counts is None or (not any_share and batch_size % micro):
         return None
     rows = []
     for replica, count in zip(bare.replicas, counts, strict=True):
-        samples = _even(count, lanes) if single else tuple(count * part for part in _even(micro, lanes))
+        samples = _even(count, lanes) if any_share else tuple(count * part for part in _even(micro, lanes))
         rows.append(replace(replica, samples=samples))
     return replace(bare, replicas=tuple(rows))
 

@@ -44,7 +44,7 @@ def best_baselines(evaluator: Evaluator, rules: Rules, batch_size: int, known: f
 
     Always the one next that promises most: by what it computes, then, once that was the least, by its synchronisation too.
     """
-    plans = [plan for plan in dict.fromkeys(baselines(evaluator, batch_size)) if rules.allows(plan)]
+    plans = [plan for plan in dict.fromkeys(baselines(evaluator, batch_size, rules.swarm)) if rules.allows(plan)]
     queue = [(_least_seconds(evaluator, plan, [0.0] * len(plan.stages)), False, number) for number, plan in enumerate(plans)]
     heapq.heapify(queue)
     found: list[Found] = []
@@ -64,15 +64,19 @@ def best_baselines(evaluator: Evaluator, rules: Rules, batch_size: int, known: f
     return sorted(found, key=lambda one: one.seconds)
 
 
-def baselines(evaluator: Evaluator, batch_size: int) -> Iterator[Plan]:
-    """The plans, none of which recomputes; some may not fit."""
+def baselines(evaluator: Evaluator, batch_size: int, swarm: bool = False) -> Iterator[Plan]:
+    """The plans, none of which recomputes; some may not fit. For a swarm, those it can run: whole stages, whole micro-batches, 1F1B."""
     for group in _groups(evaluator.cluster.devices):
         speeds = _speeds(evaluator, group, batch_size)
         for layout in _layouts(evaluator, group):
-            for micro in _micro_batches(layout, batch_size):
+            if swarm and (layout.sharded or layout.tensor > 1):
+                continue
+            any_share = len(layout.stages) == 1 and not swarm
+            for micro in _micro_batches(layout, batch_size, any_share):
                 for speed in speeds:
-                    for stages in _with_shares(evaluator, layout, batch_size, micro, speed):
-                        yield from _plans(evaluator, batch_size, micro, stages)
+                    for stages in _with_shares(evaluator, layout, batch_size, 1 if any_share else micro, speed):
+                        plans = _plans(evaluator, batch_size, micro, stages)
+                        yield from plans if not swarm else [replace(plans[0], mode="swarm")]
 
 
 def _fitting(evaluator: Evaluator, plan: Plan) -> Plan | None:
@@ -162,20 +166,19 @@ def _even_bounds(evaluator: Evaluator, stages: int) -> tuple[int, ...] | None:
     return (0, *sorted(inner), layers) if len(inner) == stages - 1 and 0 not in inner else None
 
 
-def _micro_batches(layout: _Layout, batch_size: int) -> list[int]:
-    if len(layout.stages) > 1:
+def _micro_batches(layout: _Layout, batch_size: int, any_share: bool) -> list[int]:
+    if not any_share:
         divisors = [size for size in range(1, min(batch_size, 4096) + 1) if batch_size % size == 0]
         return divisors[:_MOST_DIVISORS]
     share = -(-batch_size // len(layout.stages[0]))
     return sorted({-(-share // rounds) for rounds in _ROUNDS} | {batch_size}, reverse=True)
 
 
-def _with_shares(evaluator: Evaluator, layout: _Layout, batch_size: int, micro: int, speed: Speed) -> Iterator[tuple[Stage, ...]]:
-    """Shares that keep the slowest busy the least, and shares rounded from the proportion, which leave slow lanes without a sample."""
+def _with_shares(evaluator: Evaluator, layout: _Layout, batch_size: int, unit: int, speed: Speed) -> Iterator[tuple[Stage, ...]]:
+    """Shares, in whole units, that keep the slowest busy the least, and shares rounded from the proportion, which leave slow lanes idle."""
     for divide in (shares, _rounded):
         stages = []
         for (start, stop), groups in zip(pairwise(layout.bounds), layout.stages, strict=True):
-            unit = 1 if len(layout.stages) == 1 else micro
             counts = divide(batch_size // unit, [sum(map(speed, group)) for group in groups])
             replicas = [
                 _replica(evaluator, layout, start, stop, group, count * unit, speed, divide)
@@ -218,8 +221,6 @@ def _rounded(total: int, speeds: Sequence[float]) -> list[int]:
     return found
 
 
-def _plans(evaluator: Evaluator, batch_size: int, micro: int, stages: tuple[Stage, ...]) -> Iterator[Plan]:
+def _plans(evaluator: Evaluator, batch_size: int, micro: int, stages: tuple[Stage, ...]) -> list[Plan]:
     plan = Plan(graph=evaluator.graph.name, cluster=evaluator.cluster.name, batch_size=batch_size, micro_batch_size=micro, stages=stages)
-    yield plan
-    if len(stages) > 1:
-        yield replace(plan, schedule="gpipe")
+    return [plan, replace(plan, schedule="gpipe")] if len(stages) > 1 else [plan]

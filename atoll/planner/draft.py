@@ -44,8 +44,8 @@ class Drafted(NamedTuple):
 def complete(draft: Draft, timing: Timing, rules: Rules, batch_size: int) -> Drafted | str:
     """Balances the cuts; a sentence saying why where nothing fits."""
     micro_batches = -(-batch_size // draft.micro_batch_size)
-    single = len(draft.stages) == 1
-    if (batch_size // draft.inside.lanes if single else micro_batches) < max(len(stage) for stage in draft.stages):
+    free = rules.any_share(len(draft.stages))
+    if (batch_size // draft.inside.lanes if free else micro_batches) < max(len(stage) for stage in draft.stages):
         return "fewer micro-batches than replicas"
     kinds = [Counter(slot.kind for slot in stage) for stage in draft.stages]
     times = [_slot_times(draft, timing, stage, batch_size) for stage in draft.stages]
@@ -185,7 +185,7 @@ def _bare_stage(draft: Draft, start: int, stop: int) -> Stage:
     return draft.inside.stage(start, stop, (draft.inside.replica(draft.stages[0][0].devices),), draft.recompute)
 
 
-def with_names(drafted: Drafted, timing: Timing, batch_size: int, codecs: dict[str, CodecName]) -> Plan | None:
+def with_names(drafted: Drafted, timing: Timing, rules: Rules, batch_size: int, codecs: dict[str, CodecName]) -> Plan | None:
     """The whole plan: shares balanced by speed, recomputation only where memory asks for it. None where shares cannot be."""
     draft, bounds = drafted.draft, drafted.bounds
     evaluator = timing.evaluator
@@ -195,7 +195,7 @@ def with_names(drafted: Drafted, timing: Timing, batch_size: int, codecs: dict[s
         times = _slot_times(draft, timing, slots, batch_size)
         speeds = [1.0 / times[slot.kind].of(start, stop) for slot in slots]
         divided = even_shares(split_units(evaluator.graph.layers[start:stop]), draft.inside.tensor)
-        replicas = _replicas(draft, slots, speeds, batch_size, len(bounds) == 2)
+        replicas = _replicas(draft, slots, speeds, batch_size, rules.any_share(len(draft.stages)))
         if replicas is None or divided is None:
             return None
         replicas = tuple(replace(replica, tensor_shares=divided) for replica in replicas)
@@ -208,20 +208,21 @@ def with_names(drafted: Drafted, timing: Timing, batch_size: int, codecs: dict[s
         batch_size=batch_size,
         micro_batch_size=draft.micro_batch_size,
         stages=tuple(stages),
+        mode=rules.mode,
         schedule=draft.schedule,
         codecs=codecs,
     )
 
 
-def _replicas(draft: Draft, slots: Sequence[Slot], speeds: Sequence[float], batch_size: int, single: bool) -> tuple[Replica, ...] | None:
+def _replicas(draft: Draft, slots: Sequence[Slot], speeds: Sequence[float], batch_size: int, any_share: bool) -> tuple[Replica, ...] | None:
     lanes = draft.inside.lanes
-    unit = 1 if single else draft.micro_batch_size
+    unit = 1 if any_share else draft.micro_batch_size
     counts = shares(batch_size // unit, speeds)
-    if counts is None or batch_size % unit or (single and min(counts) < lanes):  # a lane has a sample of every micro-batch
+    if counts is None or batch_size % unit or (any_share and min(counts) < lanes):  # a lane has a sample of every micro-batch
         return None
     replicas = []
     for slot, count in zip(slots, counts, strict=True):
-        samples = tuple(_even(count, lanes)) if single else tuple(count * size for size in _even(draft.micro_batch_size, lanes))
+        samples = tuple(_even(count, lanes)) if any_share else tuple(count * size for size in _even(draft.micro_batch_size, lanes))
         replicas.append(Replica(devices=slot.devices, samples=samples))
     return tuple(replicas)
 

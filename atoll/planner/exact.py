@@ -2,10 +2,10 @@
 
 The space: ordered partitions of any of the devices into stages × legal cuts × replicas, tensor or sharded groups of any of a stage's
 devices, or groups that divide the layers worth it × micro-batches that divide the batch × whole-number shares × 1F1B or GPipe × codecs,
-recomputing on a stage only where it would not fit otherwise; all as annotated. The bounds: a replica of stage s is busy for all of its
-micro-batches, after the first has come through the stages before it and before the last has gone back through them; then it
-synchronises, over links it has to itself; and all that passes between stages in different sites passes the links between them, at best
-encoded to the fewest bits.
+recomputing on a stage only where it would not fit otherwise; all as annotated. For a swarm: of all this what it can run, every device a
+replica. The bounds: a replica of stage s is busy for all of its micro-batches, after the first has come through the stages before it and
+before the last has gone back through them; then it synchronises, over links it has to itself; and all that passes between stages in
+different sites passes the links between them, at best encoded to the fewest bits.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -99,7 +99,7 @@ class Exact:
                     continue
                 if chosen and self._crossing(chosen[-1].stage, group) >= self.best_seconds:
                     continue
-                for option in self._stage_options(start, stop, group, micro, single=start == 0 and stop == layers):
+                for option in self._stage_options(start, stop, group, micro, self.rules.any_share(1) and stop - start == layers):
                     if fill.bound(option.busy, option.exposed) >= self.best_seconds:
                         continue
                     if stop == layers:
@@ -129,18 +129,18 @@ class Exact:
         backward = max(self.evaluator.replica_seconds(stage, replica, float(micro)).backward for replica in stage.replicas)
         return max(0.0, self.evaluator.sync_seconds(alone)[0] - self.evaluator.calibration.sync_overlap * backward)
 
-    def _stage_options(self, start: int, stop: int, group: Group, micro: int, single: bool) -> list[Option]:
-        key = (start, stop, group, micro, single)
+    def _stage_options(self, start: int, stop: int, group: Group, micro: int, any_share: bool) -> list[Option]:
+        key = (start, stop, group, micro, any_share)
         if key not in self._options:
             stages = (stage for stage in self._stages(start, stop, group, micro) if self.rules.allows_stage(stage))
-            options = (self._option(stage, micro, single) for stage in stages)
+            options = (self._option(stage, micro, any_share) for stage in stages)
             self._options[key] = [option for option in options if option is not None]
         return self._options[key]
 
     def _stages(self, start: int, stop: int, group: Group, micro: int) -> Iterator[Stage]:
         units = split_units(self.evaluator.graph.layers[start:stop])
         for size in range(1, len(group) + 1):
-            if len(group) % size:
+            if len(group) % size or (size > 1 and self.rules.swarm):
                 continue
             for blocks in groupings(group, size):
                 divided = even_shares(units, size)
@@ -164,8 +164,8 @@ class Exact:
         if self.rules.graph.constraints and experts and lanes <= min(experts):
             yield Stage(start=start, stop=stop, replicas=replicas, expert=True)
 
-    def _option(self, stage: Stage, micro: int, single: bool) -> Option | None:
-        unit = stage.lanes if single else micro
+    def _option(self, stage: Stage, micro: int, any_share: bool) -> Option | None:
+        unit = stage.lanes if any_share else micro
         total = self.batch_size // unit
         if self.batch_size % unit or total < len(stage.replicas):
             return None
@@ -174,21 +174,21 @@ class Exact:
         counts = shares(total, [1.0 / value for value in seconds])
         assert counts is not None  # there are at least as many as replicas
         exposed = self._exposed(stage, micro)
-        # with one stage any share is possible, and a sample takes no less in a smaller micro-batch
+        # where any share is possible: a sample takes no less in a smaller micro-batch
         even = self.batch_size / sum(micro / value for value in seconds)
-        busy = even if single else max(n * s for n, s in zip(counts, seconds, strict=True))
+        busy = even if any_share else max(n * s for n, s in zip(counts, seconds, strict=True))
         return Option(stage, tuple(seconds), busy, exposed, Fill(min(one.forward for one in each), min(seconds)))
 
     def _price(self, micro: int, chosen: list[Option]) -> None:
-        single = len(chosen) == 1
+        any_share = self.rules.any_share(len(chosen))
         rows = []
         fill = Fill(0.0, 0.0)
         for option in chosen:
-            rows.append(list(self._shares(option, micro, fill, single)))
+            rows.append(list(self._shares(option, micro, fill, any_share)))
             fill = fill.plus(option.least)
         for pick in product(*rows):
             stages = tuple(pick)
-            for schedule in ("1f1b", "gpipe") if not single else ("1f1b",):
+            for schedule in ("1f1b", "gpipe") if len(chosen) > 1 and not self.rules.swarm else ("1f1b",):
                 plan = self._fitting(
                     Plan(
                         graph=self.evaluator.graph.name,
@@ -196,19 +196,20 @@ class Exact:
                         batch_size=self.batch_size,
                         micro_batch_size=micro,
                         stages=stages,
+                        mode=self.rules.mode,
                         schedule=schedule,
                     )
                 )
                 if plan is not None:
                     self._try(plan)
 
-    def _shares(self, option: Option, micro: int, fill: Fill, single: bool) -> Iterator[Stage]:
+    def _shares(self, option: Option, micro: int, fill: Fill, any_share: bool) -> Iterator[Stage]:
         stage = option.stage
         lanes = stage.lanes
-        unit = 1 if single else micro // lanes
-        total = self.batch_size // (lanes if single else micro)
+        unit = 1 if any_share else micro // lanes
+        total = self.batch_size // (lanes if any_share else micro)
         for counts in compositions(total, len(stage.replicas)):
-            busy = max(n * s for n, s in zip(counts, option.seconds, strict=True)) * (lanes / micro if single else 1)
+            busy = max(n * s for n, s in zip(counts, option.seconds, strict=True)) * (lanes / micro if any_share else 1)
             if fill.bound(busy, option.exposed) >= self.best_seconds:
                 continue
             replicas = (replace(r, samples=(n * unit,) * lanes) for r, n in zip(stage.replicas, counts, strict=True))

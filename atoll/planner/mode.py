@@ -53,14 +53,18 @@ def goodput(mode: Mode, failures_per_hour: float, step_seconds: float, lost: flo
     return 1.0 / (1.0 + waste)
 
 
-def choose_mode(found: Sequence[Found], evaluator: Evaluator, islands: tuple[Plan, float] | None, forced: Mode | None) -> ModeChoice:
-    """The mode and the plan for it: of the plans found, best first, and the best plan for islands if there is one."""
-    best = found[0]
+def choose_mode(
+    found: Sequence[Found], swarms: Sequence[Found], evaluator: Evaluator, islands: tuple[Plan, float] | None, forced: Mode | None
+) -> ModeChoice:
+    """The mode and the plan for it: of plans for lockstep and of plans that a swarm can run, best first, and the best plan for islands.
+
+    Where a swarm is asked for, `found` are its plans too, as there are no others.
+    """
+    surviving = [one for one in swarms if _survives(one.plan, evaluator)] or (list(swarms[:1]) if forced == "swarm" else [])
+    swarm = min(surviving, key=lambda one: _effective("swarm", one, evaluator), default=None)
+    best = swarm if forced == "swarm" and swarm is not None else found[0]
     failures = _failures(best.plan, evaluator)
-    lockstep = _effective("lockstep", best, evaluator)
-    surviving = [one for one in found if _survives(one.plan, evaluator)] or ([best] if forced == "swarm" else [])
-    alive = [_as_swarm(one, evaluator) for one in surviving]
-    swarm = min(alive, key=lambda one: _effective("swarm", one, evaluator), default=None)
+    lockstep = _effective("lockstep", _in_lockstep(best, evaluator), evaluator)
     swarm_seconds = _effective("swarm", swarm, evaluator) if swarm is not None else float("inf")
     is_swarm = forced == "swarm" or (forced is None and swarm_seconds * SWARM_GAIN < lockstep)
     exact = swarm_seconds if is_swarm else lockstep
@@ -76,9 +80,11 @@ def choose_mode(found: Sequence[Found], evaluator: Evaluator, islands: tuple[Pla
     return ModeChoice(best.plan, _lockstep_reason(failures, lockstep, swarm_seconds, forced) + beside)
 
 
-def _as_swarm(found: Found, evaluator: Evaluator) -> Found:
-    """A plan with what its step takes longer in a swarm: by what both are where long steps are extrapolated, since leaders' are not."""
-    plan = replace(found.plan, mode="swarm")
+def _in_lockstep(found: Found, evaluator: Evaluator) -> Found:
+    """A plan with what its step would take in lockstep: by what both are where long steps are extrapolated, since leaders' are not."""
+    if found.plan.mode == "lockstep":
+        return found
+    plan = replace(found.plan, mode="lockstep")
     return Found(found.seconds + evaluator.seconds(plan) - evaluator.seconds(found.plan), plan)
 
 
@@ -108,7 +114,8 @@ def _survives(plan: Plan, evaluator: Evaluator) -> bool:
 
 
 def _swarm_reason(failures: float, lockstep: float, swarm: float, spare: bool, forced: Mode | None) -> str:
-    steps = f"a lockstep step {format_seconds(lockstep)}, a swarm's {format_seconds(swarm)}"
+    same = " of the same plan" if forced else ""
+    steps = f"a lockstep step{same} {format_seconds(lockstep)}, a swarm's {format_seconds(swarm)}"
     reason = f"swarm: {'asked for; ' if forced else ''}{failures:.2g} preemptions an hour would make {steps}"
     if not spare:
         reason += "; a stage on a single host has to be restored from a checkpoint when it dies"
@@ -121,7 +128,9 @@ def _lockstep_reason(failures: float, lockstep: float, swarm: float, forced: Mod
     if failures <= 0:
         return "lockstep: no device it uses is said to be preemptible"
     if swarm == float("inf"):
-        return f"lockstep: {failures:.2g} preemptions an hour, but no plan found has every stage on two hosts, as a swarm needs"
+        return (
+            f"lockstep: {failures:.2g} preemptions an hour, but no plan found has every stage on two hosts, whole on each, as a swarm needs"
+        )
     steps = f"its step is {format_seconds(lockstep)}, a swarm's {format_seconds(swarm)}"
     return f"lockstep: at {failures:.2g} preemptions an hour {steps}; a swarm has to be {SWARM_GAIN - 1:.0%} faster to be worth it"
 

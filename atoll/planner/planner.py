@@ -23,7 +23,7 @@ from atoll.planner.exact import Exact, is_small
 from atoll.planner.mode import choose_mode, island_plan
 from atoll.planner.reasons import bottleneck, plan_reasons, relief
 from atoll.planner.refine import climb
-from atoll.planner.rules import rules_of
+from atoll.planner.rules import Rules, rules_of
 from atoll.planner.search import FEW_DEVICES, Found, micro_batch_sizes, search
 from atoll.planner.tally import Tally
 from atoll.planner.timing import Timing
@@ -94,46 +94,19 @@ def _silent(what: str, done: int, total: int) -> None:
     """No progress display."""
 
 
-class _Planner:
+class _Search:
+    """One search for plans: what is allowed in them, and what became of those looked at."""
+
     def __init__(
-        self,
-        graph: Graph,
-        cluster: Cluster,
-        batch_size: int,
-        mode: Mode | None,
-        optimizer: str,
-        calibration: Calibration | None,
-        codecs: tuple[CodecName, ...],
-        max_priced: int | None,
-        progress: Progress,
+        self, timing: Timing, rules: Rules, batch_size: int, codecs: tuple[CodecName, ...], max_priced: int, progress: Progress
     ) -> None:
-        self.evaluator = Evaluator(graph, cluster, optimizer=optimizer, calibration=calibration)
-        element = 4.0 if graph.precision == "fp32" else 2.0
-        self.timing = Timing(self.evaluator, device_classes(cluster), min(CODECS[name].ratio(element) for name in codecs))
-        self.rules = rules_of(graph, len(cluster.devices))
-        self.batch_size = batch_size
-        self.mode = mode
-        self.max_priced = max_priced or _prices(len(cluster.devices))
-        self.progress = progress
+        self.evaluator, self.timing, self.rules, self.batch_size = timing.evaluator, timing, rules, batch_size
+        self.codecs = {link.name: codecs for link in self.evaluator.cluster.links} if len(codecs) > 1 else {}
+        self.max_priced, self.progress = max_priced, progress
         self.tally = Tally()
-        self.islands = Tally()  # of the search for plans in which every site holds the whole model
-        self.codecs = {link.name: tuple(codecs) for link in cluster.links} if len(codecs) > 1 else {}
 
-    def run(self, top: int, started: float) -> Planned:
-        if self.mode == "islands" and len(self.evaluator.cluster.sites) < 2:
-            raise NoPlanError(f"mode islands: {self.evaluator.cluster.name} has one site; islands need two or more")
-        found = self._search(top)
-        exact = False
-        best_seconds, best = (found[0].seconds, found[0].plan) if found else (float("inf"), None)
-        if is_small(len(self.evaluator.devices), len(self.evaluator.graph.layers), self.batch_size):
-            best, best_seconds, exact = self._exact(best, best_seconds)
-            if best is not None and (not found or best_seconds < found[0].seconds):
-                found.insert(0, Found(best_seconds, best))
-        if not found:
-            raise NoPlanError(self._nothing_fits())
-        return self._explained(found, top, exact, started)
-
-    def _search(self, top: int) -> list[Found]:
+    def run(self, top: int) -> list[Found]:
+        """The plans priced, best first, the leaders improved by local moves."""
         sets: list[dict[str, CodecName]] = [{}]
         smallest = [min((name for name in names if name != "none"), key=lambda name: CODECS[name].bits) for names in self.codecs.values()]
         if smallest:
@@ -145,7 +118,7 @@ class _Planner:
             found = sorted([*found, *simple], key=lambda one: one.seconds)
         if self.rules.graph.constraints:
             found = sorted([*found, *self._annotated(max(top, 5))], key=lambda one: one.seconds)
-        return self._refined(found, top)
+        return self._refined(found)
 
     def _annotated(self, keep: int) -> list[Found]:
         """The best of the plans in which every stage follows its own annotations."""
@@ -161,7 +134,7 @@ class _Planner:
                 self.tally.ruled_out["out of memory"] += 1
         return sorted(found, key=lambda one: one.seconds)[:keep]
 
-    def _refined(self, found: list[Found], top: int) -> list[Found]:
+    def _refined(self, found: list[Found]) -> list[Found]:
         leaders = found[: 3 if self.max_priced > 100 else 1]
         improved = []
         for number, each in enumerate(leaders):
@@ -170,20 +143,69 @@ class _Planner:
         distinct = {one.plan: one for one in [*improved, *found]}
         return sorted(distinct.values(), key=lambda one: one.seconds)
 
-    def _exact(self, best: Plan | None, seconds: float) -> tuple[Plan | None, float, bool]:
+    def exact(self, best: Plan | None, seconds: float) -> tuple[Plan | None, float, bool]:
+        """The best plan of the whole space, or the one given, with its seconds; and whether all of the space was covered."""
         exact = Exact(self.evaluator, self.rules, self.batch_size, self.codecs, lambda: exact.priced < 60_000)
         best, seconds = exact.run(best, seconds)
         self.tally.priced += exact.priced
         return best, seconds, exact.complete
 
+
+class _Planner:
+    def __init__(
+        self,
+        graph: Graph,
+        cluster: Cluster,
+        batch_size: int,
+        mode: Mode | None,
+        optimizer: str,
+        calibration: Calibration | None,
+        codecs: tuple[CodecName, ...],
+        max_priced: int | None,
+        progress: Progress,
+    ) -> None:
+        self.evaluator = Evaluator(graph, cluster, optimizer=optimizer, calibration=calibration)
+        self.batch_size = batch_size
+        self.mode = mode
+        self.progress = progress
+        self.max_priced = max_priced or _prices(len(cluster.devices))
+        self.rules = rules_of(graph, len(cluster.devices))
+        self.classes = device_classes(cluster)
+        self.main = self._search_for_swarms(self.max_priced) if mode == "swarm" else self._search(self.rules, codecs, self.max_priced)
+        self.swarms = self._search_for_swarms(self.max_priced // 2, hosts=2)  # beside the main one
+        self.islands = Tally()  # of the search for plans in which every site holds the whole model
+
+    def _search(self, rules: Rules, codecs: tuple[CodecName, ...], prices: int) -> _Search:
+        element = 4.0 if self.evaluator.graph.precision == "fp32" else 2.0
+        timing = Timing(self.evaluator, self.classes, min(CODECS[name].ratio(element) for name in codecs))
+        return _Search(timing, rules, self.batch_size, codecs, prices, self.progress)
+
+    def _search_for_swarms(self, prices: int, hosts: int = 1) -> _Search:
+        """Of plans that a swarm can run; their codecs are for `atoll run` to say."""
+        return self._search(self.rules._replace(swarm=True, hosts=hosts), ("none",), prices)
+
+    def run(self, top: int, started: float) -> Planned:
+        if self.mode == "islands" and len(self.evaluator.cluster.sites) < 2:
+            raise NoPlanError(f"mode islands: {self.evaluator.cluster.name} has one site; islands need two or more")
+        found = self.main.run(top)
+        exact = False
+        best_seconds, best = (found[0].seconds, found[0].plan) if found else (float("inf"), None)
+        if is_small(len(self.evaluator.devices), len(self.evaluator.graph.layers), self.batch_size):
+            best, best_seconds, exact = self.main.exact(best, best_seconds)
+            if best is not None and (not found or best_seconds < found[0].seconds):
+                found.insert(0, Found(best_seconds, best))
+        if not found:
+            raise NoPlanError(self._nothing_fits(f" in mode {self.mode}" if self.mode == "swarm" else ""))
+        return self._explained(found, top, exact, started)
+
     def _explained(self, found: list[Found], top: int, exact: bool, started: float) -> Planned:
         evaluator = self.evaluator
         found = self._settled(found, max(top, 3))
-        choice = choose_mode(found, evaluator, self._islands(), self.mode)
+        choice = choose_mode(found, self._swarms(found, max(top, 3)), evaluator, self._islands(), self.mode)
         if self.mode is not None and choice.plan.mode != self.mode:
             raise NoPlanError(self._nothing_fits(f" in mode {self.mode}"))
-        others = [one.plan for one in found if one.plan != replace(choice.plan, mode="lockstep")] if self.mode != "islands" else []
-        plans = [choice.plan, *(replace(other, mode=self.mode or "lockstep") for other in others)][:top]
+        others = [one.plan for one in found if one.plan != choice.plan] if self.mode != "islands" else []
+        plans = [choice.plan, *others][:top]
         candidates = []
         for number, each in enumerate(plans):
             cost = evaluator.cost(each)
@@ -192,10 +214,11 @@ class _Planner:
             first = (choice.reason, *(f"as annotated: {said}" for said in self.rules.said))
             candidates.append(Candidate(plan=each, cost=cost, reasons=(*first, *reasons) if number == 0 else reasons))
         head, *rest = candidates
+        exact = exact and choice.plan == found[0].plan  # a swarm's may be one that survives more instead
         return Planned(
             candidates=(head, *sorted(rest, key=lambda one: one.cost.step_seconds)),
-            considered=self.tally.considered + self.islands.considered,
-            priced=self.tally.priced + self.islands.priced,
+            considered=sum(tally.considered for tally in self._tallies),
+            priced=sum(tally.priced for tally in self._tallies),
             ruled_out=self._ruled_out(found, choice.plan.mode, exact),
             bottleneck=bottleneck(head.plan, head.cost, evaluator),
             relief=relief(head.plan, head.cost, evaluator),
@@ -208,11 +231,24 @@ class _Planner:
         full = [Found(self.evaluator.cost(one.plan).step_seconds, one.plan) for one in found[:leaders]]
         return [*sorted(full, key=lambda one: one.seconds), *found[leaders:]]
 
+    @property
+    def _tallies(self) -> tuple[Tally, ...]:
+        return self.main.tally, self.swarms.tally, self.islands
+
+    def _swarms(self, found: list[Found], leaders: int) -> list[Found]:
+        """Plans that may be run as a swarm, best first; where that was not asked for, only if machines may be taken away."""
+        if self.mode == "swarm":
+            return found
+        cluster = self.evaluator.cluster
+        if self.mode is not None or len(cluster.hosts) < 2 or not any(device.preemptions_per_hour for device in cluster.devices):
+            return []
+        return self._settled(self.swarms.run(leaders), leaders)
+
     def _islands(self) -> tuple[Plan, float] | None:
         """The best plan in which every site holds the whole model; None where there is one site or none such fits."""
         if len(self.evaluator.cluster.sites) < 2 or self.mode not in (None, "islands"):
             return None
-        apart = Timing(self.evaluator, self.timing.classes, wan_ratio=0.0)
+        apart = Timing(self.evaluator, self.classes, wan_ratio=0.0)
         found = search(apart, self.rules, self.batch_size, [{}], 1, self.max_priced // 6, self.islands, self.progress, islands=True)
         return island_plan(found[0].plan, self.evaluator) if found else None
 
@@ -221,26 +257,30 @@ class _Planner:
         why_not = "priced, and not faster" if mode == "lockstep" else f"priced, and not chosen ({mode}: see above)"
         if mode == "lockstep" and len(found) > 1:
             why_not += f"; the next best takes {found[1].seconds / found[0].seconds - 1:.1%} longer"
-        lines = self.tally.lines(mode != "islands", why_not)
+        swarms = self.swarms.tally.lines(mode == "swarm" and self.mode is None, "priced, and not chosen")
         islands = self.islands.lines(mode == "islands", "priced, and not chosen")
+        lines = (*self.main.tally.lines(mode == self.main.rules.mode, why_not), *(f"{line} (swarm)" for line in swarms))
         proof = ("every other plan of the exact search's space: none is faster",) if exact else ()
         return (*lines, *(f"{line} (islands)" for line in islands), *proof)
+
+    def _whole_stages(self) -> str:
+        return "A swarm's workers hold whole stages, on one host each: nothing inside a stage is divided. " if self.mode == "swarm" else ""
 
     def _nothing_fits(self, where: str = "") -> str:
         evaluator = self.evaluator
         need = evaluator.graph.parameters * (8 + evaluator.optimizer.state_bytes)
         have = sum(device.memory_bytes for device in evaluator.cluster.devices)
-        reasons = ", ".join(f"{reason} ({count})" for reason, count in self.tally.ruled_out.most_common(3)) or "no layout is possible"
+        reasons = ", ".join(f"{reason} ({count})" for reason, count in self.main.tally.ruled_out.most_common(3)) or "no layout is possible"
         said = f"; annotations ask for {', '.join(self.rules.said)}" if self.rules.said else ""
-        if self.rules.said and not self.tally.ruled_out["out of memory"]:
+        if self.rules.said and not self.main.tally.ruled_out["out of memory"]:
             return (
                 f"no plan{where} for {evaluator.graph.name} with a batch of {self.batch_size} on the {len(evaluator.devices)} devices of "
-                f"{evaluator.cluster.name} honours all annotations: {', '.join(self.rules.said)}. Parts that ask for different numbers of "
-                "devices need devices of their own; leave a number free, annotate less, or plan for more devices"
+                f"{evaluator.cluster.name} honours all annotations: {', '.join(self.rules.said)}. {self._whole_stages()}Parts that ask for "
+                "different numbers of devices need devices of their own; leave a number free, annotate less, or plan for more devices"
             )
         problem = f"no plan fits {evaluator.graph.name} with a batch of {self.batch_size} on {evaluator.cluster.name}{where}"
         return (
             f"{problem}: {reasons}. Parameters, gradients and optimizer state alone need {format_bytes(need)} and all devices "
-            f"together have {format_bytes(have)}{said}. "
+            f"together have {format_bytes(have)}{said}. {self._whole_stages()}"
             "More devices, a smaller batch, or an optimizer with less state would help"
         )

@@ -78,6 +78,8 @@ def relief(plan: Plan, cost: Cost, evaluator: Evaluator) -> tuple[str, ...]:
     for part, what in (("sync", "gradients"), ("transfer", "activations")):
         if parts.get(part, 0.0) > 0.15 * step:
             found.append(f"links twice as wide would take up to {parts[part] / 2 / step:.0%} off the step ({what})")
+    if plan.mode == "swarm" and len(plan.stages) > 1 and parts.get("transfer", 0.0) > 0.15 * step:
+        found.append("`atoll run --codec auto` would send activations in fewer bytes, which is not predicted")
     if plan.mode == "swarm" and not plan.staleness and parts.get("sync", 0.0) > 0:
         effect = staleness_effect(evaluator, plan)
         if effect.gain > _WORTH_OTHER_NUMBERS:
@@ -116,6 +118,9 @@ def plan_reasons(plan: Plan, cost: Cost, evaluator: Evaluator) -> tuple[str, ...
         slower = evaluator.seconds(whole) / cost.step_seconds - 1
         why = f"would fit too, for a step {slower:.1%} longer" if evaluator.fits(whole) else "would not fit"
         reasons.append(f"parameters are sharded: a whole copy on every device {why}")
+    if plan.mode == "swarm" and any(stage.lanes > 1 for stage in plan.stages):
+        said = "devices of a host are one worker, which divides samples among them and sums once"
+        reasons.append(f"{said}; a loss that is a mean cannot be divided: let it return (total, weight)")
     split = [layer for stage in plan.stages for layer in stage.split]
     if split:
         share = sum(evaluator.graph.layers[layer].split_parameters for layer in split) / max(1, evaluator.graph.parameters)

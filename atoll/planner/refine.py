@@ -55,6 +55,11 @@ def _moves(plan: Plan, evaluator: Evaluator, rules: Rules, codecs: Mapping[str, 
         yield from _regrouped(plan)
 
 
+def _any_share(plan: Plan) -> bool:
+    """Whether replicas may take any number of samples; others take whole micro-batches."""
+    return len(plan.stages) == 1 and plan.mode != "swarm"
+
+
 def _with_stages(plan: Plan, changed: Mapping[int, Stage]) -> Plan:
     return replace(plan, stages=tuple(changed.get(s, stage) for s, stage in enumerate(plan.stages)))
 
@@ -70,22 +75,21 @@ def _shifted_cuts(plan: Plan, rules: Rules) -> Iterator[Plan]:
 
 def _moved_shares(plan: Plan, evaluator: Evaluator) -> Iterator[Plan]:
     """From the busiest replica of a stage to each of the others that is not as busy."""
-    single = len(plan.stages) == 1
     for s, stage in enumerate(plan.stages):
         if len(stage.replicas) < 2:
             continue
         busy = [_busy(plan, evaluator, stage, replica) for replica in stage.replicas]
         order = sorted(range(len(busy)), key=busy.__getitem__)
         worst = order[-1]
-        for unit in _units(plan, stage, stage.replicas[worst], single):
+        for unit in _units(plan, stage, stage.replicas[worst]):
             for other in order[: min(3, len(order) - 1)]:
                 yield _with_stages(plan, {s: _give(stage, worst, other, unit)})
 
 
-def _units(plan: Plan, stage: Stage, giver: Replica, single: bool) -> list[int]:
-    """Samples worth moving: one micro-batch; with one stage, a sample a lane or an eighth of the share."""
-    least = stage.lanes if single else plan.micro_batch_size
-    sizes = {least, giver.total_samples // 8 // least * least} if single else {least}
+def _units(plan: Plan, stage: Stage, giver: Replica) -> list[int]:
+    """Samples worth moving: one micro-batch; where shares are free, a sample a lane or an eighth of the share."""
+    least = stage.lanes if _any_share(plan) else plan.micro_batch_size
+    sizes = {least, giver.total_samples // 8 // least * least} if _any_share(plan) else {least}
     return sorted((size for size in sizes if 0 < size < giver.total_samples), reverse=True)
 
 
@@ -121,16 +125,16 @@ def _less_recomputation(plan: Plan) -> Iterator[Plan]:
 
 def reshared(plan: Plan, evaluator: Evaluator, micro_batch_size: int) -> Plan | None:
     """The same layout with another micro-batch, shares balanced anew."""
-    single = len(plan.stages) == 1
+    free = _any_share(plan)
     stages = []
     for stage in plan.stages:
         lanes = stage.lanes
-        unit = 1 if single else micro_batch_size
-        if plan.batch_size % unit or (micro_batch_size % lanes and not single):
+        unit = 1 if free else micro_batch_size
+        if plan.batch_size % unit or (micro_batch_size % lanes and not free):
             return None
         seconds = [evaluator.replica_seconds(stage, _even_lanes(replica, lanes), float(micro_batch_size)) for replica in stage.replicas]
         counts = shares(plan.batch_size // unit, [1.0 / (each.forward + each.backward) for each in seconds])
-        if counts is None or (single and min(counts) < lanes):
+        if counts is None or (free and min(counts) < lanes):
             return None
         rows = zip(stage.replicas, counts, strict=True)
         replicas = (replace(r, samples=_in_proportion((1,) * lanes, count * unit)) for r, count in rows)
@@ -144,7 +148,7 @@ def _even_lanes(replica: Replica, lanes: int) -> Replica:
 
 def _other_micro_batches(plan: Plan, evaluator: Evaluator) -> Iterator[Plan]:
     divisors = [b for b in range(1, min(plan.batch_size, 4096) + 1) if plan.batch_size % b == 0]
-    if len(plan.stages) == 1:  # a share in one micro-batch more or less
+    if _any_share(plan):  # a share in one micro-batch more or less
         share = max(replica.total_samples for replica in plan.stages[0].replicas)
         rounds = -(-share // plan.micro_batch_size)
         divisors = sorted({-(-share // parts) for parts in (rounds - 1, rounds + 1, rounds + 2) if parts > 0})
@@ -157,7 +161,7 @@ def _other_micro_batches(plan: Plan, evaluator: Evaluator) -> Iterator[Plan]:
 
 
 def _other_schedules(plan: Plan) -> Iterator[Plan]:
-    if len(plan.stages) > 1 and plan.schedule != "interleaved":
+    if len(plan.stages) > 1 and plan.schedule != "interleaved" and plan.mode != "swarm":
         yield replace(plan, schedule="gpipe" if plan.schedule == "1f1b" else "1f1b")
 
 
@@ -213,7 +217,7 @@ def _added_replicas(plan: Plan, evaluator: Evaluator) -> Iterator[Plan]:
 def _regrouped(plan: Plan) -> Iterator[Plan]:
     """Replicas of a single stage that shard its parameters between them instead of repeating them, or the other way round."""
     stage = plan.stages[0]
-    if len(plan.stages) > 1 or stage.tensor > 1 or stage.expert or stage.split:
+    if not _any_share(plan) or stage.tensor > 1 or stage.expert or stage.split:
         return
     if stage.lanes == 1 and len(stage.replicas) > 1:
         samples = tuple(replica.total_samples for replica in stage.replicas)

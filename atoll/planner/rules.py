@@ -6,8 +6,9 @@ from typing import NamedTuple
 from atoll.errors import AnnotationError
 from atoll.graph import Constraint, Graph, check_constraints
 from atoll.graph.contradictions import describe
-from atoll.plan import Plan, Stage
+from atoll.plan import Mode, Plan, Stage, why_not_swarm
 from atoll.plan.constraints import constraint_problems, micro_batches_asked, stage_problems
+from atoll.plan.swarm import hosts_of, swarm_stage_problems
 from atoll.plan.validate import parallelism_problems, share_problems
 
 __all__ = ["Rules", "rules_of"]
@@ -25,22 +26,45 @@ class Rules(NamedTuple):
     counts: tuple[int, ...] = ()  # numbers of devices that replicas and splits name, ascending
     split: tuple[int, ...] = ()  # layers whose tensors must be divided and can be
     said: tuple[str, ...] = ()  # what was asked, for the reasons
+    swarm: bool = False  # only plans that a swarm can run, in mode swarm
+    hosts: int = 1  # that every stage must be on at least
+
+    @property
+    def mode(self) -> Mode:
+        """Of the plans that are looked for."""
+        return "swarm" if self.swarm else "lockstep"
+
+    def any_share(self, stages: int) -> bool:
+        """Whether replicas may take any number of samples: with one stage nothing is routed, but a swarm always hands out micro-batches."""
+        return stages == 1 and not self.swarm
 
     def allows(self, plan: Plan) -> bool:
-        """Whether a plan honours every annotation, and its stages divide only what they have."""
+        """Whether a plan is one of those that are looked for."""
+        return self.why_not(plan) is None
+
+    def why_not(self, plan: Plan) -> str | None:
+        """None where a plan honours every annotation, its stages divide only what they have, and it can run in the mode asked for."""
         for stage in plan.stages:
             if stage.split and not (stage.start <= stage.split[0] and stage.split[-1] < stage.stop):
-                return False
+                return "not as annotated"
             if not self.divides(stage):
-                return False
-        return not self.graph.constraints or next(constraint_problems(plan, self.graph), None) is None
+                return "not as annotated"
+        if self.graph.constraints and next(constraint_problems(plan, self.graph), None) is not None:
+            return "not as annotated"
+        if self.swarm and not _for_a_swarm(plan):
+            return "not for a swarm"
+        if self.hosts > 1 and any(len(hosts_of(stage.devices)) < self.hosts for stage in plan.stages):
+            return "a stage on too few hosts"
+        return None
 
     def divides(self, stage: Stage) -> bool:
         """Whether a stage's layers can be divided as it says."""
         return next(parallelism_problems(self.graph, stage), None) is None and next(share_problems(self.graph, stage), None) is None
 
     def allows_stage(self, stage: Stage) -> bool:
-        """Whether a stage honours the replicas and splits in it."""
+        """Whether a stage honours the replicas and splits in it, and can run in the mode asked for."""
+        if self.swarm and next(swarm_stage_problems(stage), None) is not None:
+            return False
         return not self.graph.constraints or next(stage_problems(stage, self.graph), None) is None
 
     def may_hold(self, start: int, stop: int) -> bool:
@@ -54,7 +78,7 @@ class Rules(NamedTuple):
     def worth_splitting(self) -> tuple[int, ...]:
         """Layers that lanes might divide while they repeat the rest: those annotated so, else those that hold much of the model."""
         heavy = (i for i, layer in enumerate(self.graph.layers) if layer.split_parameters >= _HEAVY * max(1, self.graph.parameters))
-        return self.split or tuple(heavy)
+        return () if self.swarm else self.split or tuple(heavy)
 
     def micro_batch_sizes(self, batch_size: int) -> list[int] | None:
         """Micro-batches that make the numbers asked for; None where they are free."""
@@ -78,6 +102,12 @@ def rules_of(graph: Graph, device_count: int) -> Rules:
         split=tuple(sorted(splits)),
         said=tuple(dict.fromkeys(describe(constraint) for constraint in graph.constraints)),
     )
+
+
+def _for_a_swarm(plan: Plan) -> bool:
+    """Whether a swarm runs a plan as it is priced: its workers take whole micro-batches and run backwards first."""
+    broken = [replica for stage in plan.stages for replica in stage.replicas if replica.total_samples % plan.micro_batch_size]
+    return not broken and plan.schedule != "gpipe" and why_not_swarm(plan) is None
 
 
 def _stage_bounds(graph: Graph, stages: list[Constraint]) -> tuple[int, ...]:

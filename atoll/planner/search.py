@@ -12,6 +12,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from atoll.plan import CodecName, Plan
+from atoll.plan.swarm import hosts_of
 from atoll.plan.units import even_shares, split_units
 from atoll.planner.arrange import arrange, site_columns
 from atoll.planner.classes import DeviceClass, Slot, slots_of
@@ -36,6 +37,8 @@ class Found(NamedTuple):
 
 def insides(timing: Timing, rules: Rules) -> list[Inside]:
     """Parallelism inside a replica worth trying on these devices."""
+    if rules.swarm:
+        return _whole_hosts(timing.classes)
     graph = timing.evaluator.graph
     units = split_units(graph.layers)
     per_host = max(len(names) for each in timing.classes for names in each.hosts)
@@ -56,6 +59,12 @@ def insides(timing: Timing, rules: Rules) -> list[Inside]:
         found.extend(Inside(tensor, count, expert=True) for count in divided)
         found.extend(Inside(tensor, count, sharded=True, expert=True) for count in divided)
     return found
+
+
+def _whole_hosts(classes: Sequence[DeviceClass]) -> list[Inside]:
+    """For a swarm: every device a worker, or every host one, so that its sums leave it once; cores are faster in processes of their own."""
+    several = [each for each in classes if len(each.hosts) > 1 and not each.device.kind.cpu]
+    return [Inside(lanes=count) for count in sorted({1, *(len(names) for each in several for names in each.hosts)})]
 
 
 def _lane_splits(timing: Timing, rules: Rules, largest: int) -> list[Inside]:
@@ -89,7 +98,8 @@ def stage_counts(slots: int, layers: int, rules: Rules) -> list[int]:
 def micro_batch_sizes(batch_size: int, rules: Rules, replicas: int = 0) -> list[int]:
     """Divisors of the batch, thinned to about one per doubling; `refine` tries those between.
 
-    With one stage, of `replicas`, any size is possible: parts of a share and of twice a share, which the fastest may have.
+    Where shares are free, of `replicas` of one stage, any size is possible: parts of a share and of twice a share, which the fastest may
+    have.
     """
     if (asked := rules.micro_batch_sizes(batch_size)) is not None:
         return asked
@@ -179,6 +189,8 @@ def _layouts(timing: Timing, rules: Rules, tally: Tally, islands: bool) -> Itera
     for inside in insides(timing, rules):
         for chosen in _kind_sets(timing):
             slots = slots_of(chosen, inside.size)
+            if rules.swarm:
+                slots = [slot for slot in slots if len(hosts_of(slot.devices)) == 1]
             if not slots:
                 continue
             possible = stage_counts(len(slots), layers, rules)
@@ -187,9 +199,15 @@ def _layouts(timing: Timing, rules: Rules, tally: Tally, islands: bool) -> Itera
             if inside.lanes > 1:
                 counts = [n for n in counts if n <= 8 or rules.bounds]  # sharding replaces stages more than it joins them
             for layout in _arrangements(timing, slots, inside, counts, islands):
-                if (inside, layout) not in seen:
+                if (inside, layout) not in seen and (rules.hosts == 1 or all(map(_on_several_hosts, layout))):
                     seen.add((inside, layout))
                     yield inside, layout
+
+
+def _on_several_hosts(slots: Sequence[Slot]) -> bool:
+    """Of slots that are on one host each."""
+    (first,) = hosts_of(slots[0].devices)
+    return any(first not in hosts_of(slot.devices) for slot in slots)
 
 
 def _arrangements(
@@ -215,7 +233,7 @@ def _arrangements(
 def _drafts(
     timing: Timing, rules: Rules, batch_size: int, inside: Inside, stages: tuple[tuple[Slot, ...], ...], tally: Tally
 ) -> Iterator[Drafted]:
-    for micro in micro_batch_sizes(batch_size, rules, len(stages[0]) if len(stages) == 1 else 0):
+    for micro in micro_batch_sizes(batch_size, rules, len(stages[0]) if rules.any_share(len(stages)) else 0):
         if micro < inside.lanes:
             continue
         for recompute in (False, True):
@@ -251,12 +269,12 @@ def _price(
             break
         progress("pricing", number, min(budget, len(drafted)))
         for codecs in codec_sets:
-            plan = with_names(each, timing, batch_size, codecs)
+            plan = with_names(each, timing, rules, batch_size, codecs)
             if plan is None:
                 tally.ruled_out["shares do not divide"] += 1
                 break
-            if not rules.allows(plan):
-                tally.ruled_out["not as annotated"] += 1
+            if (why_not := rules.why_not(plan)) is not None:
+                tally.ruled_out[why_not] += 1
                 break
             if islands:
                 plan = replace(plan, mode="islands", outer_steps=RARELY)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from atoll.cluster import Cluster
 from atoll.errors import PlanError
 from atoll.graph import Constraint, Graph
-from atoll.plan import Plan, Replica, Stage, parse_plan, to_text, validate
+from atoll.plan import Plan, Replica, Stage, parse_plan, to_text, validate, why_not_swarm
 from tests.plan.strategies import any_plans, make_cluster, make_graph, valid_cases
 
 HEAD = "plan v1 graph=g cluster=c batch=8 micro_batch=2"
@@ -280,6 +280,45 @@ def test_of_many_stages_those_around_the_wrong_one_are_shown() -> None:
     table = str(caught.value).splitlines()[4:]
     assert [line.split()[0] for line in table] == ["0", "…", "27", "28", "29", "30", "31", "32", "33", "…", "47"]
     assert "▶7/8◀" in table[5]
+
+
+SWARM = "plan v1 graph=g cluster=c mode=swarm schedule={schedule} batch=8 micro_batch=4{fields}\nstage 0: layers 0-1: a/0=8\n{last}\n"
+
+
+@pytest.mark.parametrize(
+    ("last", "fields", "sentence", "marked"),
+    [
+        ("stage 1: layers 2-3 tensor=2: b/[0-1]=8", "", "stage 1: a swarm's worker holds a whole stage by itself; tensor", "▶tensor 2◀"),
+        ("stage 1: layers 2-3 expert: b/[0-1]=2*4", "", "tensor, expert and split parallelism inside stages are not run", "▶expert 2◀"),
+        (
+            "stage 1: layers 2-3 split=3: b/[0-1]=2*4",
+            "",
+            "tensor, expert and split parallelism inside stages are not run",
+            "▶lanes 2 · split 3◀",
+        ),
+        ("stage 1: layers 2-3 sharded: b/[0-1]=2*4", "", "holds a whole stage by itself; leave out `sharded`", "▶sharded 2◀"),
+        (
+            "stage 1: layers 2-3: (b/0 c/0)=2*4",
+            "",
+            "a swarm's worker is on one host, but a replica is on b and c; make them 2 replicas",
+            "▶",
+        ),
+        ("stage 1: layers 2-3: b/0=8", " staleness=2", "staleness=2: a swarm's sums may lag by one step at most; write staleness=1", "▶2◀"),
+        ("codec int8: a–b\nstage 1: layers 2-3: b/0=8", "", "codec int8 on a–b: a swarm takes none from its plan; leave it out", "▶int8◀"),
+        ("stage 1: layers 2-3: a/[0-1]=2*4", "", "stage 1: a/0 works with other devices than in an earlier stage", "▶a/0◀"),
+    ],
+)
+def test_what_no_swarm_can_run_is_refused_in_mode_swarm_only(last: str, fields: str, sentence: str, marked: str) -> None:
+    stage, codec = last.rpartition("\n")[2], last.rpartition("\n")[0]
+    schedule = "interleaved" if "a/[0-1]" in last else "1f1b"
+    text = SWARM.format(schedule=schedule, fields=fields, last=stage).replace("\nstage 0", f"\n{codec}\nstage 0", 1)
+    plan = parse_plan(text)
+    with pytest.raises(PlanError) as caught:
+        validate(plan)
+    assert sentence in str(caught.value).split("\n\n")[0] == why_not_swarm(plan)
+    assert marked in str(caught.value)
+    if schedule == "1f1b":
+        validate(replace(plan, mode="lockstep", staleness=0))
 
 
 def test_in_a_swarm_a_device_may_be_in_several_stages() -> None:

@@ -78,7 +78,10 @@ class _Kept:
 
 
 class StageCompute:
-    """What `atoll.control.Worker` computes with. `bounds` are the stages' first layers and the end of the last."""
+    """What `atoll.control.Worker` computes with. `bounds` are the stages' first layers and the end of the last.
+
+    Of stages that `recompute` says it of, layers' activations are not kept: backward runs every layer again, all but the model's last one.
+    """
 
     def __init__(
         self,
@@ -90,9 +93,11 @@ class StageCompute:
         micro_batches: Sequence[tuple[int, int]],
         generators: threading.Lock,
         staleness: int = 0,
+        recompute: Sequence[bool] = (),
         device: torch.device = CPU,
     ) -> None:
         self._staleness = staleness
+        self._recompute = recompute or [False] * (len(bounds) - 1)
         self.loss_is_mean = False  # of the last micro-batch
         self._job, self._captured, self._bounds, self._chunks = job, captured, bounds, chunks
         self._generators = generators  # held while somebody of this process seeds the global generators and draws from them
@@ -148,7 +153,9 @@ class StageCompute:
         order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
         builder = StageBuilder(InitialState(self._captured, model), device=self._device, key=self._key)
         # the builder writes the device into a program's graphs: every state gets graphs of its own
-        module = builder.stage(cut_stage(self._captured, self._bounds[stage], self._bounds[stage + 1]))
+        program = cut_stage(self._captured, self._bounds[stage], self._bounds[stage + 1])
+        last_layer = len(self._captured.graph.layers) - 1
+        module = builder.stage(program, [self._recompute[stage] and last_layer not in unit.layers for unit in program.units])
         held = sorted(module.parameters_by_name().items(), key=lambda item: order[item[0]])
         shared = [names for together, names in self._tied.items() if stage in together]
         own = {name for name, _ in held}.difference(*shared)
@@ -317,7 +324,8 @@ class StageCompute:
         of = [*wanted, *state.parameters]
         found: Sequence[Tensor | None] = [None] * len(of)
         if roots and of:
-            found = torch.autograd.grad(roots, of, gradients, allow_unused=True)
+            with self._drawing(stage) if self._recompute[stage] else nullcontext():
+                found = torch.autograd.grad(roots, of, gradients, allow_unused=True)
         back = [(given if given is not None else torch.zeros_like(value)).cpu() for value, given in zip(wanted, found, strict=False)]
         own = list(found[len(wanted) :])
         if state.scale.enabled:  # what is sent back stays scaled; what is summed does not, so that sums need not know of it

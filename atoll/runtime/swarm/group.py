@@ -45,9 +45,10 @@ class Lane(PacedCompute):
         micro_batches: Sequence[Range],
         pieces: Sequence[Range],
         generators: threading.Lock,
+        recompute: Sequence[bool],
         device: torch.device,
     ) -> None:
-        super().__init__(job, captured, bounds, chunks=1, micro_batches=pieces, generators=generators, device=device)
+        super().__init__(job, captured, bounds, chunks=1, micro_batches=pieces, generators=generators, recompute=recompute, device=device)
         self._wholes, self._rows = micro_batches, Rows()
         self._copy: StageState | None = None
         self._copied = -1
@@ -114,16 +115,30 @@ class GroupCompute:
         micro_batches: Sequence[Range],
         generators: threading.Lock,
         staleness: int = 0,
+        recompute: Sequence[bool] = (),
         devices: Sequence[torch.device],
         shares: Sequence[int] = (),
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._whole = whole = PacedCompute(
-            job, captured, bounds, chunks=chunks, micro_batches=micro_batches, generators=generators, staleness=staleness, device=devices[0]
+            *(job, captured, bounds),
+            chunks=chunks,
+            micro_batches=micro_batches,
+            generators=generators,
+            staleness=staleness,
+            recompute=recompute,
+            device=devices[0],
         )
         rows = divided(micro_batches, shares or [1] * len(devices))
         self._lanes = [
-            Lane(job, captured, bounds, micro_batches=micro_batches, pieces=pieces, generators=generators, device=device)
+            Lane(
+                *(job, captured, bounds),
+                micro_batches=micro_batches,
+                pieces=pieces,
+                generators=generators,
+                recompute=recompute,
+                device=device,
+            )
             for device, pieces in zip(devices, rows, strict=True)
         ]
         self._wholes, self._divided, self._say = micro_batches, rows, say

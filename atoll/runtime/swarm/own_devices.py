@@ -6,7 +6,7 @@ import os
 import msgspec
 import torch
 
-from atoll.errors import AtollError, PlanError
+from atoll.errors import AtollError
 from atoll.plan import Plan, Replica
 from atoll.units import plural
 
@@ -52,16 +52,11 @@ def check_devices(asked: int, there: int, kind: str) -> str | None:
 
 
 def planned_workers(plan: Plan) -> list[tuple[str, OwnDevices]]:
-    """A worker for every replica: its host and its devices. Replicas of several stages with the same devices are one worker's."""
+    """A worker for every replica of a plan that a swarm can run: its host and devices. Replicas of the same devices are one worker's."""
     hosted: dict[tuple[str, ...], list[Replica]] = {}
     for stage in plan.stages:
         for replica in stage.replicas:
             hosted.setdefault(replica.devices, []).append(replica)
-    seen: dict[str, tuple[str, ...]] = {}
-    for devices in hosted:
-        for device in devices:
-            if seen.setdefault(device, devices) != devices:
-                raise PlanError(f"{device} works with other devices in one stage than in another; a swarm's worker has the same in all")
     return [(_host(devices[0]), _own(replicas[0], len(replicas))) for devices, replicas in hosted.items()]
 
 

@@ -37,18 +37,27 @@ class Imposed(msgspec.Struct, frozen=True):
 class Pace:
     """How long forwards and backwards of every stage take at least on a device; PlanError where the file does not know it."""
 
-    def __init__(self, imposed: Imposed, graph: Graph, bounds: Sequence[int], micro_batches: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        imposed: Imposed,
+        graph: Graph,
+        bounds: Sequence[int],
+        micro_batches: Sequence[tuple[int, int]],
+        recompute: Sequence[bool] = (),
+    ) -> None:
         cluster = load_cluster(imposed.file)
         if imposed.device not in {device.name for device in cluster.devices}:
             raise PlanError(f"{imposed.file}: speeds cannot be imposed: there is no device {imposed.device!r}")
         self._evaluator = Evaluator(graph, cluster)
         self._replica = Replica(devices=(imposed.device,), samples=(1,))
         self._bounds, self._micro_batches = bounds, micro_batches
+        self._recompute = recompute or [False] * (len(bounds) - 1)
 
     def seconds(self, stage: int, micro_batch: int, *, backward: bool) -> float:
         """What the device needs to compute this; what is sent and received comes on top."""
         start, stop = self._micro_batches[micro_batch]
-        layers = Stage(start=self._bounds[stage], stop=self._bounds[stage + 1], replicas=(self._replica,))
+        again = self._recompute[stage]
+        layers = Stage(start=self._bounds[stage], stop=self._bounds[stage + 1], replicas=(self._replica,), recompute=again)
         modelled = self._evaluator.replica_seconds(layers, self._replica, float(stop - start))
         whole = modelled.forward + modelled.backward
         share = (modelled.compute + modelled.recompute) / whole if whole else 0.0

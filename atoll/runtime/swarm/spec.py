@@ -37,6 +37,7 @@ class SwarmSpec(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: dict[str, str]
     codec: str = "none"  # of activations and their gradients on links: a codec's name, or `auto`
     parameters: int = 0
+    recompute: tuple[bool, ...] = ()  # which stages run their forward again in backward; none if not given
 
 
 class Nothing(msgspec.Struct, frozen=True):
@@ -90,6 +91,7 @@ def spec_of(
         fingerprint=job_fingerprint([script], config),
         codec=codec,
         parameters=parameters,
+        recompute=tuple(stage.recompute for stage in plan.stages),
     )
 
 

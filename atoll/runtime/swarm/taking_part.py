@@ -260,6 +260,7 @@ class _Process:
                 micro_batches=spec.micro_batches,
                 generators=generators,
                 staleness=spec.settings.staleness,
+                recompute=spec.recompute,
                 device=devices[0],
             )
             if self._imposed is not None:
@@ -271,6 +272,7 @@ class _Process:
             micro_batches=spec.micro_batches,
             generators=generators,
             staleness=spec.settings.staleness,
+            recompute=spec.recompute,
             devices=devices,
             shares=self._devices.shares,
             say=self._warn,
@@ -283,7 +285,7 @@ class _Process:
         """Of one of the worker's devices, for its samples of every micro-batch."""
         assert self._imposed is not None
         own = self._imposed.of_number(self._devices.numbers[index])
-        return Pace(own, self.captured.graph, self.spec.bounds, micro_batches)
+        return Pace(own, self.captured.graph, self.spec.bounds, micro_batches, self.spec.recompute)
 
     async def _until_over(self, work: Coroutine[Any, Any, None]) -> None:
         """The role's own end, or the first error of anything it started."""

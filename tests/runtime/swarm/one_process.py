@@ -70,9 +70,16 @@ class OneProcess:
     """Everybody of a swarm. `disturb` is called with every step that is committed; `groups` says who has several devices, and how many."""
 
     def __init__(
-        self, job: Job, bounds: Sequence[int], workers: int, micro_batch_size: int, groups: Mapping[str, int] | None = None, **settings: Any
+        self,
+        job: Job,
+        bounds: Sequence[int],
+        workers: int,
+        micro_batch_size: int,
+        groups: Mapping[str, int] | None = None,
+        recompute: Sequence[bool] = (),
+        **settings: Any,
     ) -> None:
-        self.groups = groups or {}
+        self.groups, self.recompute = groups or {}, recompute
         self.job, self.bounds = job, bounds
         self.captured = capture_program(job)
         size = job.batch_size
@@ -132,6 +139,7 @@ class OneProcess:
             micro_batches=self.micro_batches,
             generators=self.generators,
             staleness=self.settings.staleness,
+            recompute=self.recompute,
         )
         worker = Worker(node, compute, self.checkpoints, self.settings, ("coordinator",), device=device)
         self.workers[node.name], self.computes[node.name] = worker, compute

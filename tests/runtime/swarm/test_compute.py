@@ -109,10 +109,10 @@ def test_a_swarm_equals_plain_pytorch(workers: int, chunks: int, clip: float | N
     check(swarm, plain(it))
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_killed_and_joining_workers_change_nothing(staleness: int) -> None:
+@pytest.mark.parametrize(("staleness", "recompute"), [(0, ()), (1, ()), (1, (True, True))])
+def test_killed_and_joining_workers_change_nothing(staleness: int, recompute: tuple[bool, ...]) -> None:
     it = job()
-    swarm = OneProcess(it, [0, 2, 5], 4, 3, chunks=3, checkpoint_every=2, lost_seconds=2.0, staleness=staleness)
+    swarm = OneProcess(it, [0, 2, 5], 4, 3, recompute=recompute, chunks=3, checkpoint_every=2, lost_seconds=2.0, staleness=staleness)
 
     def disturb(swarm: OneProcess, happening: Any) -> None:
         if type(happening).__name__ == "StepCommitted" and happening.version == 1:

@@ -99,7 +99,15 @@ def contrasted(model: nn.Module, batch: Any) -> Tensor:
 class Pair:
     """One device and a group beside it, with the same job."""
 
-    def __init__(self, model: Callable[[], nn.Module], loss: Any, cuts: Sequence[int], sizes: Sequence[int], shares: Sequence[int]) -> None:
+    def __init__(
+        self,
+        model: Callable[[], nn.Module],
+        loss: Any,
+        cuts: Sequence[int],
+        sizes: Sequence[int],
+        shares: Sequence[int],
+        recompute: bool = False,
+    ) -> None:
         self.job = Job(model=model, loss=loss, data=Data(), optimizer=partial(torch.optim.AdamW, lr=0.02), batch_size=BATCH, steps=4)
         captured: Captured = capture_program(self.job)
         layers = len(captured.graph.layers)
@@ -110,7 +118,8 @@ class Pair:
         self.said: list[str] = []
         stages = range(len(self.bounds) - 1)
         common: Any = {"chunks": 2, "micro_batches": micro_batches, "generators": lock}
-        group = partial(GroupCompute, devices=[CPU] * len(shares), shares=shares, say=self.said.append)
+        again = [recompute for _ in stages]
+        group = partial(GroupCompute, devices=[CPU] * len(shares), shares=shares, say=self.said.append, recompute=again)
         self.singles: list[AnyCompute] = [StageCompute(self.job, captured, self.bounds, **common) for _ in stages]
         self.groups: list[AnyCompute] = [group(self.job, captured, self.bounds, **common) for _ in stages]
         self.feed = SampleFeed(self.job, captured, programs_of(captured, self.bounds), micro_batches, lock)
@@ -166,16 +175,17 @@ def compare(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dropout", "loss", "cuts", "sizes", "shares"),
+    ("dropout", "loss", "cuts", "sizes", "shares", "recompute"),
     [
-        (0.0, mean, (2,), (4, 4, 4), (1, 1)),
-        (0.4, mean, (2, 4), (5, 5, 2), (1, 1, 1)),
-        (0.4, weighted, (3,), (5, 1, 6), (3, 1)),
-        (0.4, weighted, (), (6, 6), (1, 1, 1, 1)),
+        (0.0, mean, (2,), (4, 4, 4), (1, 1), False),
+        (0.4, mean, (2, 4), (5, 5, 2), (1, 1, 1), False),
+        (0.4, weighted, (3,), (5, 1, 6), (3, 1), False),
+        (0.4, weighted, (3,), (5, 1, 6), (3, 1), True),
+        (0.4, weighted, (), (6, 6), (1, 1, 1, 1), False),
     ],
 )
-def test_a_group_computes_what_one_device_does(dropout: float, loss: Any, cuts: Any, sizes: Any, shares: Any) -> None:
-    pair = Pair(partial(Model, dropout), loss, cuts, sizes, shares)
+def test_a_group_computes_what_one_device_does(dropout: float, loss: Any, cuts: Any, sizes: Any, shares: Any, recompute: bool) -> None:
+    pair = Pair(partial(Model, dropout), loss, cuts, sizes, shares, recompute)
     compare(pair)
     assert len(pair.said) == (loss is mean)  # the last stage, whose samples may count differently
 

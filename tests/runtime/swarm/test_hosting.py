@@ -95,9 +95,7 @@ def test_an_account_is_taken_of_ones_own_workers_only(tmp_path: Path) -> None:
     assert list(read_members(directory)) == ["oslo+1"]
 
 
-@pytest.mark.parametrize(
-    ("stages", "of", "said"), [(3, 2, "the run has 2 stages"), (2, 1, "the run has one stage"), (0, 2, "at least one")]
-)
+@pytest.mark.parametrize(("stages", "of", "said"), [(3, 2, "the run has 2 stages"), (2, 1, "the run has 1 stage"), (0, 2, "at least one")])
 def test_more_stages_than_there_are_cannot_be_hosted(stages: int, of: int, said: str) -> None:
     settings = Settings(stages=of, micro_batches=1, steps=1)
     spec = SwarmSpec(script_name="", script="", arguments=(), bounds=(), micro_batches=(), settings=settings, fingerprint={})

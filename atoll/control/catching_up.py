@@ -4,8 +4,9 @@ from collections.abc import Collection
 
 from atoll.control.messages import Reduce, Round, StageReduction
 
-__all__ = ["ENOUGH", "sums_from"]
+__all__ = ["DONORS", "ENOUGH", "sums_from"]
 
+DONORS = 4  # of a joiner, at most
 ENOUGH = 0.5  # of a state's chunks: with fewer, beginning anew is as quick as finishing and fetching the sums too
 
 

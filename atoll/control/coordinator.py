@@ -5,8 +5,11 @@ term, seals first, and continues with the buffers that survive. It keeps nothing
 """
 
 from collections.abc import Callable
+from heapq import nsmallest
 from typing import Any
+from zlib import crc32
 
+from atoll.control.catching_up import DONORS
 from atoll.control.checks import ALL_CHECKS, Checks
 from atoll.control.clipping import clip_factor
 from atoll.control.decision import Choice, choose_stages
@@ -53,7 +56,6 @@ from atoll.control.world import Journal, Node
 __all__ = ["Coordinator"]
 
 TICK = object()
-DONORS = 4
 
 
 class Coordinator:
@@ -143,8 +145,7 @@ class Coordinator:
 
     async def _take_over(self) -> None:
         """The term is claimed before the journal is believed: until then the coordinator before may still have added a commit."""
-        self.term = replay(await self.journal.read()).term + 1
-        await self.journal.append(self.term, Term(self.term))
+        await self._claim_term()
         history = replay(await self.journal.read())
         if history.origin is None:
             await self.journal.append(self.term, Epoch(0, 0, 0))
@@ -165,6 +166,17 @@ class Coordinator:
         self._deadline = now + (self.settings.gather_seconds if not fresh else 0.0)
         self._gathered_at = self._deadline
         self._awaited = {""}  # whoever may still be out there
+
+    async def _claim_term(self) -> None:
+        """The next one. Another may have claimed it just now and be dead already, its record on its way: then the one after it."""
+        for last in (False, False, True):
+            self.term = replay(await self.journal.read()).term + 1
+            try:
+                await self.journal.append(self.term, Term(self.term))
+                return
+            except FencedError:
+                if last:
+                    raise
 
     # --- hearing ------------------------------------------------------------------------------------------------------------
 
@@ -301,12 +313,11 @@ class Coordinator:
         return max(1, min(self.settings.in_flight, -(-3 * len(workers) // self._leases.feeders)))
 
     def _donors(self, member: Member) -> tuple[str, ...]:
-        """Some who have the state, not the same ones for everybody."""
+        """Some who have the state, not the same ones for everybody, and for each joiner the same ones as long as they are there."""
         if not self._routes:
             return ()
         names = [peer.worker for peer in self._routes[member.stage] if peer.worker != member.name]
-        start = member.incarnation % len(names) if names else 0
-        return tuple((names[start:] + names[:start])[:DONORS])
+        return tuple(nsmallest(DONORS, names, key=lambda name: (crc32(f"{member.incarnation} {name}".encode()), name)))
 
     # --- who can be used ----------------------------------------------------------------------------------------------------
 
@@ -513,6 +524,7 @@ class Coordinator:
         if not summing.hear(reduced):
             return
         member.holds, member.digest = reduced.round, reduced.digest
+        member.wait_no_more()
         member.epoch, member.version = reduced.epoch, reduced.version
         if not summing.awaited:
             await self._look_at_reduction(summing)

@@ -20,7 +20,7 @@ def waits_for_joiners(
     for member in members:
         if not member.worker or member.stage < 0 or member.name in summing.reports[member.stage] or member.name in barred:
             continue
-        has_state = member.version in (version, version - 1)  # and still needs sums
+        has_state = member.version >= 0 and member.version in (version, version - 1)  # and still needs sums
         collecting = has_state and member.name not in taking_part and members.live(member, now, beat)
         if not (member.fetched >= 0 or collecting) or not members.heard(member, now):
             continue
@@ -30,8 +30,8 @@ def waits_for_joiners(
             continue
         if member.held_at_most == 0.0:
             member.held_at_most = now + settings.hold_limit_seconds
-            member.held_until = now + settings.hold_seconds
-        elif member.fetched > 0 or has_state:
+        if member.held_with != (member.version, member.fetched):  # it is getting on
+            member.held_with = member.version, member.fetched
             member.held_until = now + settings.hold_seconds
         held = held or now < min(member.held_until, member.held_at_most)
     return held

@@ -18,7 +18,7 @@ class Member:
 
     __slots__ = (
         "name", "worker", "incarnation", "nonce", "stage", "heard_at", "echo", "epoch", "version", "fetched", "speed", "holds", "digest",
-        "stored", "leaving", "held_until", "held_at_most", "missed", "done", "progress", "round",
+        "stored", "leaving", "held_until", "held_at_most", "held_with", "missed", "done", "progress", "round",
     )  # fmt: skip
 
     def __init__(self, name: str, worker: bool, incarnation: int, nonce: int, stage: int, now: float) -> None:
@@ -39,10 +39,17 @@ class Member:
         self.leaving = False
         self.held_until = 0.0
         self.held_at_most = 0.0
+        self.held_with = (-1, -1)  # version and chunks it had when its time was last prolonged
         self.missed = -1  # the first version that was ready to be committed while this worker was still fetching
         self.done = 0
         self.progress = 0
         self.round: Round | None = None
+
+    def wait_no_more(self) -> None:
+        """It has what it needs, or is somebody new: whether commits wait for it is decided from the beginning."""
+        self.held_until = self.held_at_most = 0.0
+        self.held_with = (-1, -1)
+        self.missed = -1
 
 
 class Members:
@@ -128,8 +135,7 @@ class Members:
         member.version = -1
         member.holds = None
         member.fetched = -1
-        member.held_until = member.held_at_most = 0.0
-        member.missed = -1
+        member.wait_no_more()
 
     # --- who can be relied on ------------------------------------------------------------------------------------------------
 

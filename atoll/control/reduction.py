@@ -99,11 +99,9 @@ class _Section:
 
     def on_pull_sum(self, pull: PullSum) -> None:
         owned = self._owned.get(pull.chunk)
-        if owned is None:
-            return
-        if owned.done:
-            self._send(pull.worker, SumChunk(self._round, *self._position, pull.chunk, owned.total))
-        else:
+        if pull.chunk in self.sums:  # its own, or asked for by one who catches up and has heard of the commit before this worker
+            self._send(pull.worker, SumChunk(self._round, *self._position, pull.chunk, self.sums[pull.chunk]))
+        elif owned is not None:
             owned.wanted_by.add(pull.worker)
 
     def on_sum(self, message: SumChunk) -> None:
@@ -164,7 +162,7 @@ class Reduction:
         self._look()
 
     def on_pull_sum(self, pull: PullSum) -> None:
-        """Somebody wants a chunk this worker owns: now, or when it is summed."""
+        """Somebody wants a chunk this worker has, or owns: now, or when it is summed."""
         self._sections[pull.stage].on_pull_sum(pull)
 
     def on_sum(self, message: SumChunk) -> None:

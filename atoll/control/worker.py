@@ -110,6 +110,7 @@ class Worker(Standing):
         self._sum_patience = Patience(2 * settings.heartbeat_seconds, settings.heartbeat_seconds)
         self._reported_at = 0.0
         self._heard_at = 0.0  # when parts or sums last came, or were asked for
+        self._asked_at = 0.0  # when one who catches up last asked for sums
         self._early_sums: deque[PullSum] = deque(maxlen=EARLY_LIMIT)
         self._handlers: dict[type, Callable[[Any], None]] = {
             Announce: self._on_announce,
@@ -183,7 +184,7 @@ class Worker(Standing):
         now = self.node.clock.now()
         reduction = self.reduction
         if self._catching is not None:
-            self._give_up_catching(now)
+            self._ask_to_catch_up(now)
         elif reduction is not None and not reduction.complete and now - self._reported_at >= self.settings.heartbeat_seconds:
             self._reported_at = now
             if now - self._heard_at >= self._sum_patience.seconds():
@@ -194,12 +195,17 @@ class Worker(Standing):
         if self.fetch is not None and self._view is not None and not self.changing:
             self._obtain(self._view)
 
-    def _give_up_catching(self, now: float) -> None:
-        """Where those who should have the sums do not give them: all of them are asked for at once, so the first may take its time."""
-        incomplete = self.reduction is not None and not self.reduction.complete
-        if incomplete and now - self._heard_at >= 4 * max(self._fetch_patience.seconds(), self._sum_patience.seconds()):
+    def _ask_to_catch_up(self, now: float) -> None:
+        """Once more, and after long in vain no more: all sums are asked for at once, so the first may take its time."""
+        reduction = self.reduction
+        if reduction is None or reduction.complete:
+            return
+        if now - self._heard_at >= 4 * max(self._fetch_patience.seconds(), self._sum_patience.seconds()):
             self._give_up_state()
             self._again()
+        elif now - max(self._asked_at, self._heard_at) >= self._sum_patience.seconds():
+            self._asked_at = now
+            reduction.ask()
 
     def _send(self, to: str, message: Message) -> None:
         self.node.transport.send(to, message)
@@ -239,7 +245,7 @@ class Worker(Standing):
             return
         commit = view.commit
         if self.state is not None and commit is not None and commit.version == self.version and not self._take(commit):
-            if self._catch_up(commit):
+            if type(view.phase) is not Finished and self._catch_up(commit):
                 return
             self._give_up_state()
         if self.changing:
@@ -332,21 +338,25 @@ class Worker(Standing):
         """One whose state was committed upon while it came gets the sums from those who gave it; False where they would not have them."""
         assert self._yours is not None
         donors = self._givers.intersection(self._yours.donors)
+        if not self._yours.donors:  # a coordinator that has just taken over does not know yet
+            donors = self._givers
         if not donors:
             return False
         if self._catching != (commit, donors):
+            if self._catching is None or self._catching[0] != commit:
+                self._heard_at = self.node.clock.now()
             self._catching = commit, donors
             settings, before = self.settings, self.reduction
             self.reduction = self._reduction(sums_from(donors, commit.round, settings.stages + len(settings.tied), settings.chunks))
             if before is not None and before.round == commit.round and before.position == self.position:
                 self.reduction.take_over(before)
-            self._heard_at = self.node.clock.now()
+            self._asked_at = self.node.clock.now()
             self.reduction.ask()
         return self.reduction is not None and not self.reduction.complete
 
     async def _apply(self, commit: Committed, reduction: Reduction, generation: int) -> None:
         before, position = self.state, self.position
-        kept = await self.compute.keep(before) if self._lending.asked and generation == self._generation else None
+        kept = await self.compute.keep(before) if self._lending.wanted and generation == self._generation else None
         state = None
         if generation == self._generation:
             state = await self.compute.apply(before, reduction.result(), commit)
@@ -421,8 +431,10 @@ class Worker(Standing):
     def _worth_finishing(self, fetch: Fetch, view: View) -> bool:
         """Whether a state that was committed upon meanwhile is the shorter way: those who gave most of it keep it, and the sums."""
         assert self._yours is not None
+        donors = self._yours.donors
         enough = len(fetch.received) >= ENOUGH * self.settings.chunks and not fetch.late(self.node.clock.now())
-        return enough and fetch.position == (view.epoch, view.version - 1, self.stage) and not fetch.givers.isdisjoint(self._yours.donors)
+        there = not donors or not fetch.givers.isdisjoint(donors)  # none: a coordinator that has just taken over does not know yet
+        return enough and there and fetch.position == (view.epoch, view.version - 1, self.stage)
 
     def _ask_for_state(self, fetch: Fetch, view: View) -> None:
         assert self._yours is not None

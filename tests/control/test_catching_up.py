@@ -1,10 +1,18 @@
 """A joiner whose state is committed upon while it arrives finishes it and makes the step it missed, where its donors have kept it."""
 
+import random
+
 import pytest
 
-from atoll.control.messages import Committed, FetchState, PullSum, Reduce, Run, StageReduction, StateChunk, SumChunk
+from atoll.control.checks import ALL_CHECKS
+from atoll.control.lending import Lending
+from atoll.control.messages import Committed, FetchState, Finished, PullSum, Reduce, Run, StageReduction, StateChunk, SumChunk
+from atoll.control.settings import Settings
+from atoll.control.standing import Standing
 from atoll.simulate import arithmetic
 from atoll.simulate.arithmetic import Cell, Sum
+from atoll.simulate.exact import ExactCompute
+from atoll.simulate.loop import Loop, Process
 from tests.control.bench import ALL, Bench
 from tests.control.test_worker import commit, held
 
@@ -147,3 +155,59 @@ def test_a_donor_keeps_the_past_for_whom_it_began_to_give_it_and_no_longer(lent:
     bench.inbox.put(FetchState(2, 0, 0, 1, 1, "j"))
     bench.run(0.1)
     assert not bench.sent(StateChunk)
+
+
+def test_a_donor_that_is_making_the_step_gives_its_sums_at_once() -> None:
+    bench = Bench()
+    digest = held(bench)
+    for chunk in (0, 1):
+        bench.inbox.put(FetchState(1, 0, 0, 1, chunk, "j"))
+    bench.run(0.05)
+    bench.wire.sent.clear()
+    bench.compute.slowness = 100.0
+    bench.open(9, version=1, commit=commit((1, 2), digest))
+    for chunk in (0, 1):
+        bench.inbox.put(PullSum((1, 2), 0, 0, 1, chunk, "j"))
+    bench.run(1.0)
+    assert bench.worker.changing
+    assert {message.chunk for message in bench.sent(SumChunk)} == {0, 1}
+
+
+def test_sums_that_do_not_come_are_asked_for_again_before_the_state_is_given_up() -> None:
+    bench = joiner(2)
+    bench.run(0.5)
+    bench.sent(PullSum)
+    bench.run(15.0)
+    assert {message.chunk for message in bench.sent(PullSum)} == {0, 1}
+    assert bench.worker.state is not None
+
+
+def test_a_coordinator_that_knows_nobody_yet_costs_a_joiner_nothing() -> None:
+    for given in (1, 2):
+        bench = joiner(given)
+        bench.run(0.5)
+        bench.sent(FetchState)
+        announce(bench, 5, 4, COMMIT, donors=())
+        announce(bench, 6, 4, COMMIT)
+        assert {message.version for message in bench.sent(FetchState)} <= {3}
+
+
+def test_one_that_catches_up_when_the_run_is_over_goes() -> None:
+    bench = joiner(2)
+    bench.run(0.5)
+    bench.announce(Finished(), 5, version=4, commit=COMMIT, donors=DONORS)
+    bench.run(0.1)
+    assert bench.worker.finished
+
+
+@pytest.mark.parametrize(("chunks", "kept"), [(1, False), (8, True)])
+def test_a_state_is_kept_only_for_whoever_may_have_enough_of_it(chunks: int, kept: bool) -> None:
+    settings = Settings(stages=1, micro_batches=1, steps=1, chunks=64)
+    at = Standing("w", ExactCompute(Process("w", Loop()), random.Random(0)), settings, ALL_CHECKS)
+    at.stage = at.epoch = at.version = 0
+    at.state = (Cell(1, 0, 0, 0),) * 64
+    lending = Lending(at, lambda to, message: None)
+    for chunk in range(chunks):
+        lending.on_fetch(FetchState(1, 0, 0, 0, chunk, "j"))
+        lending.on_fetch(FetchState(1, 0, 0, 0, chunk, "j"))  # asked for again
+    assert lending.wanted == kept

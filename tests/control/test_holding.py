@@ -1,0 +1,101 @@
+"""Whom a commit waits for, and how long; and who gives a joiner its state."""
+
+import random
+
+from atoll.control import Coordinator, Node, Settings
+from atoll.control.holding import waits_for_joiners
+from atoll.control.journal import Checkpointed, Epoch, FencedError, Record, Term
+from atoll.control.membership import Member, Members
+from atoll.control.messages import Peer, Reduce, StageReduction, WorkerBeat
+from atoll.control.summing import Summing
+from atoll.simulate.loop import Loop, Process
+from tests.control.bench import Wire
+
+SETTINGS = Settings(stages=1, micro_batches=4, steps=100, chunks=8, hold_seconds=6.0, hold_limit_seconds=60.0)
+
+
+def member(members: Members, fetched: int, now: float, version: int = -1) -> Member:
+    beat = WorkerBeat("j", 7, 1, 0, 0, version, 0, 1, fetched, 0.0, None, "", -1)
+    found, _ = members.hear(beat, now)
+    assert found is not None
+    return found
+
+
+def waits(members: Members, version: int, now: float) -> bool:
+    order = Reduce((1, 1), (StageReduction((), (("w", 1),), ("w",)),))
+    summing = Summing(order, ((None),), 0, 0.0, 0.0)  # type: ignore[arg-type]
+    return waits_for_joiners(members, summing, SETTINGS, version=version, barred=set(), now=now, beat=0)
+
+
+def test_nobody_waits_for_a_first_step_and_later_only_while_chunks_arrive() -> None:
+    members = Members(SETTINGS, 1)
+    member(members, 3, 0.0)
+    assert not waits(members, 5, 0.0)  # it has all of the next step
+    assert waits(members, 6, 1.0)
+    member(members, 3, 6.0)
+    assert not waits(members, 6, 7.5)  # nothing came for six seconds
+    member(members, 4, 8.0)
+    assert waits(members, 6, 8.0)
+    for second in range(8, 61):
+        member(members, 4 + second % 2, float(second))
+        assert waits(members, 6, float(second))
+    member(members, 7, 62.0)
+    assert not waits(members, 6, 62.0)  # not for ever
+
+
+def test_whoever_took_part_is_somebody_of_whom_nothing_is_held_against() -> None:
+    members = Members(SETTINGS, 1)
+    joiner = member(members, 3, 0.0)
+    assert not waits(members, 5, 0.0)
+    assert waits(members, 6, 1.0)
+    joiner.wait_no_more()
+    assert not waits(members, 1000, 2.0)
+
+
+class Once:
+    """A journal where the record of one who died lands while another claims its term."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = [Term(1), Epoch(0, 0, 0), Checkpointed(0, 0)]
+        self.landed = False
+
+    async def read(self) -> list[Record]:
+        return list(self.records)
+
+    async def append(self, term: int, record: Record) -> None:
+        if not self.landed:
+            self.landed = True
+            self.records.append(Term(term))
+            raise FencedError("another was quicker")
+        self.records.append(record)
+
+
+def coordinator(journal: Once) -> Coordinator:
+    process = Process("c", Loop())
+    return Coordinator(Node("c", process, Wire(), process.mailbox(), 1, random.Random(0)), journal, SETTINGS)
+
+
+def test_a_term_that_a_dead_coordinator_claimed_is_passed_over() -> None:
+    journal = Once()
+    found = coordinator(journal)
+    found.node.clock.spawn(found.run())
+    found.node.clock.loop.run(1.0)  # type: ignore[attr-defined]
+    assert (found.deposed, found.term, journal.records[-1]) == (False, 3, Term(3))
+
+
+def test_a_joiner_keeps_its_donors_when_others_come_and_go() -> None:
+    found = coordinator(Once())
+    names = [f"w{number}" for number in range(12)]
+    joiner = Member("j", True, 77, 1, 0, 0.0)
+
+    def donors(of: list[str]) -> tuple[str, ...]:
+        found._routes = (tuple(Peer(name, 1, 0.0) for name in of),)
+        return found._donors(joiner)
+
+    before = donors(names)
+    assert len(before) == 4
+    for gone in names:
+        after = donors([name for name in names if name != gone])
+        assert len(set(before) & set(after)) >= 3 if gone in before else after == before
+    others = {found._donors(Member("k", True, number, 1, 0, 0.0)) for number in range(50)}
+    assert len(others) > 10

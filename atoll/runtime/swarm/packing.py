@@ -13,6 +13,7 @@ from atoll.errors import JobFailedError
 __all__ = ["Packing", "chunk_range", "pack", "unpack"]
 
 _ALIGNED = 16  # every tensor begins at a multiple, so that its bytes can be read in place
+_MAGIC = b"atoll-1\n"  # grows when the format changes
 _SIZE = 8  # of the number before the JSON: its length
 
 
@@ -40,7 +41,7 @@ class Packing:
         self._stored: list[_Stored] = []
         self._end = 0
         described = msgspec.json.encode((self._take(value), self._stored))
-        head = len(described).to_bytes(_SIZE, "little") + described
+        head = _MAGIC + len(described).to_bytes(_SIZE, "little") + described
         head += bytes(-len(head) % _ALIGNED)
         self._pieces = [(0, torch.frombuffer(bytearray(head), dtype=torch.uint8))]
         self._pieces += [(len(head) + at.start, tensor) for at, tensor in zip(self._stored, self._tensors, strict=True)]
@@ -49,7 +50,7 @@ class Packing:
     def _take(self, item: Any) -> Any:
         if isinstance(item, Tensor):
             self._stored.append(_Stored(str(item.dtype).removeprefix("torch."), tuple(item.shape), self._end))
-            self._tensors.append(item.detach())
+            self._tensors.append(item.detach().resolve_conj().resolve_neg())
             self._end += item.numel() * item.element_size()
             self._end += -self._end % _ALIGNED
             return {"tensor": len(self._tensors) - 1}
@@ -79,9 +80,19 @@ def pack(value: Any) -> Tensor:
 
 def unpack(packed: Tensor) -> Any:
     """What was packed. Its tensors are copies."""
-    length = int.from_bytes(packed[:_SIZE].numpy().tobytes(), "little")
-    nested, listed = msgspec.json.decode(packed[_SIZE : _SIZE + length].numpy().data)
-    begin = _SIZE + length + -(_SIZE + length) % _ALIGNED
+    try:
+        return _unpacked(packed)
+    except (msgspec.MsgspecError, ValueError, LookupError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
+        raise JobFailedError(f"a stage's state cannot be read; it is damaged, or of another version of Atoll ({error})") from error
+
+
+def _unpacked(packed: Tensor) -> Any:
+    begin = len(_MAGIC) + _SIZE
+    if packed[: len(_MAGIC)].numpy().tobytes() != _MAGIC:
+        raise ValueError("it does not begin as one")
+    length = int.from_bytes(packed[len(_MAGIC) : begin].numpy().tobytes(), "little")
+    nested, listed = msgspec.json.decode(packed[begin : begin + length].numpy().data)
+    begin += length + -(begin + length) % _ALIGNED
     tensors = [_tensor(packed[begin:], stored) for stored in msgspec.convert(listed, list[_Stored])]
     return _give(nested, tensors)
 
@@ -89,9 +100,11 @@ def unpack(packed: Tensor) -> Any:
 def _tensor(content: Tensor, stored: _Stored) -> Tensor:
     dtype = getattr(torch, stored.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise JobFailedError(f"a stage's state has tensors of {stored.dtype}, which this version of PyTorch does not know")
+        raise ValueError(f"tensors of {stored.dtype}, which this version of PyTorch does not know")
+    size = math.prod(stored.shape) * dtype.itemsize
+    if min(stored.shape, default=0) < 0 or stored.start < 0 or stored.start + size > content.numel():
+        raise ValueError("a tensor is not all there")
     found = torch.empty(stored.shape, dtype=dtype)
-    size = math.prod(stored.shape) * found.element_size()
     found.reshape(-1).view(torch.uint8).copy_(content[stored.start : stored.start + size])
     return found
 

@@ -65,3 +65,29 @@ def test_what_cannot_be_packed_or_read_is_told() -> None:
     packed = bytearray(pack([torch.zeros(2)]).numpy().tobytes()).replace(b"float32", b"float99")
     with pytest.raises(JobFailedError, match="tensors of float99"):
         unpack(torch.frombuffer(packed, dtype=torch.uint8))
+
+
+def test_numbers_that_are_a_view_of_their_conjugates_are_packed() -> None:
+    value = torch.randn(3, dtype=torch.complex64).conj()
+    assert torch.equal(unpack(pack([value]))[0], value)
+
+
+VALID = bytes(pack({"a": [torch.arange(9.0), 1.5, None], "b": (torch.zeros(0), "x")}).numpy().tobytes())
+
+
+@given(
+    st.binary(max_size=64)
+    | st.builds(lambda at, new: VALID[:at] + new + VALID[at + len(new) :], st.integers(0, 300), st.binary(max_size=4))
+)
+def test_bytes_that_are_no_state_are_refused_and_nothing_else(content: bytes) -> None:
+    try:
+        unpack(torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.zeros(0, dtype=torch.uint8))
+    except JobFailedError as error:
+        assert "cannot be read" in str(error)
+
+
+@pytest.mark.parametrize("left", [0, 8, 20, len(VALID) - 1, len(VALID) - 40])
+def test_a_state_that_is_cut_is_refused(left: int) -> None:
+    content = bytearray(VALID[:left]) or bytearray(1)
+    with pytest.raises(JobFailedError, match="cannot be read"):
+        unpack(torch.frombuffer(content, dtype=torch.uint8))

@@ -14,7 +14,7 @@ from atoll.cli.plan import RunMode, make_plan_for, priced
 from atoll.cli.render import plan_view, show
 from atoll.cli.report import short_view
 from atoll.cli.status import say
-from atoll.cli.swarm import check_swarm, launch_swarm
+from atoll.cli.swarm import check_resumed, check_swarm, launch_swarm
 from atoll.cli.target import Target, load_target
 from atoll.cluster import Cluster, dump_cluster, load_cluster
 from atoll.codec import SwarmCodec
@@ -85,6 +85,10 @@ def run(
         chosen = msgspec.structs.replace(chosen, mode=mode, staleness=staleness)
     if mode == "swarm" and model.captured is not None and model.job is not None:
         check_swarm(chosen, model.captured, model.job)
+    if mode == "swarm" and resume is not None:
+        check_resumed(directory, chosen, nats)
+    elif mode != "swarm":
+        check_lockstep(chosen)
     settings = msgspec.structs.replace(settings, mode=mode, codec=codec, nats=nats)
     matching = devices if devices is not None and devices.name == chosen.cluster else None
     predicted, said = priced(chosen, model, matching, constants) if matching else (None, ())
@@ -233,6 +237,13 @@ def _other_micro_batches(plan: Plan, model: Target) -> list[str]:
         f"the plan's micro-batches have {plan.micro_batch_size} samples, not {model.micro_batch_size} as the job's micro_batch_size says: "
         "memory differs, and so do dropout and batch statistics, which depend on what is computed together; nothing else does"
     ]
+
+
+def check_lockstep(plan: Plan) -> None:
+    """PlanError where the plan is for another mode. Nothing has been written or started yet."""
+    from atoll.runtime.lockstep.layout import Layout
+
+    Layout(plan)
 
 
 def _launch(directory: RunDirectory, plan: Plan, max_restarts: int) -> None:

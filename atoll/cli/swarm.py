@@ -43,16 +43,14 @@ def launch_swarm(
     from atoll.fabric.security import Authority  # PyTorch takes seconds to load: mistakes above are told before
     from atoll.runtime.swarm.launching import SwarmProcesses, free_address
     from atoll.runtime.swarm.own_devices import planned_workers
-    from atoll.runtime.swarm.resuming import check_same_stages, continue_run
-    from atoll.runtime.swarm.run_files import read_spec, read_start, write_spec, write_start
+    from atoll.runtime.swarm.resuming import continue_run
+    from atoll.runtime.swarm.run_files import read_start, write_spec, write_start
     from atoll.runtime.swarm.spec import spec_of
     from atoll.script import load_job
 
     job = load_job(settings.script, settings.arguments)
     spec = spec_of(Path(settings.script), settings.arguments, job, plan, captured, settings.checkpoint_every, settings.codec)
     before = read_start(directory)
-    if before is not None:
-        check_same_stages(read_spec(directory.path), spec)
     workers = planned_workers(plan)
     hosts = [host for host, _ in workers]
     lab = lab_of(hosts, os.environ)
@@ -130,6 +128,19 @@ def _dialled(address: str) -> str:
     """Where others dial: an address that stands for all of this machine's says none."""
     host, _, port = address.rpartition(":")
     return f"{socket.gethostname()}:{port}" if host in ("0.0.0.0", "[::]", "") else address
+
+
+def check_resumed(directory: RunDirectory, plan: Plan, nats: str | None) -> None:
+    """AtollError where a swarm cannot go on in this directory with this plan. Nothing has been written or started yet."""
+    from atoll.runtime.swarm.resuming import check_files, check_same_stages
+    from atoll.runtime.swarm.run_files import read_spec, read_start
+    from atoll.runtime.swarm.spec import bounds_of
+
+    if read_start(directory) is None:
+        return
+    check_same_stages(read_spec(directory.path).bounds, bounds_of(plan))
+    if nats is None:
+        check_files(directory, len(plan.stages))
 
 
 def check_swarm(plan: Plan, captured: "Captured", job: "Job") -> None:

@@ -25,7 +25,7 @@ from atoll.runtime.swarm.evaluating import evaluate_elsewhere, evaluates_after
 from atoll.runtime.swarm.files import CheckpointFiles, CheckpointService, FileJournal, Key, States
 from atoll.runtime.swarm.jetstream import JetStream, connect_jetstream
 from atoll.runtime.swarm.measuring import MeasureService
-from atoll.runtime.swarm.run_files import JOURNAL, STOP, Start, newest_term, read_start
+from atoll.runtime.swarm.run_files import JOURNAL, STATES, STOP, Start, newest_term, read_start
 from atoll.runtime.swarm.spec import JobService, SwarmSpec
 from atoll.runtime.swarm.telling import Teller, say_event
 from atoll.runtime.swarm.transport import COORDINATOR, Directory, FabricTransport, SwarmService
@@ -59,7 +59,7 @@ def coordinate(
 
 
 async def _coordinate_from_files(directory: RunDirectory, spec: SwarmSpec, job: Job, address: str, observers: tuple[Observer, ...]) -> bool:
-    journal, states = FileJournal(directory.path / JOURNAL), CheckpointFiles(directory.path / "swarm")
+    journal, states = FileJournal(directory.path / JOURNAL), CheckpointFiles(directory.path / STATES)
     try:
         return await _Coordinating(directory, spec, job, observers, journal, states).run(address)
     except FencedError:
@@ -269,7 +269,7 @@ class _Coordinating:
             await asyncio.sleep(0.2)
         tensors = await whole_state(self.states, keys)
         if tensors is None:
-            raise JobFailedError(f"{self.directory.path / 'swarm'}: a state after step {version} is damaged; `--resume` trains it again")
+            raise JobFailedError(f"{self.directory.path / STATES}: a state after step {version} is damaged; restore it from a copy")
         if version:
             await asyncio.to_thread(save_weights, self.directory, self.job, tensors, version)
         if version == self.spec.settings.steps:

@@ -17,6 +17,7 @@ from atoll.job import Job
 from atoll.runtime.alone import evaluate
 from atoll.runtime.run_directory import RunDirectory
 from atoll.runtime.swarm.files import CheckpointFiles, Key, States
+from atoll.runtime.swarm.run_files import STATES
 from atoll.runtime.swarm.weights import whole_state
 
 __all__ = ["evaluate_elsewhere", "evaluate_state", "evaluates_after"]
@@ -32,7 +33,7 @@ def evaluates_after(job: Job, step: int, steps: int) -> bool:
 def evaluate_state(directory: RunDirectory, job: Job, keys: Sequence[Key]) -> Evaluated:
     """In the process of its own."""
     torch.set_num_threads(1)
-    tensors = asyncio.run(whole_state(CheckpointFiles(directory.path / "swarm"), keys))
+    tensors = asyncio.run(whole_state(CheckpointFiles(directory.path / STATES), keys))
     if tensors is None:
         raise JobFailedError(f"the states after step {keys[0].version} are not there any more")
     model = job.build_model("cpu")
@@ -50,7 +51,7 @@ async def evaluate_elsewhere(directory: RunDirectory, states: States, keys: Sequ
 
     It reads files: states that are kept elsewhere are brought here, and those of evaluations before are removed.
     """
-    await _bring(states, CheckpointFiles(directory.path / "swarm"), keys)
+    await _bring(states, CheckpointFiles(directory.path / STATES), keys)
     command = [sys.executable, "-m", "atoll.cli.swarm_process", "evaluate", str(directory.path.resolve())]
     process = await asyncio.create_subprocess_exec(
         *command, msgspec.json.encode(keys).decode(), "evaluation", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE

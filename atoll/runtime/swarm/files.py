@@ -119,6 +119,15 @@ class CheckpointFiles:
             return None
         return torch.frombuffer(bytearray(data[_DIGEST_BYTES:]), dtype=torch.uint8)
 
+    def is_whole(self, key: Key) -> bool:
+        """Whether it is stored as it was written."""
+        return self._read(key) is not None
+
+    def newest(self, epoch: int) -> int:
+        """The last step that has a state in this epoch or a later one; -1: none has."""
+        found = [file.name.split("-") for file in self._directory.glob("epoch-*-step-*-stage-*.state")]
+        return max((int(parts[3]) for parts in found if int(parts[1]) >= epoch), default=-1)
+
     def stored_bytes(self, version: int) -> int:
         """What the states of a step weigh, of whichever epoch."""
         return sum(file.stat().st_size for file in self._directory.glob(f"epoch-*-step-{version}-stage-*.state"))

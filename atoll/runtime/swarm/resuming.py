@@ -2,18 +2,19 @@
 that are still there.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
-from atoll.control.journal import Epoch, Term, replay
+from atoll.control.journal import Epoch, Term, decode, replay
 from atoll.control.world import Journal
-from atoll.errors import PlanError
+from atoll.errors import AtollError, JobFailedError, PlanError
 from atoll.runtime.run_directory import RunDirectory
-from atoll.runtime.swarm.files import FileJournal
+from atoll.runtime.swarm.files import CheckpointFiles, FileJournal, Key
 from atoll.runtime.swarm.jetstream import connect_jetstream
-from atoll.runtime.swarm.run_files import JOURNAL
-from atoll.runtime.swarm.spec import SwarmSpec
+from atoll.runtime.swarm.run_files import JOURNAL, STATES
 
-__all__ = ["Resumed", "check_same_stages", "continue_journal", "continue_run"]
+__all__ = ["Resumed", "check_files", "check_same_stages", "continue_journal", "continue_run"]
 
 
 class Resumed(msgspec.Struct, frozen=True):
@@ -48,14 +49,36 @@ async def continue_journal(journal: Journal) -> Resumed | None:
     return Resumed(history.version, saved.version if saved is not None else 0)
 
 
-def check_same_stages(before: SwarmSpec, now: SwarmSpec) -> None:
-    """PlanError where stored states are of other stages."""
-    if before.bounds != now.bounds:
+def check_same_stages(before: Sequence[int], now: Sequence[int]) -> None:
+    """PlanError where stored states are of other stages, by their bounds."""
+    if tuple(before) != tuple(now):
         raise PlanError(
             f"--resume: the run's states are of stages that begin at layers {_words(before)}, the plan's stages begin at {_words(now)}; "
             "leave out --plan and --cluster to go on with the plan it had"
         )
 
 
-def _words(spec: SwarmSpec) -> str:
-    return ", ".join(map(str, spec.bounds[:-1]))
+def check_files(directory: RunDirectory, stages: int) -> None:
+    """JobFailedError where a run's journal and states, on this machine's disk, do not fit together. Nothing is changed."""
+    path = directory.path / JOURNAL
+    try:
+        history = replay(decode(path.read_bytes())[0]) if path.exists() else replay(())
+    except AtollError as error:
+        raise JobFailedError(f"{path}: {error}") from error
+    files = CheckpointFiles(directory.path / STATES)
+    newest = files.newest(history.origin.epoch if history.origin is not None else 0)
+    if newest > history.version:
+        raise JobFailedError(
+            f"{path}: tells of {history.version} steps, but there are states after {newest} in {directory.path / STATES}; "
+            "restore the journal from a copy, or begin another run"
+        )
+    saved = history.checkpoint
+    for stage in range(stages if saved is not None else 0):
+        assert saved is not None
+        key = Key(saved.epoch, saved.version, stage)
+        if not files.is_whole(key):
+            raise JobFailedError(f"{files.path(key)}: is damaged or missing, and nothing newer is stored; restore it from a copy")
+
+
+def _words(bounds: Sequence[int]) -> str:
+    return ", ".join(map(str, bounds[:-1]))

@@ -9,9 +9,10 @@ from atoll.control.journal import Term, decode
 from atoll.runtime.run_directory import RunDirectory
 from atoll.runtime.swarm.spec import SwarmSpec
 
-__all__ = ["JOURNAL", "STOP", "Start", "newest_term", "read_spec", "read_start", "write_spec", "write_start"]
+__all__ = ["JOURNAL", "STATES", "STOP", "Start", "newest_term", "read_spec", "read_start", "write_spec", "write_start"]
 
 JOURNAL = "journal.jsonl"
+STATES = "swarm"
 STOP = "stop"  # a file of this name asks the coordinator to end the run after a checkpoint
 _SPEC = "swarm.json"
 _START = "started.json"

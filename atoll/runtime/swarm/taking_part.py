@@ -53,6 +53,8 @@ _PATIENT = Backoff(largest_seconds=1.0, attempts=800)  # a coordinator that is s
 _REGISTER_SECONDS = 3.0  # a coordinator that is started anew does not know where we are
 _ANSWER_SECONDS = 30.0
 _ACCOUNT_SECONDS = 2.0
+_FIRST_SECONDS = 120.0  # to be connected at all
+_GOODBYE_SECONDS = 10.0  # after the coordinator's: who has worked ends by itself before
 
 
 def check_divisible(captured: Captured, bounds: tuple[int, ...]) -> None:
@@ -159,7 +161,8 @@ class _Process:
                 Node(name, clock, transport, inboxes.open(name, clock), nonce, random.Random(secrets.randbits(64)))
                 for name in hosted_workers(self.credentials.name, self._devices.stages)
             ]
-            await self._until_over(_awaited(registered))  # what is measured begins where it is connected
+            clock.spawn(_end_after_goodbye(coordinator))
+            await self._until_over(_connected(registered, self.address))  # what is measured begins there
             if self.credentials.role == "feeder":
                 await self._feed(nodes[0])
             else:
@@ -222,7 +225,7 @@ class _Process:
             workers.append(worker)
             accounts[node.name] = measuring
         nodes[0].clock.spawn(_account(accounts, member, coordinator))
-        with self._obeying_signals(workers):
+        with self._obeying_signals(workers, coordinator):
             await self._until_over(_all(worker.run() for worker in workers))
         await self._until_over(_give_account(accounts, member, coordinator, _ACCOUNT_SECONDS))
         self._ending = ending_of([(worker.stage, worker.announced) for worker in workers], self.spec.settings.steps)
@@ -232,11 +235,14 @@ class _Process:
             compute.close()
 
     @contextmanager
-    def _obeying_signals(self, workers: Sequence[Worker]) -> Iterator[None]:
+    def _obeying_signals(self, workers: Sequence[Worker], coordinator: Remote) -> Iterator[None]:
         """The first asks to be let go; after it they do what they always do."""
         loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM) if self._polite else ()
 
         def leave() -> None:
+            if coordinator.state == "dead":
+                self._errors.append(FabricError(f"leaves; the coordinator was not there to be told ({coordinator.lost_because})"))
+                return
             for worker in workers:
                 worker.leave()
             self._say("leaves as soon as its stage can do without it, after this step at the soonest; Ctrl-C again leaves at once")
@@ -298,8 +304,20 @@ class _Process:
         await task
 
 
-async def _awaited(event: asyncio.Event) -> None:
-    await event.wait()
+async def _connected(registered: asyncio.Event, address: str) -> None:
+    try:
+        await asyncio.wait_for(registered.wait(), _FIRST_SECONDS)
+    except TimeoutError:
+        raise FabricError(f"{address}: the coordinator did not answer for {format_seconds(_FIRST_SECONDS)}; is the run over?") from None
+
+
+async def _end_after_goodbye(coordinator: Remote) -> None:
+    """A coordinator that says goodbye does so at the run's end; whoever has heard nothing of that by then waits for nobody."""
+    gone = 0.0
+    while gone < _GOODBYE_SECONDS:
+        await asyncio.sleep(0.5)
+        gone = gone + 0.5 if coordinator.state == "dead" and " left: " in coordinator.lost_because else 0.0
+    raise FabricError("the coordinator has left: the run is over, or was stopped")
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:

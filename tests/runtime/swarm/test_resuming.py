@@ -9,18 +9,14 @@ import pytest
 import torch
 
 from atoll.control.happenings import Happening, Joined, Left, Repaired, RolledBack, StepCommitted
-from atoll.control.journal import Checkpointed, Epoch, Term, decode, replay
+from atoll.control.journal import Checkpointed, Epoch, Term, decode, encode, replay
 from atoll.control.messages import Committed
-from atoll.errors import JobError, PlanError
-from atoll.graph.capture import capture_program
-from atoll.plan import parse_plan
+from atoll.errors import JobError, JobFailedError, PlanError
 from atoll.runtime.run_directory import RunDirectory
-from atoll.runtime.swarm.files import FileJournal
-from atoll.runtime.swarm.resuming import check_same_stages, continue_journal
-from atoll.runtime.swarm.run_files import read_spec, read_start, write_start
-from atoll.runtime.swarm.spec import spec_of
+from atoll.runtime.swarm.files import CheckpointFiles, FileJournal, Key
+from atoll.runtime.swarm.resuming import check_files, check_same_stages, continue_journal
+from atoll.runtime.swarm.run_files import JOURNAL, STATES, read_spec, read_start, write_start
 
-from . import swarm_job
 from .one_process import OneProcess
 from .test_compute import STEPS, check, job, plain
 
@@ -125,16 +121,52 @@ def test_a_journal_whose_newest_state_may_be_elsewhere_is_left_alone(tmp_path: P
 
 
 def test_other_stages_are_refused() -> None:
-    captured = capture_program(swarm_job.job)
-
-    def spec(cut: int) -> Any:
-        text = f'plan v1 graph="swarm job" cluster=here mode=swarm schedule=1f1b batch=12 micro_batch=3\nstage 0: layers 0-{cut}: h/0=12\n'
-        plan = parse_plan(text + f"stage 1: layers {cut + 1}-4: h/1=12\n")
-        return spec_of(Path(swarm_job.__file__), (), swarm_job.job, plan, captured, None)
-
-    check_same_stages(spec(1), spec(1))
+    check_same_stages((0, 2, 5), (0, 2, 5))
     with pytest.raises(PlanError, match=r"begin at layers 0, 2, the plan's stages begin at 0, 3"):
-        check_same_stages(spec(1), spec(2))
+        check_same_stages((0, 2, 5), (0, 3, 5))
+
+
+def stored(tmp_path: Path, records: list[Any], *keys: Key) -> RunDirectory:
+    """A run's directory with a journal and states."""
+    (tmp_path / JOURNAL).write_bytes(b"".join(map(encode, records)))
+    for key in keys:
+        asyncio.run(CheckpointFiles(tmp_path / STATES).write(key, torch.arange(9, dtype=torch.uint8)))
+    return RunDirectory(tmp_path)
+
+
+def committed(*versions: int, epoch: int = 0) -> list[Any]:
+    return [Committed(epoch, version, (1, 1), ("",), 1.0, False, 0.0, 1.0) for version in versions]
+
+
+def test_files_that_fit_together_are_gone_on_with(tmp_path: Path) -> None:
+    check_files(RunDirectory(tmp_path), 2)  # nothing was begun
+    records = [Term(1), Epoch(0, 0, 0), *committed(0, 1, 2), Checkpointed(0, 2)]
+    directory = stored(tmp_path, records, Key(0, 2, 0), Key(0, 2, 1), Key(0, 3, 0))
+    check_files(directory, 2)
+    back = [*records, Epoch(1, 2, 0)]  # it went back: states of the epoch before are newer
+    check_files(stored(tmp_path, back), 2)
+
+
+def test_a_journal_that_is_gone_cut_or_damaged_is_not_taken_for_a_beginning(tmp_path: Path) -> None:
+    records = [Term(1), Epoch(0, 0, 0), *committed(0, 1, 2), Checkpointed(0, 3)]
+    for kept in (0, 2, 3):
+        directory = stored(tmp_path, records[:kept], Key(0, 3, 0))
+        with pytest.raises(JobFailedError, match=r"journal.jsonl: tells of \d steps, but there are states after 3"):
+            check_files(directory, 1)
+    (tmp_path / JOURNAL).write_bytes(b"rubbish")
+    with pytest.raises(JobFailedError, match=r"journal.jsonl: journal: .* restore the file from a copy"):
+        check_files(RunDirectory(tmp_path), 1)
+
+
+def test_a_damaged_or_missing_state_is_told_before_anything_starts(tmp_path: Path) -> None:
+    records = [Term(1), Epoch(0, 0, 0), *committed(0, 1, 2), Checkpointed(0, 3)]
+    directory = stored(tmp_path, records, Key(0, 3, 0))
+    with pytest.raises(JobFailedError, match=r"stage-1\.state: is damaged or missing"):
+        check_files(directory, 2)
+    file = CheckpointFiles(tmp_path / STATES).path(Key(0, 3, 0))
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(JobFailedError, match=r"stage-0\.state: is damaged or missing"):
+        check_files(directory, 1)
 
 
 @pytest.fixture(autouse=True)

@@ -4,10 +4,10 @@ What holds after a failure: whatever was announced is in the journal; a coordina
 term, seals first, and continues with the buffers that survive. It keeps nothing else that matters.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from heapq import nsmallest
 from typing import Any
-from zlib import crc32
 
 from atoll.control.catching_up import DONORS
 from atoll.control.checks import ALL_CHECKS, Checks
@@ -313,11 +313,20 @@ class Coordinator:
         return max(1, min(self.settings.in_flight, -(-3 * len(workers) // self._leases.feeders)))
 
     def _donors(self, member: Member) -> tuple[str, ...]:
-        """Some who have the state, not the same ones for everybody, and for each joiner the same ones as long as they are there."""
-        if not self._routes:
-            return ()
-        names = [peer.worker for peer in self._routes[member.stage] if peer.worker != member.name]
-        return tuple(nsmallest(DONORS, names, key=lambda name: (crc32(f"{member.incarnation} {name}".encode()), name)))
+        """Some who have the state: the same ones as long as they are there, and of the others those who give to the fewest.
+
+        They stay the same over a commit that the joiner misses: who gave the state before it has kept that.
+        """
+        there = {peer.worker for peer in self._routes[member.stage]} - {member.name} if self._routes else set()
+        kept = tuple(name for name in member.donors if name in there)
+        if len(kept) < min(DONORS, len(there)):
+            fetching = [other for other in self.members if other is not member and not self._has_state(other)]
+            busy = Counter(name for other in fetching for name in other.donors)
+            others = sorted(there.difference(kept))
+            turn = member.incarnation % len(others)
+            kept += tuple(nsmallest(DONORS - len(kept), others[turn:] + others[:turn], key=lambda name: busy[name]))
+        member.donors = kept
+        return kept
 
     # --- who can be used ----------------------------------------------------------------------------------------------------
 

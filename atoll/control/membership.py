@@ -18,7 +18,7 @@ class Member:
 
     __slots__ = (
         "name", "worker", "incarnation", "nonce", "stage", "heard_at", "echo", "epoch", "version", "fetched", "speed", "holds", "digest",
-        "stored", "leaving", "held_until", "held_at_most", "held_with", "missed", "done", "progress", "round",
+        "stored", "leaving", "held_until", "held_at_most", "held_with", "missed", "donors", "done", "progress", "round",
     )  # fmt: skip
 
     def __init__(self, name: str, worker: bool, incarnation: int, nonce: int, stage: int, now: float) -> None:
@@ -40,6 +40,7 @@ class Member:
         self.held_until = 0.0
         self.held_at_most = 0.0
         self.held_with = (-1, -1)  # version and chunks it had when its time was last prolonged
+        self.donors: tuple[str, ...] = ()  # who give it its state
         self.missed = -1  # the first version that was ready to be committed while this worker was still fetching
         self.done = 0
         self.progress = 0
@@ -135,6 +136,7 @@ class Members:
         member.version = -1
         member.holds = None
         member.fetched = -1
+        member.donors = ()
         member.wait_no_more()
 
     # --- who can be relied on ------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Whom a commit waits for, and how long; and who gives a joiner its state."""
 
 import random
+from collections import Counter
 
 from atoll.control import Coordinator, Node, Settings
 from atoll.control.holding import waits_for_joiners
@@ -83,19 +84,36 @@ def test_a_term_that_a_dead_coordinator_claimed_is_passed_over() -> None:
     assert (found.deposed, found.term, journal.records[-1]) == (False, 3, Term(3))
 
 
-def test_a_joiner_keeps_its_donors_when_others_come_and_go() -> None:
+def test_a_joiner_keeps_its_donors_when_others_come_and_go_and_all_give_as_much() -> None:
     found = coordinator(Once())
-    names = [f"w{number}" for number in range(12)]
-    joiner = Member("j", True, 77, 1, 0, 0.0)
+    found.members = Members(SETTINGS, 1)
+    joiners = []
+    for number in range(6):
+        joiner, _ = found.members.hear(WorkerBeat(f"j{number}", 0, number + 1, -1, -1, -1, 0, 0, -1, 0.0, None, "", -1), 0.0)
+        assert joiner is not None
+        joiners.append(joiner)
 
-    def donors(of: list[str]) -> tuple[str, ...]:
-        found._routes = (tuple(Peer(name, 1, 0.0) for name in of),)
-        return found._donors(joiner)
+    def donors(of: range) -> list[tuple[str, ...]]:
+        found._routes = (tuple(Peer(f"w{number}", 1, 0.0) for number in of),)
+        return [found._donors(joiner) for joiner in joiners]
 
-    before = donors(names)
-    assert len(before) == 4
-    for gone in names:
-        after = donors([name for name in names if name != gone])
-        assert len(set(before) & set(after)) >= 3 if gone in before else after == before
-    others = {found._donors(Member("k", True, number, 1, 0, 0.0)) for number in range(50)}
-    assert len(others) > 10
+    before = donors(range(8))
+    assert Counter(name for row in before for name in row) == {f"w{number}": 3 for number in range(8)}
+    assert donors(range(12)) == before
+    after = donors(range(1, 12))
+    for old, new in zip(before, after, strict=True):
+        assert (len(set(new)), set(old) - {"w0"} <= set(new), "w0" in new) == (4, True, False)
+
+
+def test_a_joiner_that_misses_the_commit_after_its_state_came_has_the_donors_it_had() -> None:
+    found = coordinator(Once())
+    found.members, found.version = Members(SETTINGS, 1), 5
+    joiner, _ = found.members.hear(WorkerBeat("j", 0, 1, -1, -1, -1, 0, 0, -1, 0.0, None, "", -1), 0.0)
+    assert joiner is not None
+    joiner.stage, joiner.epoch = 0, 0
+    found._routes = (tuple(Peer(f"w{number}", 1, 0.0) for number in range(8)),)
+    before = found._assignment(joiner).donors
+    joiner.version = 5
+    assert found._assignment(joiner).donors == ()
+    found.version = 6
+    assert found._assignment(joiner).donors == before

@@ -45,21 +45,21 @@ def why_view(planned: "Planned", *, long: bool) -> RenderableType:
 
 
 def alternatives_table(planned: "Planned", *, long: bool) -> RenderableType:
-    """The plans after the best: how much slower, and in what they differ from it."""
+    """The plans after the best: how their steps compare, and in what they differ from it."""
     best = planned.candidates[0]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("#", justify="right")
     table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("slower", justify="right", no_wrap=True)
+    table.add_column("against the best", justify="right")
     table.add_column("plan", no_wrap=True)
     table.add_column("differs from the best in", ratio=1)
     for number, candidate in enumerate(planned.candidates[1:], start=2):
-        slower = candidate.cost.step_seconds / best.cost.step_seconds - 1 if best.cost.step_seconds else 0.0
+        longer = candidate.cost.step_seconds / best.cost.step_seconds - 1 if best.cost.step_seconds else 0.0
         changes = diff(best.plan, candidate.plan).lines()
         shown = changes if long else [_short(change) for change in changes[:2]]
         more = [f"… {len(changes) - len(shown)} more"] if len(changes) > len(shown) else []
         step = format_seconds(candidate.cost.step_seconds)
-        table.add_row(str(number), step, f"{slower:+.1%}", _shape(candidate.plan), Text("\n".join([*shown, *more]), style="dim"))
+        table.add_row(str(number), step, f"{longer:+.1%}", _shape(candidate.plan), Text("\n".join([*shown, *more]), style="dim"))
     return Group(Text("Next best", style="bold"), table)
 
 

@@ -25,7 +25,8 @@ class StalenessEffect(NamedTuple):
         return self.without_seconds / self.with_seconds
 
     def __str__(self) -> str:
-        step = f"{format_seconds(self.with_seconds)} a step instead of {format_seconds(self.without_seconds)}, {self.gain:.2f}× as fast"
+        gain = f"{self.gain:.2f}× as fast" if self.gain > 1.005 else "nothing is gained by it here"
+        step = f"{format_seconds(self.with_seconds)} a step instead of {format_seconds(self.without_seconds)}, {gain}"
         lack = f", of which one lacks {format_bytes(self.lacking_bytes)}" if self.lacking_bytes else ""
         return f"{step}, for up to {format_bytes(self.more_bytes)} more memory a device{lack}; gradients are of the weights one step before"
 

@@ -6,7 +6,7 @@ import pytest
 
 from atoll.control.checks import ALL_CHECKS
 from atoll.control.lending import Lending
-from atoll.control.messages import Committed, FetchState, Finished, PullSum, Reduce, Run, StageReduction, StateChunk, SumChunk
+from atoll.control.messages import Committed, FetchState, Finished, PullSum, Reduce, Run, Seal, StageReduction, StateChunk, SumChunk
 from atoll.control.settings import Settings
 from atoll.control.standing import Standing
 from atoll.simulate import arithmetic
@@ -14,7 +14,7 @@ from atoll.simulate.arithmetic import Cell, Sum
 from atoll.simulate.exact import ExactCompute
 from atoll.simulate.loop import Loop, Process
 from tests.control.bench import ALL, Bench
-from tests.control.test_worker import commit, held
+from tests.control.test_worker import commit, held, reduce
 
 CELLS = [Cell(11, 1, 0, 10), Cell(12, 2, 0, 11)]
 SUMS = [Sum(5, 7), Sum(6, 8)]
@@ -157,20 +157,23 @@ def test_a_donor_keeps_the_past_for_whom_it_began_to_give_it_and_no_longer(lent:
     assert not bench.sent(StateChunk)
 
 
-def test_a_donor_that_is_making_the_step_gives_its_sums_at_once() -> None:
+def test_a_donor_that_is_making_the_step_gives_sums_it_does_not_own_at_once() -> None:
     bench = Bench()
-    digest = held(bench)
+    bench.open()
+    bench.announce(Seal((1, 2)), 2)
+    bench.announce(reduce("w", owners=("x", "x")), 3)
     for chunk in (0, 1):
+        bench.inbox.put(SumChunk((1, 2), 0, 0, 1, chunk, SUMS[chunk]))
         bench.inbox.put(FetchState(1, 0, 0, 1, chunk, "j"))
     bench.run(0.05)
     bench.wire.sent.clear()
     bench.compute.slowness = 100.0
-    bench.open(9, version=1, commit=commit((1, 2), digest))
+    bench.open(9, version=1, commit=commit((1, 2), arithmetic.digest(SUMS)))
     for chunk in (0, 1):
         bench.inbox.put(PullSum((1, 2), 0, 0, 1, chunk, "j"))
     bench.run(1.0)
     assert bench.worker.changing
-    assert {message.chunk for message in bench.sent(SumChunk)} == {0, 1}
+    assert [(message.chunk, message.payload) for message in bench.sent(SumChunk)] == list(enumerate(SUMS))
 
 
 def test_sums_that_do_not_come_are_asked_for_again_before_the_state_is_given_up() -> None:

@@ -7,7 +7,7 @@ from atoll.control import Coordinator, Node, Settings
 from atoll.control.holding import waits_for_joiners
 from atoll.control.journal import Checkpointed, Epoch, FencedError, Record, Term
 from atoll.control.membership import Member, Members
-from atoll.control.messages import Peer, Reduce, StageReduction, WorkerBeat
+from atoll.control.messages import FeederBeat, Peer, Reduce, Run, StageReduction, WorkerBeat
 from atoll.control.summing import Summing
 from atoll.simulate.loop import Loop, Process
 from tests.control.bench import Wire
@@ -117,3 +117,18 @@ def test_a_joiner_that_misses_the_commit_after_its_state_came_has_the_donors_it_
     assert found._assignment(joiner).donors == ()
     found.version = 6
     assert found._assignment(joiner).donors == before
+
+
+def test_feeders_hear_of_a_worker_that_has_got_its_state_without_waiting_for_a_tick() -> None:
+    found = coordinator(Once())
+    found.term, found.version = 1, 5
+    found.members = Members(SETTINGS, 1)
+    found.phase = Run((frozenset({0}),), frozenset(), (1, 1))
+    found.members.hear(FeederBeat("f", 1, 1, 0, 1, None, 0, 0), 0.0)
+    for version, told in ((-1, 0), (5, 1), (5, 1)):
+        found.node.clock.spawn(found._on_worker_beat(WorkerBeat("w", 7, 1, 0, 0, version, 0, 1, -1, 0.0, None, "", -1)))
+        found.node.clock.loop.run(1.0)  # type: ignore[attr-defined]
+        wire = found.node.transport
+        assert isinstance(wire, Wire)
+        routes = [message.yours.routes for to, message in wire.sent if to == "f"]
+        assert [[peer.worker for peer in row] for (row,) in routes] == [["w"]] * told

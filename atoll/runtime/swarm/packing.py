@@ -12,7 +12,6 @@ from atoll.errors import JobFailedError
 
 __all__ = ["Packing", "chunk_range", "pack", "unpack"]
 
-_ALIGNED = 16  # every tensor begins at a multiple, so that its bytes can be read in place
 _MAGIC = b"atoll-1\n"  # grows when the format changes
 _SIZE = 8  # of the number before the JSON: its length
 
@@ -42,7 +41,6 @@ class Packing:
         self._end = 0
         described = msgspec.json.encode((self._take(value), self._stored))
         head = _MAGIC + len(described).to_bytes(_SIZE, "little") + described
-        head += bytes(-len(head) % _ALIGNED)
         self._pieces = [(0, torch.frombuffer(bytearray(head), dtype=torch.uint8))]
         self._pieces += [(len(head) + at.start, tensor) for at, tensor in zip(self._stored, self._tensors, strict=True)]
         self.length = len(head) + self._end
@@ -52,7 +50,6 @@ class Packing:
             self._stored.append(_Stored(str(item.dtype).removeprefix("torch."), tuple(item.shape), self._end))
             self._tensors.append(item.detach().resolve_conj().resolve_neg())
             self._end += item.numel() * item.element_size()
-            self._end += -self._end % _ALIGNED
             return {"tensor": len(self._tensors) - 1}
         if isinstance(item, dict):
             return {"items": [[self._take(key), self._take(inner)] for key, inner in item.items()]}
@@ -64,7 +61,7 @@ class Packing:
 
     def read(self, start: int, stop: int) -> Tensor:
         """A copy of some of the bytes."""
-        found = torch.zeros(stop - start, dtype=torch.uint8)
+        found = torch.empty(stop - start, dtype=torch.uint8)
         for at, tensor in self._pieces:
             first, end = max(start, at), min(stop, at + tensor.numel() * tensor.element_size())
             if first < end:
@@ -92,7 +89,7 @@ def _unpacked(packed: Tensor) -> Any:
         raise ValueError("it does not begin as one")
     length = int.from_bytes(packed[len(_MAGIC) : begin].numpy().tobytes(), "little")
     nested, listed = msgspec.json.decode(packed[begin : begin + length].numpy().data)
-    begin += length + -(begin + length) % _ALIGNED
+    begin += length
     tensors = [_tensor(packed[begin:], stored) for stored in msgspec.convert(listed, list[_Stored])]
     return _give(nested, tensors)
 

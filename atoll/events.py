@@ -34,6 +34,7 @@ __all__ = [
     "MemberMoved",
     "MemberReturned",
     "MemberSilent",
+    "MemberTooSlow",
     "NonFinite",
     "Observer",
     "PeerChanged",
@@ -286,6 +287,14 @@ class MemberReturned(Event, frozen=True, kw_only=True):
     stage: int
 
 
+class MemberTooSlow(Event, frozen=True, kw_only=True):
+    """A worker of a swarm has not got its stage's state in several steps; the others wait for it no longer."""
+
+    name: str
+    stage: int
+    fetched: float  # of the state, in the last attempt
+
+
 class MemberMoved(Event, frozen=True, kw_only=True):
     """A worker of a swarm changes stage."""
 
@@ -359,6 +368,7 @@ AnyEvent: TypeAlias = (
     | MemberLeft
     | MemberSilent
     | MemberReturned
+    | MemberTooSlow
     | MemberMoved
     | StepRepaired
     | StageLost

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from collections import Counter
 from pathlib import Path
 
 import atoll
@@ -26,3 +27,10 @@ def test_make_bench_runs_what_the_readme_of_the_benchmarks_lists() -> None:
     needs_nothing = {name for name, arguments, _ in listed if not arguments} - elsewhere
     assert set(names[1].replace("\\", "").split()) == needs_nothing
     assert all((root / "benchmarks" / f"{name}.py").exists() for name, *_ in listed)
+
+
+def test_no_document_says_the_same_line_twice() -> None:
+    """Long lines only: a text that was pasted twice."""
+    for path in [*sorted(DOCS.rglob("*.md")), *sorted(DOCS.parent.glob("*.md"))]:
+        long = [line for line in path.read_text(encoding="utf-8").splitlines() if len(line) > 100]
+        assert [line for line, times in Counter(long).items() if times > 1] == [], path

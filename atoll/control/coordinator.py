@@ -25,7 +25,7 @@ from atoll.control.happenings import (
     StepCommitted,
     TookOver,
 )
-from atoll.control.holding import waits_for_joiners
+from atoll.control.holding import too_slow, waits_for_joiners
 from atoll.control.hosting import processes
 from atoll.control.journal import Checkpointed, Epoch, FencedError, Record, Term, replay
 from atoll.control.leases import Leases
@@ -592,6 +592,8 @@ class Coordinator:
         self.version += 1
         seconds = self._step_seconds = now - self._committed_at
         self._observe(StepCommitted(record.epoch, record.version, record.loss, record.weight, record.skipped, seconds, summing.rounds))
+        for one in too_slow(self.members, self.settings, now):
+            self._observe(one)
         self._committed_at = now
         self._barred.clear()
         if overlapped:

@@ -17,6 +17,7 @@ __all__ = [
     "Silent",
     "StepCommitted",
     "TookOver",
+    "TooSlow",
 ]
 
 
@@ -86,6 +87,14 @@ class Returned(msgspec.Struct, frozen=True):
     stage: int
 
 
+class TooSlow(msgspec.Struct, frozen=True):
+    """A worker has not got its stage's state in several steps; commits wait for it no longer."""
+
+    name: str
+    stage: int
+    fetched: float  # of the state, in the last attempt
+
+
 class Left(msgspec.Struct, frozen=True):
     """A worker that asked to leave was let go."""
 
@@ -107,4 +116,6 @@ class Saved(msgspec.Struct, frozen=True):
     version: int
 
 
-Happening: TypeAlias = TookOver | StepCommitted | Resealed | RolledBack | Joined | Moved | Silent | Returned | Left | Repaired | Saved
+Happening: TypeAlias = (
+    TookOver | StepCommitted | Resealed | RolledBack | Joined | Moved | Silent | Returned | TooSlow | Left | Repaired | Saved
+)

@@ -1,10 +1,13 @@
 """Holding: whether a commit waits for those who are joining."""
 
+from collections.abc import Iterator
+
+from atoll.control.happenings import TooSlow
 from atoll.control.membership import Members
 from atoll.control.settings import Settings
 from atoll.control.summing import Summing
 
-__all__ = ["waits_for_joiners"]
+__all__ = ["too_slow", "waits_for_joiners"]
 
 
 def waits_for_joiners(
@@ -35,3 +38,11 @@ def waits_for_joiners(
             member.held_until = now + settings.hold_seconds
         held = held or now < min(member.held_until, member.held_at_most)
     return held
+
+
+def too_slow(members: Members, settings: Settings, now: float) -> Iterator[TooSlow]:
+    """Those that a commit has just been made without though they had all the time there is for them; each is told once."""
+    for member in members:
+        if member.held_at_most and now >= member.held_at_most and not member.too_slow and member.fetched >= 0:
+            member.too_slow = True
+            yield TooSlow(member.name, member.stage, member.fetched / settings.chunks)

@@ -18,7 +18,7 @@ class Member:
 
     __slots__ = (
         "name", "worker", "incarnation", "nonce", "stage", "heard_at", "echo", "epoch", "version", "fetched", "speed", "holds", "digest",
-        "stored", "leaving", "held_until", "held_at_most", "held_with", "missed", "donors", "done", "progress", "round",
+        "stored", "leaving", "held_until", "held_at_most", "held_with", "too_slow", "missed", "donors", "done", "progress", "round",
     )  # fmt: skip
 
     def __init__(self, name: str, worker: bool, incarnation: int, nonce: int, stage: int, now: float) -> None:
@@ -40,6 +40,7 @@ class Member:
         self.held_until = 0.0
         self.held_at_most = 0.0
         self.held_with = (-1, -1)  # version and chunks it had when its time was last prolonged
+        self.too_slow = False  # whether it was told that nobody waits for it any more
         self.donors: tuple[str, ...] = ()  # who give it its state
         self.missed = -1  # the first version that was ready to be committed while this worker was still fetching
         self.done = 0
@@ -50,6 +51,7 @@ class Member:
         """It has what it needs, or is somebody new: whether commits wait for it is decided from the beginning."""
         self.held_until = self.held_at_most = 0.0
         self.held_with = (-1, -1)
+        self.too_slow = False
         self.missed = -1
 
 

@@ -37,6 +37,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     reorder: float
     delay: float
     corrupt: float
+    state_seconds: float = 0.0  # by which chunks of states are late at most
     faults: tuple[Fault, ...]
 
 
@@ -56,6 +57,7 @@ PHASES = {
 
 WINDOW = 55.0
 HOSTING = 0.25  # of the seeds
+SLOW_STATES = 0.25
 
 
 def draw_scenario(seed: int) -> Scenario:
@@ -74,7 +76,9 @@ def draw_scenario(seed: int) -> Scenario:
         ),
     )
     count = draw.choice((1, 2, 3, 4, 5, 6))
-    faults = sorted((_draw_fault(draw, shape) for _ in range(count)), key=lambda fault: fault.at)
+    drawn = [_draw_fault(draw, shape) for _ in range(count)]
+    state_seconds, joins = _draw_joins(random.Random(f"joins {seed}"), shape)
+    faults = sorted(drawn + joins, key=lambda fault: fault.at)
     rough = draw.random() < 0.75
     return Scenario(
         seed=seed,
@@ -84,6 +88,7 @@ def draw_scenario(seed: int) -> Scenario:
         reorder=0.3 * draw.random() if rough else 0.0,
         delay=0.04 * draw.random() if rough else 0.0,
         corrupt=0.02 * draw.random() if rough else 0.0,
+        state_seconds=state_seconds,
         faults=tuple(faults),
     )
 
@@ -98,6 +103,18 @@ def _draw_hosting(draw: random.Random, shape: Shape) -> Shape:
     hosting = [most if alike else draw.randint(1, most) for _ in range(workers)]
     hosting[0] = max(hosting[0], shape.stages - sum(hosting[1:]))  # a worker for every stage
     return msgspec.structs.replace(shape, workers=workers, hosting=tuple(hosting))
+
+
+def _draw_joins(draw: random.Random, shape: Shape) -> tuple[float, list[Fault]]:
+    """In a quarter of the seeds states take about as long as a step, so that those who fetch one miss commits and catch up; and many do."""
+    if draw.random() >= SLOW_STATES:
+        return 0.0, []
+    workers = [worker for number in range(shape.workers) for worker in shape.hosted(f"w{number}")]
+    moves = [
+        Fault(round(draw.uniform(3.0, WINDOW - 10.0), 2), "move", (draw.choice(workers),), value=float(draw.randrange(shape.stages)))
+        for _ in range(draw.randint(2, 6))
+    ]
+    return round(draw.uniform(6.0, 20.0), 2), moves
 
 
 def _draw_fault(draw: random.Random, shape: Shape) -> Fault:
@@ -138,7 +155,9 @@ def _draw_fault(draw: random.Random, shape: Shape) -> Fault:
 def schedule(swarm: ExactSwarm, scenario: Scenario) -> None:
     """Puts all faults, their ends and the healing on the swarm's clock."""
     loop = swarm.loop
-    swarm.network.faults = LinkFaults(scenario.duplicate, scenario.reorder, scenario.delay, scenario.corrupt)
+    swarm.network.faults = LinkFaults(
+        scenario.duplicate, scenario.reorder, scenario.delay, scenario.corrupt, state_seconds=scenario.state_seconds
+    )
     for fault in scenario.faults:
         loop.at(fault.at, lambda it: _await_phase(swarm, it, scenario.heal_at), fault)
     loop.at(scenario.heal_at, lambda _: _heal(swarm))

@@ -19,16 +19,25 @@ BULK = (Forward, Backward, Part, SumChunk, StateChunk)
 
 
 class LinkFaults:
-    """How often the network misbehaves, as probabilities for each message."""
+    """How often the network misbehaves, as probabilities for each message; and by how much chunks of states are late at most."""
 
-    __slots__ = ("duplicate", "reorder", "delay", "corrupt", "lose")
+    __slots__ = ("duplicate", "reorder", "delay", "corrupt", "lose", "state_seconds")
 
-    def __init__(self, duplicate: float = 0.0, reorder: float = 0.0, delay: float = 0.0, corrupt: float = 0.0, lose: float = 0.0) -> None:
+    def __init__(
+        self,
+        duplicate: float = 0.0,
+        reorder: float = 0.0,
+        delay: float = 0.0,
+        corrupt: float = 0.0,
+        lose: float = 0.0,
+        state_seconds: float = 0.0,
+    ) -> None:
         self.duplicate = duplicate
         self.reorder = reorder
         self.delay = delay
         self.corrupt = corrupt
         self.lose = lose
+        self.state_seconds = state_seconds
 
 
 class Network:
@@ -134,6 +143,8 @@ class Network:
         if draw() < faults.corrupt + faults.lose:
             self.dropped += 1
             return
+        if faults.state_seconds and isinstance(message, StateChunk):
+            arrival += faults.state_seconds * draw()
         if draw() < faults.delay:
             arrival += 10 * draw()
         if draw() < faults.reorder:

@@ -4,7 +4,8 @@ import random
 from collections import Counter
 
 from atoll.control import Coordinator, Node, Settings
-from atoll.control.holding import waits_for_joiners
+from atoll.control.happenings import TooSlow
+from atoll.control.holding import too_slow, waits_for_joiners
 from atoll.control.journal import Checkpointed, Epoch, FencedError, Record, Term
 from atoll.control.membership import Member, Members
 from atoll.control.messages import FeederBeat, Peer, Reduce, Run, StageReduction, WorkerBeat
@@ -51,6 +52,20 @@ def test_whoever_took_part_is_somebody_of_whom_nothing_is_held_against() -> None
     assert waits(members, 6, 1.0)
     joiner.wait_no_more()
     assert not waits(members, 1000, 2.0)
+
+
+def test_one_that_had_all_the_time_there_is_for_it_is_told_of_once() -> None:
+    members = Members(SETTINGS, 1)
+    joiner = member(members, 3, 0.0)
+    assert not waits(members, 5, 0.0)
+    assert list(too_slow(members, SETTINGS, 0.0)) == []
+    assert waits(members, 6, 1.0)
+    member(members, 2, 60.0)
+    assert list(too_slow(members, SETTINGS, 60.0)) == []
+    assert list(too_slow(members, SETTINGS, 61.0)) == [TooSlow("j", 0, 0.25)]
+    assert list(too_slow(members, SETTINGS, 99.0)) == []
+    joiner.wait_no_more()  # it got in after all, and is out again
+    assert list(too_slow(members, SETTINGS, 99.0)) == []
 
 
 class Once:

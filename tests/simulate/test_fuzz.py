@@ -3,10 +3,12 @@
 import json
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from atoll.control import CHECKS, Checks
+from atoll.control.worker import Worker
 from atoll.errors import AtollError
 from atoll.simulate import bite
 from atoll.simulate.bite import EXPECTED_SEEDS, seeds_until_caught
@@ -45,6 +47,20 @@ def test_every_check_has_a_name_and_an_expectation() -> None:
 
 def test_a_seed_replays_exactly() -> None:
     assert run_scenario(draw_scenario(11)) == run_scenario(draw_scenario(11))
+
+
+def test_in_a_quarter_of_the_seeds_states_are_slow_and_those_who_miss_a_commit_catch_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenarios = [scenario for scenario in map(draw_scenario, range(200)) if scenario.state_seconds]
+    assert 30 <= len(scenarios) <= 70
+    caught_up, apply = [0], Worker._apply
+
+    async def count(self: Worker, *rest: Any) -> None:
+        caught_up[0] += self._catching is not None
+        await apply(self, *rest)
+
+    monkeypatch.setattr(Worker, "_apply", count)
+    assert not any(run_scenario(scenario).violations for scenario in scenarios)
+    assert caught_up[0] >= 3
 
 
 def test_a_failing_scenario_shrinks_to_one_that_still_fails() -> None:

@@ -15,6 +15,7 @@ from atoll.control.happenings import (
     Silent,
     StepCommitted,
     TookOver,
+    TooSlow,
 )
 from atoll.events import (
     AnyEvent,
@@ -25,6 +26,7 @@ from atoll.events import (
     MemberMoved,
     MemberReturned,
     MemberSilent,
+    MemberTooSlow,
     StageLost,
     StepFinished,
     StepRepaired,
@@ -56,6 +58,8 @@ class Teller:
                 return MemberSilent(at_seconds=now, name=happening.name, stage=happening.stage, seconds=happening.seconds)
             case Returned():
                 return MemberReturned(at_seconds=now, name=happening.name, stage=happening.stage)
+            case TooSlow():
+                return MemberTooSlow(at_seconds=now, name=happening.name, stage=happening.stage, fetched=happening.fetched)
             case Moved():
                 return MemberMoved(
                     at_seconds=now, name=happening.worker, source=happening.source, target=happening.target, reason=happening.reason
@@ -106,6 +110,11 @@ def say_event(event: AnyEvent) -> str | None:
             return f"{event.name} has not been heard for {format_seconds(event.seconds)}; it gets no work"
         case MemberReturned():
             return f"{event.name} is heard again"
+        case MemberTooSlow():
+            return (
+                f"{event.name} gets the state of stage {event.stage} too slowly to be of use: after {event.fetched:.0%} of it the next step"
+                " superseded it, as before. It goes on trying; a faster link, longer steps or more stages would let it in"
+            )
         case MemberMoved():
             return f"{event.name} moves from stage {event.source} to stage {event.target}: {event.reason}"
         case StepRepaired():

@@ -6,7 +6,20 @@ import msgspec
 import pytest
 
 from atoll.control import happenings
-from atoll.control.happenings import Joined, Left, Moved, Repaired, Resealed, Returned, RolledBack, Saved, Silent, StepCommitted, TookOver
+from atoll.control.happenings import (
+    Joined,
+    Left,
+    Moved,
+    Repaired,
+    Resealed,
+    Returned,
+    RolledBack,
+    Saved,
+    Silent,
+    StepCommitted,
+    TookOver,
+    TooSlow,
+)
 from atoll.events import AnyEvent, CheckpointSaved, StepFinished, StepRepaired
 from atoll.runtime.swarm.telling import Teller, say_event
 
@@ -16,6 +29,11 @@ LINES = [
     (Left("anna", 0), "anna left stage 0, as it had asked"),
     (Silent("anna", 0, 2.0), "anna has not been heard for 2 s; it gets no work"),
     (Returned("anna", 0), "anna is heard again"),
+    (
+        TooSlow("anna", 1, 0.375),
+        "anna gets the state of stage 1 too slowly to be of use: after 38% of it the next step superseded it, as before. It goes on"
+        " trying; a faster link, longer steps or more stages would let it in",
+    ),
     (Moved("anna", 0, 1, "it helps"), "anna moves from stage 0 to stage 1: it helps"),
     (RolledBack(1, 20, 0), "stage 0 was lost; everybody goes on from step 20"),
     (TookOver(2, 5), "a new coordinator goes on after step 5"),

@@ -104,7 +104,8 @@ class Members:
             known = beat.incarnation > 0 and (not worker or 0 <= stage < self._settings.stages)
             incarnation = beat.incarnation if known else self.issue()
             if worker and not known:
-                stage = place(self.capacities(now), self.hosted_beside(name, beat.nonce))
+                planned = beat.planned if isinstance(beat, WorkerBeat) else -1
+                stage = place(self.capacities(now), self.hosted_beside(name, beat.nonce), planned)
             member = self._members[name] = Member(name, worker, incarnation, beat.nonce, stage, now)
         assert member is not None
         member.heard_at = now

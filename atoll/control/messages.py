@@ -193,6 +193,7 @@ class WorkerBeat(Message, frozen=True, gc=False):
     digest: str
     stored: int  # the newest version of this epoch it has stored
     leaving: bool = False
+    planned: int = -1  # the stage a plan means it for; -1: any
 
 
 class FeederBeat(Message, frozen=True, gc=False):

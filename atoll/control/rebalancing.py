@@ -42,13 +42,15 @@ def throughput(capacities: Sequence[float]) -> float:
     return min(capacities, default=0.0)
 
 
-def place(capacities: Sequence[float], hosted: Collection[int] = ()) -> int:
-    """The stage a new peer helps most: the weakest, the first of equals.
+def place(capacities: Sequence[float], hosted: Collection[int] = (), planned: int = -1) -> int:
+    """The stage of a new peer: the one its plan means it for, else where it helps most, which is the weakest, the first of equals.
 
     `hosted` are the stages its process has already: it gets another while there is one, and among those nearly as weak as the weakest one
     that is next to them.
     """
     every = range(len(capacities))
+    if planned in every and planned not in hosted:
+        return planned
     free = [stage for stage in every if stage not in hosted] or list(every)
     enough = NEARLY * min(capacities[stage] for stage in free)
     near = [stage for stage in free if capacities[stage] <= enough and (stage - 1 in hosted or stage + 1 in hosted)]

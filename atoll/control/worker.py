@@ -63,7 +63,7 @@ class Worker(Standing):
     """One worker. `await run()` ends when the run is finished or the worker was dismissed.
 
     A process that hosts several stages runs as many workers; they are given the same `device`. `on_state` is told whenever there is a new
-    state, `on_kernel` of every kernel: what it counts as, in forwards, and its seconds.
+    state, `on_kernel` of every kernel: what it counts as, in forwards, and its seconds. `planned` is the stage a plan means it for.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Worker(Standing):
         on_state: Callable[["Worker"], None] | None = None,
         on_kernel: Callable[["Worker", float, float], None] | None = None,
         device: Device | None = None,
+        planned: int = -1,
     ) -> None:
         super().__init__(node.name, compute, settings, checks)
         self.node = node
@@ -90,6 +91,7 @@ class Worker(Standing):
         self._lending = Lending(self, self._send)
         self.checkpoints = checkpoints
         self.coordinators = coordinators
+        self.planned = planned
         self.leaving = False
         self.finished = False
         self.stored = -1
@@ -172,6 +174,7 @@ class Worker(Standing):
             reduction.digest if holds and reduction is not None else "",
             self.stored,
             self.leaving,
+            self.planned,
         )
         for coordinator in self.coordinators:
             self._send(coordinator, beat)

@@ -5,7 +5,10 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atoll.control.membership import Members
+from atoll.control.messages import WorkerBeat
 from atoll.control.rebalancing import Move, RatedPeer, best_throughput, place, plan_moves, throughput
+from atoll.control.settings import Settings
 
 Rows = list[list[RatedPeer]]
 
@@ -99,3 +102,13 @@ def test_the_optimum_of_equal_peers_is_exact(stages: int, count: int) -> None:
 
 def test_a_joiner_goes_to_the_weakest_stage() -> None:
     assert place([2.0, 1.0, 1.0]) == 1
+
+
+def test_one_that_a_plan_means_for_a_stage_goes_there() -> None:
+    assert place([2.0, 0.0], planned=0) == 0
+    assert place([2.0, 0.0], planned=2) == 1  # a plan of another run
+    assert place([2.0, 1.0, 1.0], {0}, planned=0) == 1  # its process has it
+    members = Members(Settings(stages=2, micro_batches=1, steps=1), 1)
+    for number, planned in enumerate((1, 1, -1, 0)):
+        members.hear(WorkerBeat(f"w{number}", 0, 1, -1, -1, -1, 0, 0, -1, 0.0, None, "", -1, planned=planned), 0.0)
+    assert [member.stage for member in members] == [1, 1, 0, 0]

@@ -5,6 +5,7 @@ asked for; the run goes on without them, and others may join at any time. Ctrl-C
 a checkpoint; the second one ends everything at once.
 """
 
+import json
 import os
 import signal
 import socket
@@ -107,7 +108,7 @@ class SwarmProcesses:
             environment[TOKEN] = self._authority.issue_token(role, lifetime_seconds=_TOKEN_SECONDS)
         address = self._address if role == "coordinator" else self._everywhere
         number = int(name.removeprefix("worker-")) if role == "worker" else -1
-        devices = [self._workers[number]] if role == "worker" else []
+        devices = [self._workers[number] if not restarts else _for_any_stage(self._workers[number])] if role == "worker" else []
         command = [sys.executable, "-m", "atoll.cli.swarm_process", role, str(self._run.resolve()), address, *devices, called]
         if role == "worker":
             command = self._place(number, command)
@@ -172,3 +173,10 @@ class SwarmProcesses:
             if child.process.poll() is None:
                 child.process.kill()
                 child.process.wait()
+
+
+def _for_any_stage(devices: str) -> str:
+    """One that is started again goes where it is needed by then, not where the plan meant it for."""
+    own = json.loads(devices)
+    own.pop("planned", None)
+    return json.dumps(own)

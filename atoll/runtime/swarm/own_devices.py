@@ -14,11 +14,15 @@ __all__ = ["OwnDevices", "check_devices", "devices_here", "planned_workers"]
 
 
 class OwnDevices(msgspec.Struct, frozen=True):
-    """A worker's devices, by their numbers on its machine, how it divides samples among them, and how many stages it hosts on them."""
+    """A worker's devices, by their numbers on its machine, how it divides samples among them, and how many stages it hosts on them.
+
+    `planned` are the stages a plan means them for; without a plan the coordinator says which.
+    """
 
     numbers: tuple[int, ...] = (0,)
     shares: tuple[int, ...] = ()  # in proportion to these; equally if not given
     stages: int = 1
+    planned: tuple[int, ...] = ()
 
     def find(self) -> list[torch.device]:
         """This machine's accelerators of these numbers, or so many times its processor where it has none."""
@@ -53,19 +57,19 @@ def check_devices(asked: int, there: int, kind: str) -> str | None:
 
 def planned_workers(plan: Plan) -> list[tuple[str, OwnDevices]]:
     """A worker for every replica of a plan that a swarm can run: its host and devices. Replicas of the same devices are one worker's."""
-    hosted: dict[tuple[str, ...], list[Replica]] = {}
-    for stage in plan.stages:
+    hosted: dict[tuple[str, ...], list[tuple[int, Replica]]] = {}
+    for number, stage in enumerate(plan.stages):
         for replica in stage.replicas:
-            hosted.setdefault(replica.devices, []).append(replica)
-    return [(_host(devices[0]), _own(replicas[0], len(replicas))) for devices, replicas in hosted.items()]
+            hosted.setdefault(replica.devices, []).append((number, replica))
+    return [(_host(devices[0]), _own(rows[0][1], tuple(number for number, _ in rows))) for devices, rows in hosted.items()]
 
 
-def _own(replica: Replica, stages: int) -> OwnDevices:
+def _own(replica: Replica, planned: tuple[int, ...]) -> OwnDevices:
     words = [device.rpartition("/")[2] for device in replica.devices]
     numbers = tuple(int(word) if word.isdecimal() else index for index, word in enumerate(words))
     common = math.gcd(*replica.samples) or 1
     shares = tuple(samples // common for samples in replica.samples)
-    return OwnDevices(numbers, shares if len(set(shares)) > 1 else (), stages)
+    return OwnDevices(numbers, shares if len(set(shares)) > 1 else (), len(planned), planned)
 
 
 def _host(device: str) -> str:

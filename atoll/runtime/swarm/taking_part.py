@@ -209,7 +209,7 @@ class _Process:
         generators, device = threading.Lock(), Device(nodes[0].clock)
         checkpoints = RemoteCheckpoints(coordinator)
         computes, workers, accounts = [], [], {}
-        for node in nodes:
+        for node, planned in zip(nodes, (*self._devices.planned, *[-1] * len(nodes)), strict=False):
             compute, measuring = self._compute(generators), Measuring(self._say)
             worker = Worker(
                 node,
@@ -220,6 +220,7 @@ class _Process:
                 on_state=measuring.on_state,
                 on_kernel=measuring.on_kernel,
                 device=device,
+                planned=planned,
             )
             computes.append(compute)
             workers.append(worker)

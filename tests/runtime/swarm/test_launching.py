@@ -5,11 +5,13 @@ import sys
 from pathlib import Path
 from typing import cast
 
+import msgspec
 import pytest
 
 from atoll.errors import JobFailedError
 from atoll.fabric.security import Authority
 from atoll.runtime.swarm.launching import SwarmProcesses, _Child
+from atoll.runtime.swarm.own_devices import OwnDevices
 
 
 class Noted(SwarmProcesses):
@@ -71,6 +73,17 @@ def test_a_worker_is_told_its_devices_and_how_many_stages_it_hosts(tmp_path: Pat
     for number in (0, 1):
         swarm._start(f"worker-{number}", "worker")
     assert [command[command.index("127.0.0.1:1") + 1 :] for command in commands] == [['{"stages":2}', "worker-0"], ["{}", "worker-1"]]
+
+
+def test_one_that_is_started_again_goes_where_it_is_needed_by_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own: list[OwnDevices] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: own.append(msgspec.json.decode(command[-2], type=OwnDevices)))
+    Authority.create(tmp_path)
+    planned = OwnDevices((3,), stages=2, planned=(0, 1))
+    swarm = SwarmProcesses(tmp_path, "127.0.0.1:1", workers=[msgspec.json.encode(planned).decode()], max_restarts=1, say=print)
+    swarm._start("worker-0", "worker")
+    swarm._start("worker-0", "worker", 1)
+    assert own == [planned, OwnDevices((3,), stages=2)]
 
 
 def test_processes_that_capture_nothing_load_nothing_that_captures() -> None:

@@ -16,14 +16,14 @@ stage 1: layers 2-4: (c/0 c/5)={samples}
 
 def test_the_devices_of_a_replica_are_one_worker() -> None:
     assert planned_workers(parse_plan(PLAN.format(samples="2*8"))) == [
-        ("a", OwnDevices((0,))),
-        ("b", OwnDevices((2, 3))),
-        ("c", OwnDevices((0, 5))),
+        ("a", OwnDevices((0,), planned=(0,))),
+        ("b", OwnDevices((2, 3), planned=(0,))),
+        ("c", OwnDevices((0, 5), planned=(1,))),
     ]
 
 
 def test_shares_are_those_of_its_samples() -> None:
-    assert planned_workers(parse_plan(PLAN.format(samples="12,4")))[-1] == ("c", OwnDevices((0, 5), (3, 1)))
+    assert planned_workers(parse_plan(PLAN.format(samples="12,4")))[-1] == ("c", OwnDevices((0, 5), (3, 1), planned=(1,)))
 
 
 def test_a_worker_on_two_hosts_is_refused() -> None:

@@ -53,6 +53,7 @@ def join(
     join only runs whose owner you trust.
     """
     text = sys.stdin.readline() if token == "-" else token
+    _print(f"loads PyTorch, then enrols at {address}")
     from atoll.fabric.security import Member, enrol  # PyTorch takes seconds to load: `--help` does not wait for it
     from atoll.runtime.swarm.own_devices import check_devices, devices_here
 
@@ -121,7 +122,7 @@ def _work(
             address,
             spec,
             job,
-            observer=lambda event: _print(describe_event(event)),
+            observer=_News(),
             dialled=dialled,
             imposed=imposed_speed(os.environ),
             say=_print,
@@ -175,6 +176,25 @@ def _stay(member: "Member", coordinator: "Remote") -> None:
         print(f"{member.credentials.name} leaves", flush=True)
         return
     raise coordinator.given_up
+
+
+class _News:
+    """Tells what happens among the members. Who has said goodbye is not missed, and that it is not reached is no news."""
+
+    def __init__(self) -> None:
+        self._left: set[str] = set()
+
+    def __call__(self, event: AnyEvent) -> None:
+        match event:
+            case PeerChanged(state="dead") if " left: " in event.reason:
+                self._left.add(event.peer)
+                _print(f"{event.peer} has left")
+                return
+            case PeerRetried() if event.peer in self._left:
+                return
+            case PeerChanged(state="alive"):
+                self._left.discard(event.peer)
+        _print(describe_event(event))
 
 
 def describe_event(event: AnyEvent) -> str | None:

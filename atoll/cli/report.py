@@ -90,8 +90,7 @@ def _heading(found: "RunReport") -> Text:
     if found.losses:
         text.append(f" · loss {found.losses[0]:.4f} → {found.losses[-1]:.4f}")
     if found.samples_per_second:
-        starting = "" if found.swarm is None else ", starting included"
-        text.append(f" · {found.samples_per_second:,.4g} samples/s{starting}")
+        text.append(f" · {found.samples_per_second:,.4g} samples/s")
     counted = found.samples
     text.append(f"\n{plural(counted.committed, 'sample')} committed, {counted.lost:,} lost, {counted.redone:,} redone\n")
     return text.append_text(_step_line(found)).append("\n")

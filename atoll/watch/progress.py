@@ -33,6 +33,8 @@ class Progress:
         self._first_at = 0.0  # when the first step of this process was made
         self._seen = 0  # steps that this process made; a resumed run has made others before
         self._samples = 0
+        self._later_samples = 0  # those of the steps after the first
+        self._later_seconds = 0.0
         self._shown_at = float("-inf")
 
     def __enter__(self) -> Self:
@@ -57,7 +59,7 @@ class Progress:
             case RunFinished():
                 self._stop_live()
                 began = self._run.at_seconds if self._run is not None else event.at_seconds
-                self._say(_summary(event, self._first_loss, self._seen, self._samples, event.at_seconds - began))
+                self._say(_summary(event, self._first_loss, self._seen, self._rate(event, event.at_seconds - began)))
 
     def _start(self, event: RunStarted) -> None:
         self._run = event
@@ -73,6 +75,8 @@ class Progress:
         self._first_loss = event.loss if self._first_loss is None else self._first_loss
         self._loss = event.loss if self._loss is None else _SMOOTHING * self._loss + (1 - _SMOOTHING) * event.loss
         self._first_at = self._first_at if self._seen else event.at_seconds
+        if self._seen:
+            self._later_samples, self._later_seconds = self._later_samples + event.samples, self._later_seconds + event.seconds
         self._seen, self._samples = self._seen + 1, self._samples + event.samples
         self._recent = [*(self._recent[1 - _RATE_STEPS :] if self._seen > 2 else []), event]  # without the first, once there are others
         if not event.applied:
@@ -101,6 +105,13 @@ class Progress:
             return []
         return [_rate(sum(step.samples for step in self._recent) / seconds)]
 
+    def _rate(self, event: RunFinished, seconds: float) -> float | None:
+        """Of what this process made in so many seconds, in samples a second; of a swarm as the report counts it, without its starting."""
+        if self._run is not None and self._run.mode == "swarm":
+            return self._later_samples / self._later_seconds if self._later_seconds else None
+        taken = seconds if seconds > 0 and self._seen != event.steps else event.seconds
+        return self._samples / taken if taken and self._samples else None
+
     def _left(self, event: StepFinished) -> list[str]:
         """By what steps took from the first on, evaluations and checkpoints between them included."""
         if self._seen < _STEPS_TO_TELL:
@@ -122,15 +133,14 @@ class Progress:
             self._live = None
 
 
-def _summary(event: RunFinished, first_loss: float | None, seen: int, samples: int, seconds: float) -> str:
-    """The run in one sentence. `seen` steps with so many samples were made by this process in so many seconds, the others before it."""
+def _summary(event: RunFinished, first_loss: float | None, seen: int, samples_per_s: float | None) -> str:
+    """The run in one sentence. `seen` steps were made by this process, at that rate, the others before it."""
     how = {"done": "done", "stopped": "stopped by a callback", "interrupted": "interrupted", "failed": "failed"}[event.reason]
     if event.steps and not seen:
         return f"{how}: {'all ' if event.steps > 1 else ''}{plural(event.steps, 'step')} had been made before"
     first = f"{first_loss:.4f} → " if first_loss is not None and seen > 1 else ""
     loss = f", loss {first}{event.loss:.4f}" if event.loss is not None else ""
-    taken = seconds if seconds > 0 and seen != event.steps else event.seconds
-    rate = f", {_rate(samples / taken)}" if taken and samples else ""
+    rate = f", {_rate(samples_per_s)}" if samples_per_s else ""
     why = f" ({event.message})" if event.message and event.reason != "failed" else ""  # the error that is raised says it
     steps = plural(event.steps, "step") + ("" if seen == event.steps else f", {seen:,} of them now,")
     return f"{how}: {steps} in {_clock(event.seconds)}{loss}{rate}{why}"

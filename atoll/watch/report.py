@@ -69,7 +69,6 @@ def read_report(path: str | Path) -> RunReport:
         predicted = found[2].step_seconds if found[2] is not None else None
     elif found is not None:  # steps were made, but all of them under a plan before this one
         missing.append("plan.json: no step was made under this plan, so there is nothing to compare")
-    samples = story.samples.committed + story.samples.lost + story.samples.redone
     return RunReport(
         mode=story.mode or _planned_mode(directory),
         name=story.name,
@@ -79,7 +78,7 @@ def read_report(path: str | Path) -> RunReport:
         planned_steps=story.planned_steps,
         losses=story.losses,
         samples=story.samples,
-        samples_per_second=samples / story.seconds if story.seconds else None,
+        samples_per_second=story.samples_per_second,
         step_seconds=StepSeconds(median=story.step_seconds, predicted=predicted if story.mode != "swarm" else _predicted_step(directory)),
         steps_since_start=story.steps_since_start,
         breakdown=comparison.breakdown,

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -9,7 +10,7 @@ import msgspec
 
 from atoll.events import AnyEvent, CheckpointSaved, NonFinite, Restarted, RunFinished, RunStarted, StepFinished, WorkerFailed, read_events
 
-__all__ = ["EventStory", "Samples", "tell_events"]
+__all__ = ["EventStory", "Samples", "steps_after_the_first", "tell_events"]
 
 _SILENT_SECONDS = 120.0  # a file of events nobody has written to for so long is no run under way
 
@@ -35,7 +36,7 @@ class EventStory(msgspec.Struct, frozen=True, kw_only=True):
     samples: Samples
     step_seconds: float | None  # median, without each process's first; of the last start that made steps
     steps_since_start: int  # made since the run was last started: none where nothing was left to do
-    seconds: float  # of all steps, redone ones included
+    samples_per_second: float | None  # redone ones included; of a swarm without each start's first step, which lasts from its start
     counts: dict[str, int]  # events by kind
 
 
@@ -81,9 +82,25 @@ def _story(events: list[AnyEvent], state: str, message: str) -> EventStory:
         samples=_samples(events, steps, last, state),
         step_seconds=median(latest[2:] or latest[1:] or latest) if latest else None,
         steps_since_start=len(starts[-1]),
-        seconds=sum(event.seconds for event in steps),
+        samples_per_second=_rate(steps if started and started[-1].mode != "swarm" else steps_after_the_first(events)),
         counts=dict(sorted(Counter(event.kind for event in events).items())),
     )
+
+
+def steps_after_the_first(events: Sequence[AnyEvent]) -> list[StepFinished]:
+    """Of every time the run was started."""
+    found: list[StepFinished] = []
+    first = True
+    for event in events:
+        if isinstance(event, StepFinished):
+            found += [] if first else [event]
+        first = isinstance(event, RunStarted) or (first and not isinstance(event, StepFinished))
+    return found
+
+
+def _rate(steps: list[StepFinished]) -> float | None:
+    seconds = sum(event.seconds for event in steps)
+    return sum(event.samples for event in steps) / seconds if seconds else None
 
 
 def _samples(events: list[AnyEvent], steps: list[StepFinished], last: dict[int, StepFinished], state: str) -> Samples:

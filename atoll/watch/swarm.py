@@ -15,13 +15,14 @@ from atoll.events import (
     MemberMoved,
     MemberReturned,
     MemberSilent,
-    RunStarted,
+    RunFinished,
     StageLost,
     StepFinished,
     StepRepaired,
 )
 from atoll.runtime.swarm.measured import Kernels, Measured
 from atoll.watch.comparison import Compared
+from atoll.watch.run_events import steps_after_the_first
 
 __all__ = ["MemberReport", "SwarmLinkReport", "SwarmReport", "SwarmStageReport", "tell_swarm"]
 
@@ -45,7 +46,7 @@ class MemberReport(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     stages: list[int]  # it was on, in order
     joined_seconds: float  # the run's own time
-    ending: str  # "works", "left", "silent" (it died, stands still or is cut off)
+    ending: str  # "works", or "stayed" until the run ended; "left", "silent" (it died, stands still or is cut off)
     ended_seconds: float | None
     micro_batches: int
     state_bytes: int
@@ -90,7 +91,8 @@ def tell_swarm(
     """What events and the workers' own accounts say."""
     counts = Counter(type(event) for event in events)
     steps = [event for event in events if isinstance(event, StepFinished)]
-    rate = _steps_per_second(events)
+    seconds = [event.seconds for event in steps_after_the_first(events)]
+    rate = len(seconds) / sum(seconds) if sum(seconds) else None
     links = _links(measured)
     repaired = [event for event in events if isinstance(event, StepRepaired)]
     return SwarmReport(
@@ -111,16 +113,6 @@ def tell_swarm(
         links=links[:_MOST_LINKS],
         more_links=len(links[_MOST_LINKS:]),
     )
-
-
-def _steps_per_second(events: Sequence[AnyEvent]) -> float | None:
-    seconds: list[float] = []
-    first = True
-    for event in events:
-        if isinstance(event, StepFinished):
-            seconds += [] if first else [event.seconds]
-        first = isinstance(event, RunStarted) or (first and not isinstance(event, StepFinished))
-    return len(seconds) / sum(seconds) if sum(seconds) else None
 
 
 def _done(kernels: Kernels) -> int:
@@ -159,12 +151,13 @@ def _members(events: Sequence[AnyEvent], measured: dict[str, Measured]) -> list[
     stages: dict[str, list[int]] = {}
     joined: dict[str, float] = {}
     ending: dict[str, tuple[str, float | None]] = {}
+    works = "works" if not isinstance(events[-1], RunFinished) else "stayed", None
     for event in events:
         match event:
             case MemberJoined() if event.stage >= 0:
                 joined.setdefault(event.name, event.at_seconds)
                 stages.setdefault(event.name, []).append(event.stage)
-                ending[event.name] = "works", None
+                ending[event.name] = works
             case MemberMoved() if event.name in stages:
                 stages[event.name].append(event.target)
             case MemberLeft():
@@ -172,7 +165,7 @@ def _members(events: Sequence[AnyEvent], measured: dict[str, Measured]) -> list[
             case MemberSilent():
                 ending[event.name] = "silent", event.at_seconds
             case MemberReturned():
-                ending[event.name] = "works", None
+                ending[event.name] = works
     return [_member(name, stages[name], joined[name], ending[name], measured.get(name, Measured())) for name in joined]
 
 

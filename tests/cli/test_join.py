@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from atoll.cli.join import farewell
+from atoll.cli.join import _News, farewell
 from atoll.cli.main import run
 from atoll.control.settings import Settings
+from atoll.events import PeerChanged, PeerRetried
 from atoll.fabric.security import Authority, Credentials, Member, serve
 from atoll.runtime.swarm.spec import JobService, SwarmSpec
 from atoll.runtime.swarm.taking_part import ending_of
@@ -138,3 +139,22 @@ def test_it_ends_when_it_is_shut_out(served: Served, capsys: pytest.CaptureFixtu
     thread.join(60)
     assert codes == [1]
     assert "the certificate of oslo was revoked" in capsys.readouterr().err
+
+
+def test_who_has_said_goodbye_is_not_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    news = _News()
+    for event in (
+        PeerChanged(at_seconds=0.0, peer="oslo", role="worker", state="dead", before="alive", reason="oslo left: oslo closes"),
+        PeerRetried(at_seconds=0.1, peer="oslo", attempt=1, delay_seconds=0.1, reason="oslo left: oslo closes"),
+        PeerRetried(at_seconds=0.2, peer="rome", attempt=1, delay_seconds=0.1, reason="refused"),
+        PeerChanged(at_seconds=0.3, peer="oslo", role="worker", state="alive", before="dead", reason="connected"),
+        PeerRetried(at_seconds=0.4, peer="oslo", attempt=1, delay_seconds=0.1, reason="refused"),
+    ):
+        news(event)
+    lines = [line.strip().partition(" ")[2] for line in capsys.readouterr().err.splitlines()]  # after the time
+    assert lines == [
+        "oslo has left",
+        "rome: dialled again in 100 ms: refused",
+        "oslo: alive (connected)",
+        "oslo: dialled again in 100 ms: refused",
+    ]

@@ -106,8 +106,8 @@ def test_a_swarm_is_told_from_its_events_and_accounts(run: RunDirectory) -> None
     assert last.backward_seconds.measured == pytest.approx(0.3)
     assert [(member.name, member.stages, member.ending) for member in found.members] == [
         ("anna", [0], "left"),
-        ("bert", [1, 0], "works"),
-        ("cleo", [1], "works"),
+        ("bert", [1, 0], "stayed"),
+        ("cleo", [1], "stayed"),
     ]
     assert [(link.source, link.target, link.bytes) for link in found.links] == [("bert", "anna", 500), ("anna", "bert", 900)]
     assert msgspec.json.decode(msgspec.json.encode(report), type=RunReport) == report

@@ -109,7 +109,7 @@ def _reach(
                 continue
             left = until - time.monotonic()
             if left <= 0:
-                raise
+                raise PeerLostError(f"{error}; is the run still going, and does it listen there for other machines (--listen)?") from error
             if not said:
                 say(f"{error}; trying again for {format_seconds(patience_seconds)}")
                 said = True

@@ -16,7 +16,7 @@ from atoll.control.journal import FencedError, Record, Term, replay
 from atoll.control.messages import Committed, Finished, Message
 from atoll.control.world import Journal, Node
 from atoll.errors import JobFailedError
-from atoll.events import AnyEvent, EventLog, Observer, RunFinished, RunStarted
+from atoll.events import AnyEvent, EventLog, Observer, RunFinished, RunStarted, StepFinished
 from atoll.fabric.security import Authority, serve
 from atoll.job import Job
 from atoll.runtime.run_directory import RunDirectory
@@ -232,6 +232,8 @@ class _Coordinating:
         if line is not None:
             print(f"  {line}", flush=True)
         self._tell(event)
+        if isinstance(event, StepFinished) and event.step == self.spec.settings.steps:
+            print("  the last step is made; its states and the weights are written", flush=True)
 
     def _forget_old(self, version: int) -> None:
         """Two checkpoints are kept: the newest, and the one before, which a rollback may just be reading."""

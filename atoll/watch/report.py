@@ -61,8 +61,11 @@ def read_report(path: str | Path) -> RunReport:
     if not directory.events.exists():
         directory.read("run.json")  # says what is wrong with a directory that holds no run
     story = tell_events(directory.events)
+    mode = story.mode or _planned_mode(directory)
     missing: list[str] = []
-    found = _found(directory, story, missing)
+    if not directory.events.exists():
+        missing.append("events.jsonl: it is not there, so what happened is not known; the run has not begun, or the file was removed")
+    found = _found(directory, mode, missing)
     comparison, predicted = Comparison(), None
     if found is not None and (story.steps_since_start or found[3] or story.step_seconds is None):
         comparison = compare(*found, measured_step=story.step_seconds)
@@ -70,7 +73,7 @@ def read_report(path: str | Path) -> RunReport:
     elif found is not None:  # steps were made, but all of them under a plan before this one
         missing.append("plan.json: no step was made under this plan, so there is nothing to compare")
     return RunReport(
-        mode=story.mode or _planned_mode(directory),
+        mode=mode,
         name=story.name,
         state=story.state,
         message=story.message,
@@ -79,7 +82,7 @@ def read_report(path: str | Path) -> RunReport:
         losses=story.losses,
         samples=story.samples,
         samples_per_second=story.samples_per_second,
-        step_seconds=StepSeconds(median=story.step_seconds, predicted=predicted if story.mode != "swarm" else _predicted_step(directory)),
+        step_seconds=StepSeconds(median=story.step_seconds, predicted=predicted if mode != "swarm" else _predicted_step(directory)),
         steps_since_start=story.steps_since_start,
         breakdown=comparison.breakdown,
         stages=comparison.stages,
@@ -91,7 +94,7 @@ def read_report(path: str | Path) -> RunReport:
         differs_most=comparison.differs_most,
         conclusion=_conclusion(directory, story, predicted, comparison),
         missing=missing,
-        swarm=_swarm(directory) if story.mode == "swarm" else None,
+        swarm=_swarm(directory) if mode == "swarm" else None,
     )
 
 
@@ -99,15 +102,13 @@ def _planned_mode(directory: RunDirectory) -> str:
     return directory.settings().mode if (directory.path / "run.json").exists() else ""
 
 
-def _found(
-    directory: RunDirectory, story: EventStory, missing: list[str]
-) -> tuple[Plan, Cluster | None, Cost | None, list[RankMeasured]] | None:
+def _found(directory: RunDirectory, mode: str, missing: list[str]) -> tuple[Plan, Cluster | None, Cost | None, list[RankMeasured]] | None:
     """What there is of plan, cluster, prediction and measurements; `missing` gets a sentence for each that is not there."""
     if not (directory.path / "plan.json").exists():
-        if story.mode != "alone":
+        if mode != "alone":
             missing.append("plan.json: without it nothing can be compared")
         return None
-    if story.mode == "swarm":
+    if mode == "swarm":
         return None  # told apart
     plan = directory.plan()
     cluster = load_cluster(directory.cluster) if directory.cluster.exists() else None
@@ -131,7 +132,7 @@ def _found(
 def _swarm(directory: RunDirectory) -> SwarmReport:
     plan = directory.plan() if (directory.path / "plan.json").exists() else None
     predicted = _predicted(directory)
-    events = list(read_events(directory.events))
+    events = list(read_events(directory.events)) if directory.events.exists() else []
     micro_batches = -(-plan.batch_size // plan.micro_batch_size) if plan is not None else 0
     return tell_swarm(events, read_members(directory), micro_batches, len(plan.stages) if plan is not None else 0, predicted)
 

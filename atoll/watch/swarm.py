@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from atoll.control.hosting import process_of
 from atoll.cost import Cost
 from atoll.events import (
     AnyEvent,
@@ -27,6 +28,7 @@ from atoll.watch.run_events import steps_after_the_first
 __all__ = ["MemberReport", "SwarmLinkReport", "SwarmReport", "SwarmStageReport", "tell_swarm"]
 
 _MOST_LINKS = 24
+_Whole = MemberJoined | MemberLeft | MemberSilent | MemberReturned  # what happens to a process, and is told of each worker it hosts
 
 
 class SwarmStageReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +91,7 @@ def tell_swarm(
     events: Sequence[AnyEvent], measured: dict[str, Measured], micro_batches: int, stages: int, predicted: Cost | None
 ) -> SwarmReport:
     """What events and the workers' own accounts say."""
-    counts = Counter(type(event) for event in events)
+    counts = Counter(type(event) for event in events if not isinstance(event, _Whole) or process_of(event.name) == event.name)
     steps = [event for event in events if isinstance(event, StepFinished)]
     seconds = [event.seconds for event in steps_after_the_first(events)]
     rate = len(seconds) / sum(seconds) if sum(seconds) else None
@@ -122,7 +124,7 @@ def _done(kernels: Kernels) -> int:
 def _computed_again(measured: dict[str, Measured], needed: int) -> float | None:
     """A killed worker's last seconds are in nobody's account, so this is a lower bound."""
     computed = sum(_done(kernels) for account in measured.values() for kernels in account.kernels.values())
-    return max(0.0, 1 - needed / computed) if computed else None
+    return max(0.0, 1 - needed / computed) if computed and needed else None
 
 
 def _stage(stage: int, measured: dict[str, Measured], predicted: Cost | None, rate: float | None) -> SwarmStageReport:
@@ -151,7 +153,7 @@ def _members(events: Sequence[AnyEvent], measured: dict[str, Measured]) -> list[
     stages: dict[str, list[int]] = {}
     joined: dict[str, float] = {}
     ending: dict[str, tuple[str, float | None]] = {}
-    works = "works" if not isinstance(events[-1], RunFinished) else "stayed", None
+    works = "works" if not (events and isinstance(events[-1], RunFinished)) else "stayed", None
     for event in events:
         match event:
             case MemberJoined() if event.stage >= 0:

@@ -161,3 +161,22 @@ def test_the_first_step_of_every_start_is_not_in_the_rate() -> None:
 def test_how_far_apart_is_told_so_that_it_can_be_read(measured: float, said: str) -> None:
     assert figures(Compared(measured=measured, predicted=1.0))[2] == said
     assert figures(Compared(measured=measured, predicted=0.0))[2] == ""
+
+
+def test_a_process_that_hosts_several_stages_joined_once(run: RunDirectory) -> None:
+    with EventLog(run.path, resume=True) as log:
+        log(MemberJoined(at_seconds=11.0, name="dora", stage=0))
+        log(MemberJoined(at_seconds=11.0, name="dora+1", stage=1))
+    found = read_report(run.path).swarm
+    assert found is not None
+    assert found.joined == 5
+    assert [(member.name, member.ending) for member in found.members][-2:] == [("dora", "works"), ("dora+1", "works")]
+
+
+def test_a_run_whose_events_are_gone_says_so_and_nothing_untrue(run: RunDirectory) -> None:
+    run.write(MEMBERS, msgspec.json.encode(ACCOUNTS))
+    run.events.unlink()
+    report = read_report(run.path)
+    assert report.swarm is not None
+    assert (report.mode, report.steps, report.swarm.computed_again) == ("swarm", 0, None)
+    assert [line for line in report.missing if line.startswith("events.jsonl: it is not there")]

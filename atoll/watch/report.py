@@ -63,8 +63,8 @@ def read_report(path: str | Path) -> RunReport:
     story = tell_events(directory.events)
     mode = story.mode or _planned_mode(directory)
     missing: list[str] = []
-    if not directory.events.exists():
-        missing.append("events.jsonl: it is not there, so what happened is not known; the run has not begun, or the file was removed")
+    if not directory.events.exists() and (directory.path / "measured").exists():
+        missing.append("events.jsonl: it is not there, though something was measured, so what happened is not known")
     found = _found(directory, mode, missing)
     comparison, predicted = Comparison(), None
     if found is not None and (story.steps_since_start or found[3] or story.step_seconds is None):

@@ -16,8 +16,6 @@ from atoll.control.decision import Choice, choose_stages
 from atoll.control.happenings import (
     Happening,
     Joined,
-    Left,
-    Moved,
     Repaired,
     Resealed,
     RolledBack,
@@ -47,9 +45,10 @@ from atoll.control.messages import (
     WorkerBeat,
 )
 from atoll.control.patience import Patience
-from atoll.control.rebalancing import plan_moves
+from atoll.control.rearranging import Rearranging
 from atoll.control.settings import Settings
 from atoll.control.silence import Silence
+from atoll.control.storing import Storing
 from atoll.control.summing import Summing, stage_reduction
 from atoll.control.world import Journal, Node
 
@@ -87,8 +86,7 @@ class Coordinator:
         self._origin = Epoch(0, 0, 0)
         self._commit: Committed | None = None
         self._last_checkpoint: Checkpointed | None = None
-        self._checkpoint = -1
-        self._writers: dict[int, str] = {}
+        self._storing = Storing()
         self._beat = 0
         self._entered = 0.0
         self._deadline = 0.0
@@ -103,9 +101,8 @@ class Coordinator:
         self._routed: set[tuple[str, int]] = set()  # workers in the routes since this RUN began
         self._lost: tuple[tuple[str, int], ...] = ()
         self._lost_since: dict[int, float] = {}
-        self._rebalance_at = 0.0
         self._step_seconds = 0.0
-        self._wishes: dict[str, int] = {}
+        self._rearranging = Rearranging(settings, node.random, self._observe)
         self._stopping = False
         self._dismissed: dict[str, Member] = {}  # those let go; a late heart-beat does not bring them back
         self._silence = Silence()
@@ -116,7 +113,7 @@ class Coordinator:
 
     def move(self, worker: str, stage: int) -> None:
         """Asks that a worker change stage after this step; it is not done where it would leave too few behind."""
-        self._wishes[worker] = stage
+        self._rearranging.wish(worker, stage)
 
     def stop(self) -> None:
         """Asks that the run end early: after the step under way, once its state is stored. `stopped` tells that it did."""
@@ -156,7 +153,7 @@ class Coordinator:
         self.members = Members(self.settings, self.term)
         now = self.node.clock.now()
         self._committed_at = now
-        self._rebalance_at = now + self.settings.rebalance_seconds
+        self._rearranging.begin(now)
         self._observe(TookOver(self.term, self.version))
         if self.version >= self.settings.steps:
             self._finish()
@@ -215,7 +212,7 @@ class Coordinator:
                 self._give_up_summing(f"{member.name} came back with nothing")
         if new or beat.incarnation != member.incarnation:
             self._announce(member, self._view())
-        if beat.stored == self._checkpoint >= 0 and beat.epoch == self.epoch:
+        if beat.stored == self._storing.version >= 0 and beat.epoch == self.epoch:
             await self._note_stored()
         if not ready and type(self.phase) is Run and self._has_state(member):
             self._tell_feeders()
@@ -245,7 +242,9 @@ class Coordinator:
         if phase is Run:
             self._look_at_leases(now, True)
         elif phase is Seal and now >= self._deadline:
-            self._fill_empty_stages(now)
+            if self.trailing is None:  # those who move would be missing in its sums
+                for moved in self._rearranging.fill_empty_stages(self.members, now):
+                    self._manifests.pop(moved.name, None)
             self._decide()
         if self._summing is not None:
             await self._look_at_reduction(self._summing)
@@ -258,7 +257,7 @@ class Coordinator:
     def _view(self) -> View:
         origin = (self._origin.from_epoch, self._origin.version)
         where = (self.epoch, self.version, origin, self._commit)
-        return View(self.term, self.seq, self._beat, *where, self.phase, self._checkpoint, self.trailing)
+        return View(self.term, self.seq, self._beat, *where, self.phase, self._storing.version, self.trailing)
 
     @property
     def step(self) -> int:
@@ -304,8 +303,7 @@ class Coordinator:
         donors: tuple[str, ...] = ()
         if member.stage >= 0 and not self._has_state(member):
             donors = self._donors(member)
-        store = self._checkpoint >= 0 and self._writers.get(member.stage) == member.name
-        return Assignment(member.nonce, member.incarnation, member.stage, donors, store)
+        return Assignment(member.nonce, member.incarnation, member.stage, donors, self._storing.writes(member))
 
     def _window(self) -> int:
         """Three micro-batches for every process: one in hand, one waiting, one on its way. A feeder has more where the way is long."""
@@ -357,25 +355,6 @@ class Coordinator:
             self._unbar(stages)
             return False
         return bool(self._live_feeders(now))
-
-    def _fill_empty_stages(self, now: float) -> None:
-        """A stage without anybody gets a worker of the stage that can spare most: nothing moves without it, so nothing is lost."""
-        if self.trailing is not None:
-            return  # those who move would be missing in its sums
-        least = max(1, self.settings.minimum_replicas)
-        rows: list[list[Member]] = [[] for _ in range(self.settings.stages)]
-        for member in self.members:
-            if member.worker and member.stage >= 0 and self.members.heard(member, now):
-                rows[member.stage].append(member)
-        for stage, row in enumerate(rows):
-            spare = [] if row else max(([m for m in other if Members.may_go(m, other, least)] for other in rows), key=len)
-            if spare:
-                member = spare[-1]
-                rows[member.stage].remove(member)
-                row.append(member)
-                self._observe(Moved(member.name, member.stage, stage, "the stage had nobody"))
-                self.members.move(member, stage)
-                self._manifests.pop(member.name, None)
 
     def _unbar(self, served: set[int]) -> None:
         """Rather somebody doubtful than nobody."""
@@ -465,7 +444,7 @@ class Coordinator:
     def _decide(self) -> None:
         """Every micro-batch in exactly one chosen buffer of every stage: reduce. Otherwise run what is missing."""
         now = self.node.clock.now()
-        if self._stopping and self._checkpoint == self.version:
+        if self._stopping and self._storing.version == self.version:
             self._deadline = now + self.settings.heartbeat_seconds  # no more steps: the state is being stored
             return
         responders = self._responders()
@@ -509,10 +488,9 @@ class Coordinator:
 
     def _may_overlap(self, now: float) -> bool:
         """Whether the next step may begin. Who leaves or moves does so between steps, so there one must end before the next begins."""
-        if not self.settings.staleness or self.version + 1 >= self.settings.steps or self._stopping or self._wishes:
+        if not self.settings.staleness or self.version + 1 >= self.settings.steps or self._stopping:
             return False
-        changes = self._rebalance_due(now) or any(member.leaving and member.stage >= 0 for member in self.members)
-        return not changes and self._can_run(now)
+        return not self._rearranging.pending(self.members, now, self._step_seconds) and self._can_run(now)
 
     def _give_up_summing(self, reason: str) -> None:
         """Seals its step again. What was done of the next one meanwhile is done anew: its turn comes when this one is summed."""
@@ -603,9 +581,7 @@ class Coordinator:
         if self.version >= self.settings.steps:
             self._finish()
             return
-        self._let_go(now)
-        self._grant_wishes(now)
-        self._rebalance(now)
+        self._rearrange(now)
         self._begin_checkpoint(now)
         self._run_or_seal()
 
@@ -628,62 +604,22 @@ class Coordinator:
         self._summing = self.trailing = None
         self._enter(Finished())
 
-    def _let_go(self, now: float) -> None:
-        """Those who want to leave go, where enough stay behind."""
-        for member in list(self.members):
-            if not member.leaving or member.stage < 0:
-                continue
-            staying = [other for other in self._usable(now) if not other.leaving]
-            if Members.may_go(member, staying, self.settings.minimum_replicas):
-                self._observe(Left(member.name, member.stage))
-                self.members.move(member, -1)
-                self._announce(member, self._view())
-                self.members.remove(member.name)
-                self._dismissed[member.name] = member
+    def _rearrange(self, now: float) -> None:
+        def usable() -> list[Member]:
+            return self._usable(now)
 
-    def _grant_wishes(self, now: float) -> None:
-        for name, stage in self._wishes.items():
-            usable = self._usable(now)
-            member = next((member for member in usable if member.name == name and member.stage != stage), None)
-            if member is None or not Members.may_go(member, usable, self.settings.minimum_replicas):
-                continue
-            if stage not in self.members.hosted_beside(name, member.nonce):
-                self._observe(Moved(name, member.stage, stage, "asked for"))
-                self.members.move(member, stage)
-        self._wishes.clear()
-
-    def _rebalance_due(self, now: float) -> bool:
-        """At the end of the step that is nearest to the time set."""
-        return self.settings.rebalance_seconds > 0 and now + self._step_seconds / 2 >= self._rebalance_at
-
-    def _rebalance(self, now: float) -> None:
-        settings = self.settings
-        if not self._rebalance_due(now):
-            return
-        self._rebalance_at = now + settings.rebalance_seconds * self.node.random.uniform(0.9, 1.0)
-        usable = [member for member in self._usable(now) if not member.leaving]
-        moves = plan_moves(
-            self.members.rated(usable, now),
-            settings.work or (1.0,) * settings.stages,
-            migration_seconds=settings.migration_seconds,
-            horizon_seconds=20 * settings.migration_seconds,
-            minimum_replicas=settings.minimum_replicas,
-        )
-        for move in moves:
-            member = self.members.get(move.worker)
-            assert member is not None
-            self.members.move(member, move.target)
-            self._observe(Moved(move.worker, move.source, move.target, move.reason))
+        for member in self._rearranging.let_go(self.members, usable):
+            self._announce(member, self._view())
+            self._dismissed[member.name] = member
+        self._rearranging.grant_wishes(self.members, usable)
+        self._rearranging.rebalance(self.members, usable, now, self._step_seconds)
 
     # --- checkpoints and epochs -------------------------------------------------------------------------------------------------
 
     def _begin_checkpoint(self, now: float) -> None:
         every = self.settings.checkpoint_every
         if self._stopping or (every and self.version % every == 0):
-            self._checkpoint = self.version
-            self._writers = {}
-            for member in self._usable(now):
-                self._writers.setdefault(member.stage, member.name)
+            self._storing.begin(self.version, self._usable(now))
 
     def _stop_when_stored(self, now: float) -> None:
         """Ends the run when nothing would be lost; a writer that is gone is replaced, since no next checkpoint supersedes this one."""
@@ -691,20 +627,13 @@ class Coordinator:
         if self.version == self._origin.version or (saved is not None and (saved.epoch, saved.version) == (self.epoch, self.version)):
             if type(self.phase) is not Finished:
                 self._finish()
-        elif self._checkpoint == self.version:
-            usable = self._usable(now)
-            names = {member.name for member in usable}
-            for member in usable:
-                if self._writers.get(member.stage) not in names:
-                    self._writers[member.stage] = member.name
+        elif self._storing.version == self.version:
+            self._storing.replace_lost(self._usable(now))
 
     async def _note_stored(self) -> None:
-        stored = {
-            member.stage for member in self.members if member.worker and member.epoch == self.epoch and member.stored == self._checkpoint
-        }
-        if len(stored) == self.settings.stages:
-            record = Checkpointed(self.epoch, self._checkpoint)
-            self._checkpoint = -1
+        if self._storing.complete(self.members, self.epoch, self.settings.stages):
+            record = Checkpointed(self.epoch, self._storing.version)
+            self._storing.end()
             await self.journal.append(self.term, record)
             self._last_checkpoint = record
             self._observe(Saved(record.epoch, record.version))
@@ -730,7 +659,7 @@ class Coordinator:
         self._origin = record
         self.epoch, self.version = record.epoch, record.version
         self._commit = None
-        self._checkpoint = -1
+        self._storing.end()
         self._barred.clear()
         self._lost_since.clear()
         self.trailing = None

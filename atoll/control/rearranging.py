@@ -1,0 +1,106 @@
+"""Rearranging: who leaves and who changes stage, between steps; and who goes to a stage that has nobody."""
+
+import random
+from collections.abc import Callable
+
+from atoll.control.happenings import Happening, Left, Moved
+from atoll.control.membership import Member, Members
+from atoll.control.rebalancing import plan_moves
+from atoll.control.settings import Settings
+
+__all__ = ["Rearranging"]
+
+Usable = Callable[[], list[Member]]
+"""Those who can be given work now: it is asked again after every change."""
+
+
+class Rearranging:
+    """What is asked for and when it was last looked at. Moves are noted in the members, and told."""
+
+    def __init__(self, settings: Settings, draw: random.Random, observe: Callable[[Happening], None]) -> None:
+        self._settings = settings
+        self._draw = draw
+        self._observe = observe
+        self._wishes: dict[str, int] = {}
+        self._rebalance_at = 0.0
+
+    def begin(self, now: float) -> None:
+        """A coordinator takes over."""
+        self._rebalance_at = now + self._settings.rebalance_seconds
+
+    def wish(self, worker: str, stage: int) -> None:
+        """Somebody asks that a worker change stage."""
+        self._wishes[worker] = stage
+
+    def pending(self, members: Members, now: float, step_seconds: float) -> bool:
+        """Whether something is to be changed after this step."""
+        leaving = any(member.leaving and member.stage >= 0 for member in members)
+        return bool(self._wishes) or leaving or self._due(now, step_seconds)
+
+    def _due(self, now: float, step_seconds: float) -> bool:
+        """At the end of the step that is nearest to the time set."""
+        return self._settings.rebalance_seconds > 0 and now + step_seconds / 2 >= self._rebalance_at
+
+    def let_go(self, members: Members, usable: Usable) -> list[Member]:
+        """Those who want to leave and may, since enough stay behind: they have no stage any more."""
+        gone = []
+        for member in list(members):
+            if not member.leaving or member.stage < 0:
+                continue
+            staying = [other for other in usable() if not other.leaving]
+            if Members.may_go(member, staying, self._settings.minimum_replicas):
+                self._observe(Left(member.name, member.stage))
+                members.move(member, -1)
+                members.remove(member.name)
+                gone.append(member)
+        return gone
+
+    def grant_wishes(self, members: Members, usable: Usable) -> None:
+        """Those that leave no stage with too few; the others are forgotten."""
+        for name, stage in self._wishes.items():
+            there = usable()
+            member = next((member for member in there if member.name == name and member.stage != stage), None)
+            if member is None or not Members.may_go(member, there, self._settings.minimum_replicas):
+                continue
+            if stage not in members.hosted_beside(name, member.nonce):
+                self._observe(Moved(name, member.stage, stage, "asked for"))
+                members.move(member, stage)
+        self._wishes.clear()
+
+    def rebalance(self, members: Members, usable: Usable, now: float, step_seconds: float) -> None:
+        """From time to time, where it pays."""
+        settings = self._settings
+        if not self._due(now, step_seconds):
+            return
+        self._rebalance_at = now + settings.rebalance_seconds * self._draw.uniform(0.9, 1.0)
+        moves = plan_moves(
+            members.rated([member for member in usable() if not member.leaving], now),
+            settings.work or (1.0,) * settings.stages,
+            migration_seconds=settings.migration_seconds,
+            horizon_seconds=20 * settings.migration_seconds,
+            minimum_replicas=settings.minimum_replicas,
+        )
+        for move in moves:
+            member = members.get(move.worker)
+            assert member is not None
+            members.move(member, move.target)
+            self._observe(Moved(move.worker, move.source, move.target, move.reason))
+
+    def fill_empty_stages(self, members: Members, now: float) -> list[Member]:
+        """A stage without anybody gets a worker of the stage that can spare most: nothing moves without it, so nothing is lost."""
+        least = max(1, self._settings.minimum_replicas)
+        moved = []
+        rows: list[list[Member]] = [[] for _ in range(self._settings.stages)]
+        for member in members:
+            if member.worker and member.stage >= 0 and members.heard(member, now):
+                rows[member.stage].append(member)
+        for stage, row in enumerate(rows):
+            spare = [] if row else max(([m for m in other if Members.may_go(m, other, least)] for other in rows), key=len)
+            if spare:
+                member = spare[-1]
+                rows[member.stage].remove(member)
+                row.append(member)
+                self._observe(Moved(member.name, member.stage, stage, "the stage had nobody"))
+                members.move(member, stage)
+                moved.append(member)
+        return moved

@@ -93,7 +93,7 @@ class StepFinished(Event, frozen=True, kw_only=True):
     samples: int
     weight: float  # what the loss was divided by: samples, or what the job's loss counts (tokens)
     seconds: float
-    learning_rate: float
+    learning_rate: float | None  # of the first group of parameters; a swarm's coordinator does not know it
     gradient_norm: float | None = None  # before clipping; None when the job does not clip, or when it overflowed
     memory_bytes: int | None = None  # the most used so far, on the accelerator if there is one, else by the process
     applied: bool = True  # False: fp16 gradients overflowed, the step was skipped and the loss scale lowered

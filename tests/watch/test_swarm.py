@@ -38,7 +38,7 @@ stage 1: layers 2-4: h/1=12
 
 
 def step(number: int, at: float, seconds: float) -> StepFinished:
-    return StepFinished(at_seconds=at, step=number, loss=1.0 / number, samples=12, weight=12.0, seconds=seconds, learning_rate=0.0)
+    return StepFinished(at_seconds=at, step=number, loss=1.0 / number, samples=12, weight=12.0, seconds=seconds, learning_rate=None)
 
 
 EVENTS: list[AnyEvent] = [

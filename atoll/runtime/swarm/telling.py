@@ -87,7 +87,7 @@ class Teller:
             samples=self._samples,
             weight=happening.weight,
             seconds=happening.seconds,
-            learning_rate=0.0,
+            learning_rate=None,
             applied=not happening.skipped,
         )
 

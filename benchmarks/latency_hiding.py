@@ -104,6 +104,7 @@ def simulated(bytes_per_s: float, micro_batches: int) -> list[dict[str, object]]
         best = REPLICAS / ((1 + BACKWARD) * layer.forward_seconds)
         still: dict[str, float] = {}
         for round_trip in ROUND_TRIPS:
+            print(f"{layer.name}, {1000 * round_trip:g} ms", file=sys.stderr, flush=True)
             rates = {
                 "swarm": swarm_rate(layer, round_trip, bytes_per_s, micro_batches),
                 "gpipe": gpipe_rate(layer, round_trip, bytes_per_s, GPIPE_MICRO_BATCHES),

@@ -24,6 +24,7 @@ from atoll.control import Settings
 from atoll.control.rebalancing import best_throughput
 from atoll.errors import AtollError
 from atoll.simulate.peers import PeerModel, PeerSwarm
+from atoll.simulate.pulse import Pulse
 from atoll.simulate.traces import Change, alive_over_time, read_trace
 
 TARGETS = {"none": 0.827, "300": 0.958, "60": 0.976}
@@ -101,8 +102,10 @@ def replay(changes: list[Change], end: float, every: str, options: argparse.Name
     """Runs the trace once. `rates`: of the undisturbed swarm by workers a stage."""
     swarm = PeerSwarm(settings(every, options), msgspec.structs.replace(MODEL, seed=options.seed))
     began = time.process_time()
+    pulse = Pulse()
     for change in changes:
         swarm.loop.run(min(change.at, end))
+        pulse(f"rebalancing {every}: {swarm.loop.now / 3600:.1f} of {end / 3600:.1f} virtual hours")
         if change.at >= end:
             break
         if change.joins:
@@ -174,6 +177,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     end = min(options.hours * 3600 or float("inf"), changes[-1].at)
+    print("the same swarm undisturbed, for every number of peers", file=sys.stderr)
     rates = [undisturbed(count, options) for count in range(options.peers // STAGES + 1)]
     rows = [replay(changes, end, every, options, rates) for every in options.every]
     met = all(row["target"] is None or row["share_of_optimum"] >= row["target"] for row in rows)  # type: ignore[operator]

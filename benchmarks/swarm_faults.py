@@ -49,7 +49,9 @@ def _every(start: float, stop: float, step: float) -> list[float]:
 def play(run: SwarmRun, minutes: float) -> None:
     """The whole run."""
     draw = random.Random(0)
+    print("waiting for the first step", file=sys.stderr, flush=True)
     run.wait_for_steps(1)
+    print(f"{FAULT_FREE_SECONDS:g} s without faults", file=sys.stderr, flush=True)
     run.follow(FAULT_FREE_SECONDS)
     began = run.now()
     run.faults_from = began
@@ -82,8 +84,10 @@ def measure_joins(folder: Path) -> list[dict[str, object]]:
     setup = prepare(folder, 2, 600.0, width=JOIN_WIDTH, rome=0)
     rows = []
     with SwarmRun(setup) as run:
+        print("joins: waiting for the first step", file=sys.stderr, flush=True)
         run.wait_for_steps(1)
-        for _ in range(JOINS):
+        for number in range(JOINS):
+            print(f"joins: {number + 1} of {JOINS}", file=sys.stderr, flush=True)
             worker, row = run.join("rome-0"), None
             until = run.now() + JOIN_LIMIT_SECONDS
             while row is None and run.now() < until:

@@ -148,6 +148,7 @@ class SwarmRun:
 
     def _fault(self, what: str) -> None:
         self.faults.append((self.now(), what))
+        print(f"{len(self.commits)} of {self.setup.steps} steps: {what}", file=sys.stderr, flush=True)
 
     def _signal(self, host: str, number: int) -> None:
         for pid in self.lab.world.processes(host):

@@ -75,7 +75,10 @@ def main() -> int:
     parser.add_argument("--machines", type=int, default=8)
     parser.add_argument("--micro-batches", type=int, default=1000, help="of a step")
     options = parser.parse_args()
-    rows = [simulate(options.machines, hosted, options.micro_batches) for hosted in (1, 2, 4)]
+    rows = []
+    for hosted in (1, 2, 4):
+        print(f"{hosted} stages a machine", file=sys.stderr, flush=True)
+        rows.append(simulate(options.machines, hosted, options.micro_batches))
     if options.json:
         print_json({"rows": rows})
     else:

@@ -117,7 +117,11 @@ def main() -> int:
     parser.add_argument("--joiners", type=int, default=16)
     parser.add_argument("--micro-batches", type=int, default=1200, help="of a step")
     options = parser.parse_args()
-    rows = [simulate(count, options.micro_batches, after) for count in (1, options.joiners) for after in (0.1, 0.5, 0.9)]
+    rows = []
+    for count in (1, options.joiners):
+        for after in (0.1, 0.5, 0.9):
+            print(f"{count} after {after:.0%} of a step", file=sys.stderr, flush=True)
+            rows.append(simulate(count, options.micro_batches, after))
     met = all(float(str(row["slowed"])) <= MOST_SLOWED and float(str(row["of_use_in_copies"])) <= MOST_COPIES for row in rows)
     if options.json:
         print_json({"met": met, "slowed_at_most": MOST_SLOWED, "copies_at_most": MOST_COPIES, "rows": rows})

@@ -149,13 +149,16 @@ def measure(workers: int, joiners: int, step_seconds: float, folder: Path) -> di
     """One row."""
     with SwarmRun(prepare(folder, workers, joiners, step_seconds)) as run:
         joining = Joining(run, workers, joiners)
+        print("waiting for the first step", file=sys.stderr, flush=True)
         run.wait_for_steps(1)
+        print(f"starting {joiners} joiners, {AT_ONCE} at a time", file=sys.stderr, flush=True)
         joining.hold()  # loading PyTorch sixteen times is over before anything is measured
         steps = len(run.commits)
         run.wait_for_steps(steps + 1)
         first = joining.done()
         run.wait_for_steps(steps + 1 + STEPS_BEFORE)
         before = joining.done()
+        print("letting them go", file=sys.stderr, flush=True)
         joining.let_go()
         come = len(run.commits)
         useful = joining.wait()

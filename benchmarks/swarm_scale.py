@@ -14,6 +14,7 @@ from report import print_json, print_table
 
 from atoll.control import Settings
 from atoll.simulate.peers import PeerModel, PeerSwarm
+from atoll.simulate.pulse import Pulse
 
 TARGET_SECONDS = 300.0
 STAGES = 4
@@ -48,7 +49,9 @@ def simulate(peers: int, hours: float, kills_per_hour: float, seed: int = 0) -> 
         swarm.start(name)
     end, made = hours * 3600.0, peers
     kills = 0
+    pulse = Pulse()
     while swarm.loop.now < end:
+        pulse(f"{swarm.loop.now / 3600:.2f} of {hours:g} virtual hours, {swarm.loop.events:,} events")
         pause = draw.expovariate(kills_per_hour / 3600.0) if kills_per_hour else end
         swarm.loop.run(min(end, swarm.loop.now + pause))
         if swarm.loop.now < end:

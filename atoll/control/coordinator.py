@@ -124,6 +124,11 @@ class Coordinator:
         """Whether the run ended, or ends, before its last step because it was asked to."""
         return type(self.phase) is Finished and self.version < self.settings.steps
 
+    @property
+    def stored_version(self) -> int:
+        """What everybody would go back to."""
+        return self._last_checkpoint.version if self._last_checkpoint is not None else 0
+
     async def run(self) -> None:
         """Takes over and coordinates."""
         try:

@@ -15,6 +15,7 @@ import msgspec
 from atoll.control import CHECKS, Checks
 from atoll.simulate.faults import draw_scenario
 from atoll.simulate.fuzz import run_scenario
+from atoll.simulate.pulse import Pulse
 
 __all__ = ["EXPECTED_SEEDS", "Bite", "main", "seeds_until_caught"]
 
@@ -60,7 +61,9 @@ class Bite(msgspec.Struct, frozen=True):
 def seeds_until_caught(check: str, start: int, most: int) -> Bite:
     """Runs seeds without the check until something is wrong."""
     checks = Checks.without(check)
+    pulse = Pulse()
     for count in range(most):
+        pulse(f"without {check}: {count:,} seeds, nothing noticed yet; at most {most:,}")
         violations = run_scenario(draw_scenario(start + count), checks).violations
         if violations:
             return Bite(check, count + 1, violations[0])

@@ -15,6 +15,7 @@ from atoll.control import ALL_CHECKS, Checks
 from atoll.control.happenings import Happening
 from atoll.errors import AtollError
 from atoll.simulate.faults import Scenario, draw_scenario, schedule
+from atoll.simulate.pulse import Pulse
 from atoll.simulate.shrink import shorten
 from atoll.simulate.swarm import ExactSwarm
 
@@ -54,12 +55,16 @@ def run_scenario(scenario: Scenario, checks: Checks = ALL_CHECKS, observe: Calla
 
 
 def fuzz(seeds: Sequence[int], checks: Checks = ALL_CHECKS, stop_at_first: bool = False) -> list[Outcome]:
-    """The outcomes of many seeds."""
+    """The outcomes of many seeds; where that takes long, how far it is and what was found is said meanwhile."""
     outcomes = []
-    for seed in seeds:
+    pulse = Pulse()
+    for count, seed in enumerate(seeds, 1):
         outcomes.append(run_scenario(draw_scenario(seed), checks))
-        if stop_at_first and outcomes[-1].violations:
-            break
+        if outcomes[-1].violations:
+            print(f"seed {seed}: {outcomes[-1].violations[0]}", file=sys.stderr, flush=True)
+            if stop_at_first:
+                break
+        pulse.count("seeds", count, len(seeds))
     return outcomes
 
 

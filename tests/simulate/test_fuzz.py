@@ -29,7 +29,7 @@ def test_no_schedule_breaks_the_protocol(part: int) -> None:
 
 QUICK = (
     "completeness", "once", "duplicate-filter", "message-order", "disjointness", "atomic-manifest", "out-of-place", "token", "clear",
-    "same-weights", "set-aside",
+    "same-weights", "set-aside", "epoch",
 )  # fmt: skip
 
 
@@ -86,5 +86,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert (found["seeds"], found["violations"]) == (3, 0)
     assert main(["--seeds", "40", "--without", "once", "--stop-at-first", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["shortest"]["violations"]
+    said = capsys.readouterr()
+    assert json.loads(said.out)["shortest"]["violations"]
+    assert re.match(r"seed \d+: ", said.err)
     assert main(["--without", "frost"]) == 2

@@ -1,9 +1,9 @@
-"""Clipping: one factor for all stages, from the norms they report."""
+"""Clipping: one factor for all stages, from the norms they report; and which steps must not be made."""
 
 import math
 from collections.abc import Sequence
 
-__all__ = ["clip_factor"]
+__all__ = ["clip_factor", "why_refused"]
 
 NORM_MARGIN = 1e-6  # what `torch.nn.utils.clip_grad_norm_` adds to the norm, so that a clipped run equals a single process's
 
@@ -21,3 +21,16 @@ def clip_factor(norms_squared: Sequence[float], weight: float, max_norm: float |
     if max_norm is None:
         return 1.0, False
     return min(1.0, max_norm / (norm + NORM_MARGIN)), False
+
+
+def why_refused(loss: float, weight: float, norms_squared: Sequence[float], skips_overflows: bool) -> tuple[str, float] | None:
+    """(which number of a step must not be as it is, the number), or None where the step may be made: as a single process decides it.
+
+    `loss` and `weight` are totals. A gradient that is not finite is ordinary where overflows are skipped (fp16), and nowhere else.
+    """
+    if not (math.isfinite(weight) and weight > 0):
+        return "weight", weight
+    if not math.isfinite(loss):
+        return "loss", loss / weight
+    bad = [norm for norm in norms_squared if not math.isfinite(norm)]
+    return ("gradient", bad[0]) if bad and not skips_overflows else None

@@ -11,11 +11,12 @@ from typing import Any
 
 from atoll.control.catching_up import DONORS
 from atoll.control.checks import ALL_CHECKS, Checks
-from atoll.control.clipping import clip_factor
+from atoll.control.clipping import clip_factor, why_refused
 from atoll.control.decision import Choice, choose_stages
 from atoll.control.happenings import (
     Happening,
     Joined,
+    Refused,
     Repaired,
     Resealed,
     RolledBack,
@@ -74,6 +75,7 @@ class Coordinator:
         self.checks = checks
         self.deposed = False
         self.finished = False
+        self.refused: Refused | None = None  # why the run ends before its last step, where a step must not be made
         self.term = 0
         self.seq = 0
         self.epoch = 0
@@ -242,7 +244,7 @@ class Coordinator:
                 self._observe(change)
         await self._look_for_lost_stages(now)
         if self._stopping:
-            self._stop_when_stored(now)
+            await self._stop_when_stored(now)
         phase = type(self.phase)
         if phase is Run:
             self._look_at_leases(now, True)
@@ -449,7 +451,7 @@ class Coordinator:
     def _decide(self) -> None:
         """Every micro-batch in exactly one chosen buffer of every stage: reduce. Otherwise run what is missing."""
         now = self.node.clock.now()
-        if self._stopping and self._storing.version == self.version:
+        if self.refused is not None or (self._stopping and self._storing.version == self.version):
             self._deadline = now + self.settings.heartbeat_seconds  # no more steps: the state is being stored
             return
         responders = self._responders()
@@ -549,6 +551,11 @@ class Coordinator:
         reports = [next(iter(row.values()), None) for row in summing.reports]
         weight = summing.choices[-1].weight
         norms = [report.norm_squared if report is not None else 0.0 for report in reports]
+        loss = summing.choices[-1].loss
+        why = why_refused(loss, weight, norms, self.settings.skips_overflows)
+        if why is not None:
+            self._refuse(*why)
+            return
         clip, skipped = clip_factor(norms, weight, self.settings.max_norm)
         record = Committed(
             self.epoch,
@@ -557,7 +564,7 @@ class Coordinator:
             tuple(report.digest if report is not None else "" for report in reports),
             clip,
             skipped,
-            summing.choices[-1].loss,
+            loss,
             weight,
         )
         if self.checks.journal_first:
@@ -566,6 +573,16 @@ class Coordinator:
         else:
             await self._committed(record, summing)
             await self.journal.append(self.term, record)
+
+    def _refuse(self, what: str, value: float) -> None:
+        """The step is not made, here or by whoever coordinates next: the run ends once the state before it is stored."""
+        if self.refused is not None:
+            return
+        self.refused = Refused(self.version, what, value)
+        self._observe(self.refused)
+        self._stopping = True
+        self._storing.begin(self.version, self._usable(self.node.clock.now()))
+        self._give_up_summing(f"its {what} is {value}")
 
     async def _committed(self, record: Committed, summing: Summing) -> None:
         now = self.node.clock.now()
@@ -626,14 +643,21 @@ class Coordinator:
         if self._stopping or (every and self.version % every == 0):
             self._storing.begin(self.version, self._usable(now))
 
-    def _stop_when_stored(self, now: float) -> None:
+    async def _stop_when_stored(self, now: float) -> None:
         """Ends the run when nothing would be lost; a writer that is gone is replaced, since no next checkpoint supersedes this one."""
         saved = self._last_checkpoint
         if self.version == self._origin.version or (saved is not None and (saved.epoch, saved.version) == (self.epoch, self.version)):
             if type(self.phase) is not Finished:
+                await self._check_that_it_leads()
                 self._finish()
         elif self._storing.version == self.version:
             self._storing.replace_lost(self._usable(now))
+
+    async def _check_that_it_leads(self) -> None:
+        """Ending writes no record that the journal could refuse: another may have taken over, and then it is not this one's to end."""
+        newest = replay(await self.journal.read()).term
+        if newest > self.term:
+            raise FencedError(f"the journal is at term {newest}: another coordinator has taken over")
 
     async def _note_stored(self) -> None:
         if self._storing.complete(self.members, self.epoch, self.settings.stages):

@@ -9,6 +9,7 @@ __all__ = [
     "Joined",
     "Left",
     "Moved",
+    "Refused",
     "Repaired",
     "Resealed",
     "Returned",
@@ -38,6 +39,14 @@ class StepCommitted(msgspec.Struct, frozen=True):
     skipped: bool
     seconds: float  # since the step before
     rounds: int  # how often the step was sealed
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """A step is not committed, since this number of it must not be: the run ends with the state before it."""
+
+    version: int
+    what: str  # "loss", "gradient" or "weight"
+    value: float
 
 
 class Resealed(msgspec.Struct, frozen=True):
@@ -117,5 +126,5 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 Happening: TypeAlias = (
-    TookOver | StepCommitted | Resealed | RolledBack | Joined | Moved | Silent | Returned | TooSlow | Left | Repaired | Saved
+    TookOver | StepCommitted | Refused | Resealed | RolledBack | Joined | Moved | Silent | Returned | TooSlow | Left | Repaired | Saved
 )

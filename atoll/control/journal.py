@@ -62,6 +62,14 @@ class History(msgspec.Struct):
             return self.commit.version + 1
         return self.origin.version if self.origin is not None else 0
 
+    @property
+    def stored(self) -> bool:
+        """Whether the states everybody should have are those of a checkpoint, or the initial ones."""
+        saved, origin = self.checkpoint, self.origin
+        if origin is None or self.version == origin.version:
+            return True
+        return saved is not None and (saved.epoch, saved.version) == (origin.epoch, self.version)
+
 
 def replay(records: Iterable[Record]) -> History:
     """Reads a journal from its beginning."""

@@ -105,7 +105,7 @@ class Members:
             incarnation = beat.incarnation if known else self.issue()
             if worker and not known:
                 planned = beat.planned if isinstance(beat, WorkerBeat) else -1
-                stage = place(self.capacities(now), self.hosted_beside(name, beat.nonce), planned)
+                stage = place(self._capacities_beside(name, beat.nonce, now), self.hosted_beside(name, beat.nonce), planned)
             member = self._members[name] = Member(name, worker, incarnation, beat.nonce, stage, now)
         assert member is not None
         member.heard_at = now
@@ -139,6 +139,7 @@ class Members:
         member.version = -1
         member.holds = None
         member.fetched = -1
+        member.stored = -1  # what it has stored is of the stage it leaves
         member.donors = ()
         member.wait_no_more()
 
@@ -169,9 +170,17 @@ class Members:
 
     def capacities(self, now: float) -> list[float]:
         """What the workers heard of each stage add up to, in typical peers, divided by the stage's work."""
+        return self._capacities(self, now)
+
+    def _capacities_beside(self, name: str, nonce: int, now: float) -> list[float]:
+        """The same without what a process was that is started again under its name: it may be back before its silence is noticed."""
+        process = process_of(name)
+        return self._capacities((m for m in self if m.nonce >= nonce or process_of(m.name) != process), now)
+
+    def _capacities(self, members: Iterable[Member], now: float) -> list[float]:
         settings = self._settings
         totals = [0.0] * settings.stages
-        for member, speed in self._speeds(m for m in self if m.worker and m.stage >= 0):
+        for member, speed in self._speeds(m for m in members if m.worker and m.stage >= 0):
             if not member.leaving and self.heard(member, now):
                 totals[member.stage] += speed
         work = settings.work or (1.0,) * settings.stages

@@ -22,6 +22,7 @@ class Rearranging:
         self._draw = draw
         self._observe = observe
         self._wishes: dict[str, int] = {}
+        self._empty_since: dict[int, float] = {}
         self._rebalance_at = 0.0
 
     def begin(self, now: float) -> None:
@@ -87,15 +88,17 @@ class Rearranging:
             self._observe(Moved(move.worker, move.source, move.target, move.reason))
 
     def fill_empty_stages(self, members: Members, now: float) -> list[Member]:
-        """A stage without anybody gets a worker of the stage that can spare most: nothing moves without it, so nothing is lost."""
-        least = max(1, self._settings.minimum_replicas)
+        """A stage that has had nobody for a while gets a worker of the stage that can spare most, whatever minimum that one should keep:
+        nothing moves without it, so nothing is lost. Until then whoever is meant for it may just be starting.
+        """
         moved = []
-        rows: list[list[Member]] = [[] for _ in range(self._settings.stages)]
-        for member in members:
-            if member.worker and member.stage >= 0 and members.heard(member, now):
-                rows[member.stage].append(member)
+        rows = self._rows(members, now)
         for stage, row in enumerate(rows):
-            spare = [] if row else max(([m for m in other if Members.may_go(m, other, least)] for other in rows), key=len)
+            if row:
+                self._empty_since.pop(stage, None)
+            elif now - self._empty_since.setdefault(stage, now) < self._settings.lost_seconds:
+                continue
+            spare = [] if row else max(([m for m in other if Members.may_go(m, other, 1)] for other in rows), key=len)
             if spare:
                 member = spare[-1]
                 rows[member.stage].remove(member)
@@ -104,3 +107,11 @@ class Rearranging:
                 members.move(member, stage)
                 moved.append(member)
         return moved
+
+    def _rows(self, members: Members, now: float) -> list[list[Member]]:
+        """The workers of every stage that are heard."""
+        rows: list[list[Member]] = [[] for _ in range(self._settings.stages)]
+        for member in members:
+            if member.worker and member.stage >= 0 and members.heard(member, now):
+                rows[member.stage].append(member)
+        return rows

@@ -31,6 +31,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ban_seconds: float = 10.0
     checkpoint_every: int = 0  # steps; 0: never
     max_norm: float | None = None  # gradients of larger norm are clipped
+    skips_overflows: bool = True  # a step whose gradient is not finite is passed over, as fp16 needs it; otherwise the run ends there
     in_flight: int = 256  # micro-batches a feeder has under way at once
     minimum_replicas: int = 1  # a stage is never taken below this by our own decision
     rebalance_seconds: float = 0.0  # 0: never

@@ -29,10 +29,10 @@ class Storing:
         return self.version >= 0 and self._writers.get(member.stage) == member.name
 
     def replace_lost(self, usable: list[Member]) -> None:
-        """A writer that is gone is replaced by another of its stage."""
-        names = {member.name for member in usable}
+        """A writer that is gone, or is on another stage by now, is replaced by another of its stage."""
+        serving = {(member.stage, member.name) for member in usable}
         for member in usable:
-            if self._writers.get(member.stage) not in names:
+            if (member.stage, self._writers.get(member.stage)) not in serving:
                 self._writers[member.stage] = member.name
 
     def complete(self, members: Iterable[Member], epoch: int, stages: int) -> bool:

@@ -234,6 +234,7 @@ class Worker(Standing):
         """A new incarnation: another stage, or the first one. What belonged to the old one is gone."""
         self.incarnation = yours.incarnation
         self.stage = yours.stage
+        self.stored = -1
         self._give_up_state()
         if yours.stage < 0:
             self.finished = True

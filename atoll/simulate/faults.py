@@ -38,6 +38,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     delay: float
     corrupt: float
     state_seconds: float = 0.0  # by which chunks of states are late at most
+    stop_at: float = 0.0  # when the run is asked to end early; 0: never
     faults: tuple[Fault, ...]
 
 
@@ -59,6 +60,8 @@ WINDOW = 55.0
 HOSTING = 0.25  # of the seeds
 SLOW_STATES = 0.25
 REWINDS = 0.02
+STOPS = 0.05
+STOP_BEAT = 0.5  # a wish to stop is seen by whoever coordinates within so many seconds
 
 
 def draw_scenario(seed: int) -> Scenario:
@@ -91,6 +94,7 @@ def draw_scenario(seed: int) -> Scenario:
         delay=0.04 * draw.random() if rough else 0.0,
         corrupt=0.02 * draw.random() if rough else 0.0,
         state_seconds=state_seconds,
+        stop_at=_draw_stop(random.Random(f"stop {seed}")),
         faults=tuple(faults),
     )
 
@@ -124,6 +128,10 @@ def _draw_rewind(draw: random.Random, shape: Shape) -> list[Fault]:
     if draw.random() >= REWINDS:
         return []
     return [Fault(3.0, "rewind", (f"w{draw.randrange(shape.workers)}",), round(draw.uniform(8.0, 14.0), 2), draw.random())]
+
+
+def _draw_stop(draw: random.Random) -> float:
+    return round(draw.uniform(3.0, WINDOW), 2) if draw.random() < STOPS else 0.0
 
 
 def _draw_fault(draw: random.Random, shape: Shape) -> Fault:
@@ -169,7 +177,16 @@ def schedule(swarm: ExactSwarm, scenario: Scenario) -> None:
     )
     for fault in scenario.faults:
         loop.at(fault.at, lambda it: _await_phase(swarm, it, scenario.heal_at), fault)
+    if scenario.stop_at:
+        loop.at(scenario.stop_at, lambda _: _stop_the_run(swarm))
     loop.at(scenario.heal_at, lambda _: _heal(swarm))
+
+
+def _stop_the_run(swarm: ExactSwarm) -> None:
+    """As a file in the run's directory does: whoever coordinates sees it, also one that is started later."""
+    for coordinator in swarm.coordinators.values():
+        coordinator.stop()
+    swarm.loop.at(swarm.loop.now + STOP_BEAT, lambda _: _stop_the_run(swarm))
 
 
 def _await_phase(swarm: ExactSwarm, fault: Fault, at_latest: float) -> None:

@@ -13,6 +13,7 @@ import msgspec
 
 from atoll.control import ALL_CHECKS, Checks
 from atoll.control.happenings import Happening
+from atoll.control.journal import replay
 from atoll.errors import AtollError
 from atoll.simulate.faults import Scenario, draw_scenario, schedule
 from atoll.simulate.pulse import Pulse
@@ -37,21 +38,45 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def run_scenario(scenario: Scenario, checks: Checks = ALL_CHECKS, observe: Callable[[Happening], None] | None = None) -> Outcome:
-    """Runs a scenario until two commits follow the healing, or something is wrong. The same scenario gives the same outcome."""
+    """Runs a scenario until two commits follow the healing or the run is stopped, or something is wrong.
+
+    The same scenario gives the same outcome.
+    """
     swarm = ExactSwarm(scenario.shape, scenario.seed, checks=checks, observe=observe)
     checker = swarm.checker
     schedule(swarm, scenario)
     swarm.start_all()
-    swarm.run(scenario.heal_at)
+    if scenario.stop_at:
+        _run_to_its_end(swarm, scenario.heal_at + PATIENCE_AFTER_HEALING)
+    else:
+        _run_past_healing(swarm, scenario.heal_at)
     if not checker.violations:
-        enough = checker.commits + COMMITS_AFTER_HEALING
-        swarm.run(scenario.heal_at + PATIENCE_AFTER_HEALING, lambda: checker.commits >= enough)
-        if not checker.violations and checker.commits < enough:
-            checker.wrong(f"only {checker.commits - enough + COMMITS_AFTER_HEALING} commits follow the healing")
-        if not checker.violations:
-            checker.at_the_end()
+        checker.at_the_end()
     violations = tuple(checker.violations)
     return Outcome(scenario.seed, violations, checker.commits, checker.rollbacks, swarm.loop.events, swarm.loop.now)
+
+
+def _run_past_healing(swarm: ExactSwarm, heal_at: float) -> None:
+    checker = swarm.checker
+    swarm.run(heal_at)
+    if checker.violations:
+        return
+    enough = checker.commits + COMMITS_AFTER_HEALING
+    swarm.run(heal_at + PATIENCE_AFTER_HEALING, lambda: checker.commits >= enough)
+    if not checker.violations and checker.commits < enough:
+        checker.wrong(f"only {checker.commits - enough + COMMITS_AFTER_HEALING} commits follow the healing")
+
+
+def _run_to_its_end(swarm: ExactSwarm, until: float) -> None:
+    """A run that is asked to stop ends, by the word of whoever coordinates last, with the state of its last commit stored."""
+    swarm.run(until, swarm.ended)
+    if swarm.checker.violations:
+        return
+    history = replay(swarm.journal_disk.records)
+    if not swarm.ended():
+        swarm.checker.wrong("it does not stop")
+    elif not history.stored:
+        swarm.checker.wrong(f"it stopped at version {history.version}, which is not stored")
 
 
 def fuzz(seeds: Sequence[int], checks: Checks = ALL_CHECKS, stop_at_first: bool = False) -> list[Outcome]:

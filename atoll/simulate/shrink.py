@@ -24,7 +24,7 @@ def shorten(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
 def _shorter(scenario: Scenario) -> list[Scenario]:
     faults, shape = scenario.faults, scenario.shape
     found = [msgspec.structs.replace(scenario, faults=faults[:index] + faults[index + 1 :]) for index in range(len(faults))]
-    for name in ("duplicate", "reorder", "delay", "corrupt", "state_seconds"):
+    for name in ("duplicate", "reorder", "delay", "corrupt", "state_seconds", "stop_at"):
         if getattr(scenario, name):
             found += [msgspec.structs.replace(scenario, **{name: 0.0})]
     if shape.hosting and shape.workers >= shape.stages:

@@ -9,6 +9,7 @@ from atoll.control import ALL_CHECKS, Checks, Coordinator, Feeder, Node, Setting
 from atoll.control.device import Device
 from atoll.control.happenings import Happening
 from atoll.control.hosting import hosted_workers, process_of
+from atoll.control.journal import replay
 from atoll.simulate.arithmetic import CHUNKS, MAX_NORM
 from atoll.simulate.checker import Checker
 from atoll.simulate.disks import CheckpointDisk, CheckpointStore, JournalDisk, JournalHandle
@@ -176,6 +177,11 @@ class ExactSwarm:
         """The one with the newest term that still runs."""
         running = [c for name, c in self.coordinators.items() if self.alive(name) and not c.finished]
         return max(running, key=lambda c: c.term, default=None)
+
+    def ended(self) -> bool:
+        """Whether the run is over by the word of the newest coordinator, not of one that was replaced."""
+        term = replay(self.journal_disk.records).term
+        return any(c.finished and not c.deposed and c.term == term for name, c in self.coordinators.items() if self.alive(name))
 
     def run(self, until: float, stop: Callable[[], bool] | None = None) -> None:
         """Runs on until a time, a wish or a violation."""

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.control.clipping import clip_factor
+from atoll.control.clipping import clip_factor, why_refused
 
 numbers = st.floats(-1e3, 1e3, allow_nan=False)
 
@@ -38,3 +38,21 @@ def test_a_gradient_that_is_not_finite_skips_the_step(bad: float) -> None:
     assert clip_factor([1.0, bad], 4.0, 1.0) == (0.0, True)
     assert clip_factor([1.0], 0.0, None) == (0.0, True)
     assert clip_factor([1e300, 1e300], 1.0, None) == (1.0, False)
+
+
+@pytest.mark.parametrize(
+    ("loss", "weight", "norms", "skips", "expected"),
+    [
+        (6.0, 3.0, [1.0, 2.0], False, None),
+        (math.nan, 3.0, [1.0], True, "loss"),
+        (-math.inf, 3.0, [1.0], True, "loss"),
+        (6.0, 0.0, [1.0], True, "weight"),
+        (6.0, -1.0, [1.0], True, "weight"),
+        (6.0, math.nan, [1.0], True, "weight"),
+        (6.0, 3.0, [1.0, math.inf], False, "gradient"),
+        (6.0, 3.0, [1.0, math.inf], True, None),
+    ],
+)
+def test_steps_that_must_not_be_made(loss: float, weight: float, norms: list[float], skips: bool, expected: str | None) -> None:
+    found = why_refused(loss, weight, norms, skips)
+    assert (found[0] if found else None) == expected

@@ -89,6 +89,17 @@ def test_a_process_started_again_is_not_kept_away_by_what_it_was() -> None:
     assert sorted(member.stage for member in found if member is not None) == [0, 1, 2]
 
 
+def test_one_that_is_back_before_its_silence_is_noticed_goes_where_it_is_missing() -> None:
+    swarm = members(2)
+    for name in ("a", "b", "c", "d"):
+        joined(swarm, name, 1)
+    for name in "abcd":
+        before = swarm.get(name)
+        again, _ = swarm.hear(beat(name, nonce=2), 0.0)
+        assert again is not None
+        assert again.stage == before.stage  # type: ignore[union-attr]
+
+
 def test_replicas_are_processes() -> None:
     swarm = members(3)
     for process in ("a", "b"):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from atoll.fabric.security import Authority
     from atoll.graph.capture import Captured
     from atoll.job import Job
+    from atoll.runtime.swarm.resuming import Resumed
 
 __all__ = ["check_swarm", "launch_swarm"]
 
@@ -59,10 +60,10 @@ def launch_swarm(
     start = write_start(directory, address, sum(own.stages for _, own in workers))
     known = (directory.path / "authority" / "authority.key").exists()
     authority = Authority.open(directory.path) if known else Authority.create(directory.path)
-    resumed = asyncio.run(continue_run(directory, settings.nats, authority.run)) if before is not None else None
+    resumed = asyncio.run(continue_run(directory, settings.nats, authority.run, spec.settings)) if before is not None else None
     if resumed is not None:
-        say(_going_on(resumed.committed, resumed.checkpoint, spec.settings.steps))
-    if resumed is not None and resumed.committed >= spec.settings.steps:
+        say(_going_on(resumed, spec.settings.steps))
+    if resumed is not None and resumed.committed >= spec.settings.steps and not resumed.lost:
         workers = []
     else:
         where = "on this machine" if lab is None else f"on hosts of {lab.name}"
@@ -100,7 +101,10 @@ def _workers(hosted: Sequence[int]) -> str:
     return f"{plural(len(hosted), 'worker')}, {several} of which host{'s' if several == 1 else ''} several stages,"
 
 
-def _going_on(committed: int, checkpoint: int, steps: int) -> str:
+def _going_on(resumed: "Resumed", steps: int) -> str:
+    committed, checkpoint = resumed.committed, resumed.checkpoint
+    if resumed.lost:
+        return f"{plural(committed, 'step')} made before, but the last states were not stored: going on after step {checkpoint}"
     if committed >= steps:
         return f"{plural(committed, 'step')} made before, the last one too: only the coordinator is started, to write what may be missing"
     if committed == checkpoint:

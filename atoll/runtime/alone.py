@@ -24,6 +24,7 @@ from atoll.events import AnyEvent, Evaluated, NonFinite, Observer, RunFinished, 
 from atoll.job import Job, LossFunction, LossValue, RunResult, read_loss
 from atoll.randomness import mix, own_randomness, seed_everything
 from atoll.runtime.peak import peak_memory_bytes
+from atoll.runtime.refusing import checked_weight, not_finite
 from atoll.runtime.stage.drawing import DrawKey, EagerDraws
 
 __all__ = ["evaluate", "train_alone"]
@@ -166,7 +167,7 @@ class _Trainer:
                 self.scaler.scale(share).backward()  # type: ignore[no-untyped-call]
             total += share.detach()
             weight += (stop - start) if value.weight is None else value.weight
-        divisor = _checked_weight(f"step {step}", float(weight))
+        divisor = checked_weight(f"step {step}", float(weight))
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
         if deferred:
@@ -223,8 +224,7 @@ class _Trainer:
 
     def _not_finite(self, step: int, what: Literal["loss", "gradient"], value: float) -> None:
         self.emit(NonFinite(at_seconds=self.elapsed(), step=step, what=what, value=str(value)))
-        advice = "lower the learning rate, clip gradients with max_grad_norm, or look for bad samples in the data"
-        raise JobFailedError(f"step {step}: the {what} is {value}; the weights are still those after step {step - 1}. To go on: {advice}")
+        raise not_finite(step, what, value)
 
     def _evaluate_when_due(self, step: int) -> None:
         dataset, every = self.job.eval_dataset, self.job.eval_every
@@ -256,7 +256,7 @@ def evaluate(job: Job, model: nn.Module, device: torch.device, step: int, datase
             sums[name][0] += float(value) * (amount if weight is None else 1.0)
             sums[name][1] += amount
     model.train()
-    means = {name: _finite(total / _checked_weight(f"evaluation {name}".strip(), amount)) for name, (total, amount) in sums.items()}
+    means = {name: _finite(total / checked_weight(f"evaluation {name}".strip(), amount)) for name, (total, amount) in sums.items()}
     loss = means.pop("")
     return Evaluated(at_seconds=0.0, step=step, loss=loss, metrics=means, samples=length, seconds=time.perf_counter() - began)
 
@@ -278,12 +278,6 @@ def _share(value: LossValue, *, samples: int, batch_size: int, alone: bool) -> t
     if value.weight is None:
         return (value.value if alone else value.value * (samples / batch_size)), False
     return (value.value / value.weight, False) if alone else (value.value, True)
-
-
-def _checked_weight(where: str, weight: float) -> float:
-    if not (math.isfinite(weight) and weight > 0):
-        raise JobError(f"Job: loss: the weights in (total, weight) of {where} add up to {weight}; they must be positive")
-    return weight
 
 
 def _finite(value: float) -> float | None:

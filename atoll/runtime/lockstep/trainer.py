@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from atoll.blame import users_code
-from atoll.errors import JobError, JobFailedError
+from atoll.errors import JobFailedError
 from atoll.events import AnyEvent, Evaluated, NonFinite, Observer, RunFinished, RunStarted, StepFinished, StopTraining
 from atoll.job import Job
 from atoll.runtime.lockstep.beats import Doing
@@ -19,6 +19,7 @@ from atoll.runtime.lockstep.counting import counted
 from atoll.runtime.lockstep.optimizing import build_on_parts, clip_factor, scale_gradients, squared_norm
 from atoll.runtime.lockstep.rank import RankWork
 from atoll.runtime.peak import peak_memory_bytes
+from atoll.runtime.refusing import checked_weight, not_finite
 from atoll.runtime.stage.loss_scale import LossScale
 
 __all__ = ["Reason", "Trainer"]
@@ -136,8 +137,8 @@ class Trainer:
     def _apply(self, step: int, totals: _Totals) -> tuple[float, float | None, bool]:
         """Divide, clip and apply; returns the loss, the gradient's norm if it was wanted, and whether anything was applied."""
         divisor = totals.weight if self.work.executor.deferred else 1.0
-        if self.work.executor.deferred and not (math.isfinite(divisor) and divisor > 0):
-            raise JobError(f"Job: loss: the weights in (total, weight) of step {step} add up to {divisor}; they must be positive")
+        if self.work.executor.deferred:
+            checked_weight(f"step {step}", divisor)
         loss = totals.loss / divisor
         if not math.isfinite(loss):
             self._not_finite(step, "loss", loss)
@@ -167,8 +168,7 @@ class Trainer:
     def _not_finite(self, step: int, what: Literal["loss", "gradient"], value: float) -> None:
         with suppress(StopTraining):
             self.tell(NonFinite(at_seconds=self.moment(), step=step, what=what, value=str(value)))
-        advice = "lower the learning rate, clip gradients with max_grad_norm, or look for bad samples in the data"
-        raise JobFailedError(f"step {step}: the {what} is {value}; the weights are still those after step {step - 1}. To go on: {advice}")
+        raise not_finite(step, what, value)
 
     def tell(self, event: AnyEvent) -> bool:
         """Tell this rank's observers; whether one of them asked to stop."""

@@ -4,6 +4,8 @@ It may be killed at any moment and started again on the same directory: members 
 """
 
 import asyncio
+import errno
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -12,19 +14,21 @@ import msgspec
 
 from atoll.control.coordinator import Coordinator
 from atoll.control.happenings import Happening, Saved, StepCommitted
-from atoll.control.journal import FencedError, Record, Term, replay
+from atoll.control.journal import FencedError, Record, Term
 from atoll.control.messages import Committed, Finished, Message
 from atoll.control.world import Journal, Node
 from atoll.errors import JobFailedError
 from atoll.events import AnyEvent, EventLog, Observer, RunFinished, RunStarted, StepFinished
 from atoll.fabric.security import Authority, serve
 from atoll.job import Job
+from atoll.runtime.refusing import refused_step
 from atoll.runtime.run_directory import RunDirectory
 from atoll.runtime.swarm.clock import LoopClock
 from atoll.runtime.swarm.evaluating import evaluate_elsewhere, evaluates_after
 from atoll.runtime.swarm.files import CheckpointFiles, CheckpointService, FileJournal, Key, States
 from atoll.runtime.swarm.jetstream import JetStream, connect_jetstream
 from atoll.runtime.swarm.measuring import MeasureService
+from atoll.runtime.swarm.resuming import all_stored, last_states
 from atoll.runtime.swarm.run_files import JOURNAL, STATES, STOP, Start, newest_term, read_start
 from atoll.runtime.swarm.spec import JobService, SwarmSpec
 from atoll.runtime.swarm.telling import Teller, say_event
@@ -36,6 +40,7 @@ __all__ = ["coordinate"]
 
 _MEASURES_SECONDS = 3.0  # between two writings of what workers measured
 _LOOK_SECONDS = 0.5  # between looks at who leads
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES}
 _FINAL_SECONDS = 120.0  # how long the last states are waited for
 
 
@@ -53,9 +58,15 @@ def coordinate(
     With NATS in the run's settings it stands by while another coordinates.
     """
     servers = directory.settings().nats
-    if servers is None:
-        return asyncio.run(_coordinate_from_files(directory, spec, job, address, observers))
-    return asyncio.run(_coordinate_from_nats(directory, spec, job, address, observers, servers, say))
+    try:
+        if servers is None:
+            return asyncio.run(_coordinate_from_files(directory, spec, job, address, observers))
+        return asyncio.run(_coordinate_from_nats(directory, spec, job, address, observers, servers, say))
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        why = os.strerror(error.errno or 0)
+        raise JobFailedError(f"{directory.path}: cannot be written any more ({why}); mend that, then `--resume` goes on") from error
 
 
 async def _coordinate_from_files(directory: RunDirectory, spec: SwarmSpec, job: Job, address: str, observers: tuple[Observer, ...]) -> bool:
@@ -121,6 +132,7 @@ class _Coordinating:
         self._stepped = False  # whether a step was committed since this coordinator began
         self._kept: int | None = None  # the newest checkpoint this coordinator knows of
         self._errors: list[BaseException] = []
+        self._unwritten = False  # whether it was said that measures cannot be written
         self.journal, self.states = journal, states
 
     async def run(self, address: str) -> bool:
@@ -151,11 +163,15 @@ class _Coordinating:
                 await self._until(asyncio.ensure_future(coordinator.run()), coordinator)
                 if coordinator.deposed:
                     raise FencedError("another coordinator has taken over")
-                await self._write_weights(coordinator.version)
+                records = await self._write_weights(coordinator.version)
+                refused = coordinator.refused
+                if refused is not None:
+                    raise refused_step(refused.version + 1, refused.what, refused.value)
+                self._tell(self._finished(coordinator.version, records))
                 return not coordinator.stopped
             finally:
                 await clock.close()
-                await asyncio.to_thread(self._measures.write)
+                await self._write_measures()
                 await asyncio.to_thread(member.close)
 
     async def _until(self, task: "asyncio.Future[None]", coordinator: Coordinator) -> None:
@@ -171,7 +187,16 @@ class _Coordinating:
     async def _keep_measures(self) -> None:
         while True:
             await asyncio.sleep(_MEASURES_SECONDS)
+            await self._write_measures()
+
+    async def _write_measures(self) -> None:
+        """Reports read them; training does not, and goes on without."""
+        try:
             await asyncio.to_thread(self._measures.write)
+        except OSError as error:
+            if not self._unwritten:
+                print(f"  what workers measured cannot be written ({error.strerror}); the report will lack it", flush=True)
+            self._unwritten = True
 
     async def _tell_waiting(self, coordinator: Coordinator) -> None:
         """Until the first step, or those who were started would seem to do nothing for as long as they load."""
@@ -259,13 +284,12 @@ class _Coordinating:
 
     # ---- the end
 
-    async def _write_weights(self, version: int) -> None:
+    async def _write_weights(self, version: int) -> Sequence[Record]:
         """The last states are on their way when the run is over; of a run that was stopped they are stored already."""
         records = await self.journal.read()
-        epoch, saved = _where_states_are(records, version)
-        keys = [Key(epoch, version, stage) for stage in range(self.spec.settings.stages)] if version else []
+        keys = last_states(records, self.spec.settings.stages)
         until = time.monotonic() + _FINAL_SECONDS
-        while not saved and not await self._all_stored(keys):
+        while not await all_stored(self.states, keys):
             if time.monotonic() > until:
                 raise JobFailedError("the last states did not all arrive; `--resume` goes on from the last checkpoint")
             await asyncio.sleep(0.2)
@@ -274,13 +298,10 @@ class _Coordinating:
             raise JobFailedError(f"{self.directory.path / STATES}: a state after step {version} is damaged; restore it from a copy")
         if version:
             await asyncio.to_thread(save_weights, self.directory, self.job, tensors, version)
-        if version == self.spec.settings.steps:
-            self._evaluate_when_due(epoch, version)
+        if version == self.spec.settings.steps and keys:
+            self._evaluate_when_due(keys[0].epoch, version)
         await asyncio.gather(*self._evaluations)
-        self._tell(self._finished(version, records))
-
-    async def _all_stored(self, keys: Sequence[Key]) -> bool:
-        return all([await self.states.exists(key) for key in keys])
+        return records
 
     def _finished(self, version: int, records: Sequence[Record]) -> RunFinished:
         losses = {record.version: record.loss / record.weight for record in records if isinstance(record, Committed)}
@@ -292,14 +313,3 @@ class _Coordinating:
             seconds=self._now(),
             loss=losses.get(version - 1),
         )
-
-
-def _where_states_are(records: Sequence[Record], version: int) -> tuple[int, bool]:
-    """The epoch under which the states of a version are stored, and whether the journal says that they are."""
-    history = replay(records)
-    saved, origin = history.checkpoint, history.origin
-    if saved is not None and saved.version == version:
-        return saved.epoch, True
-    if origin is not None and origin.version == version:
-        return origin.from_epoch, True
-    return origin.epoch if origin is not None else 0, False

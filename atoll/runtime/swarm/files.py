@@ -96,11 +96,14 @@ class CheckpointFiles:
             return
         data = content.contiguous().numpy().tobytes()
         temporary = target.with_suffix(f".{os.getpid()}.{id(content)}")
-        with temporary.open("wb") as file:
-            file.write(hashlib.sha256(data).digest() + data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
+        try:
+            with temporary.open("wb") as file:
+                file.write(hashlib.sha256(data).digest() + data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)  # a full disk is not filled further by what did not fit
 
     async def read(self, key: Key) -> Tensor | None:
         """The state, or None where nothing whole is stored."""

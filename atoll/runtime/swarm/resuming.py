@@ -6,15 +6,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from atoll.control.journal import Epoch, Term, decode, replay
+from atoll.control.journal import Checkpointed, Epoch, Record, Term, decode, replay
+from atoll.control.settings import Settings
 from atoll.control.world import Journal
 from atoll.errors import AtollError, JobFailedError, PlanError
 from atoll.runtime.run_directory import RunDirectory
-from atoll.runtime.swarm.files import CheckpointFiles, FileJournal, Key
+from atoll.runtime.swarm.files import CheckpointFiles, FileJournal, Key, States
 from atoll.runtime.swarm.jetstream import connect_jetstream
 from atoll.runtime.swarm.run_files import JOURNAL, STATES
 
-__all__ = ["Resumed", "check_files", "check_same_stages", "continue_journal", "continue_run"]
+__all__ = ["Resumed", "all_stored", "check_files", "check_same_stages", "continue_journal", "continue_run", "last_states"]
 
 
 class Resumed(msgspec.Struct, frozen=True):
@@ -22,31 +23,53 @@ class Resumed(msgspec.Struct, frozen=True):
 
     committed: int  # steps
     checkpoint: int  # steps, of the last checkpoint
+    lost: bool = False  # the last step's states are nowhere: it goes on from the checkpoint
 
 
-async def continue_run(directory: RunDirectory, servers: str | None, run: str) -> Resumed | None:
-    """As `continue_journal`, wherever the run's journal is."""
+async def continue_run(directory: RunDirectory, servers: str | None, run: str, settings: Settings) -> Resumed | None:
+    """As `continue_journal`, wherever the run's journal and states are."""
     if servers is None:
-        return await continue_journal(FileJournal(directory.path / JOURNAL))
+        return await continue_journal(FileJournal(directory.path / JOURNAL), CheckpointFiles(directory.path / STATES), settings)
     async with connect_jetstream(servers, run, "atoll run") as kept:
         await kept.checkpoints.reopen()
-        return await continue_journal(kept.journal)
+        return await continue_journal(kept.journal, kept.checkpoints, settings)
 
 
-async def continue_journal(journal: Journal) -> Resumed | None:
+async def continue_journal(journal: Journal, states: States, settings: Settings) -> Resumed | None:
     """Prepares a run's journal for those who start now; None where nothing was begun.
 
-    Where the last checkpoint is of the last commit, everybody begins from it at once, under a new epoch. Otherwise nothing is decided here:
-    workers may still be out there with the newest state, and the coordinator waits for them before it goes back to the checkpoint.
+    Where the last checkpoint is of the last commit, everybody begins from it at once, under a new epoch. So it is where the last step was
+    made and its states were lost with those who had them: nobody would make it again otherwise. Else nothing is decided here: workers may
+    still be out there with the newest state, and the coordinator waits for them before it goes back to the checkpoint.
     """
-    history = replay(await journal.read())
+    records = await journal.read()
+    history = replay(records)
     if history.origin is None:
         return None
-    saved = history.checkpoint
-    if saved is not None and (saved.epoch, saved.version) == (history.origin.epoch, history.version):
+    saved, committed = history.checkpoint or Checkpointed(0, 0), history.version
+    at_its_checkpoint = (saved.epoch, saved.version) == (history.origin.epoch, committed) and history.checkpoint is not None
+    lost = committed >= settings.steps and not await all_stored(states, last_states(records, settings.stages))
+    if at_its_checkpoint or lost:
         await journal.append(history.term + 1, Term(history.term + 1))
         await journal.append(history.term + 1, Epoch(history.origin.epoch + 1, saved.version, saved.epoch))
-    return Resumed(history.version, saved.version if saved is not None else 0)
+    return Resumed(committed, saved.version, lost)
+
+
+def last_states(records: Sequence[Record], stages: int) -> tuple[Key, ...]:
+    """Where the states everybody should have are, or will be, stored; none where no step was made."""
+    history = replay(records)
+    version, saved, origin = history.version, history.checkpoint, history.origin
+    epoch = origin.epoch if origin is not None else 0
+    if saved is not None and saved.version == version:
+        epoch = saved.epoch
+    elif origin is not None and origin.version == version:
+        epoch = origin.from_epoch
+    return tuple(Key(epoch, version, stage) for stage in range(stages if version else 0))
+
+
+async def all_stored(states: States, keys: Sequence[Key]) -> bool:
+    """Whether all of these are there."""
+    return all([await states.exists(key) for key in keys])
 
 
 def check_same_stages(before: Sequence[int], now: Sequence[int]) -> None:

@@ -76,6 +76,7 @@ def spec_of(
         gather_seconds=2.0,
         checkpoint_every=stored_every(checkpoint_every, job),
         max_norm=job.max_grad_norm,
+        skips_overflows=job.precision == "fp16",
         rebalance_seconds=60.0,
         staleness=plan.staleness,
         tied=tuple(tied_parameters(programs_of(captured, bounds))),

@@ -7,6 +7,7 @@ from atoll.control.happenings import (
     Joined,
     Left,
     Moved,
+    Refused,
     Repaired,
     Resealed,
     Returned,
@@ -27,6 +28,7 @@ from atoll.events import (
     MemberReturned,
     MemberSilent,
     MemberTooSlow,
+    NonFinite,
     StageLost,
     StepFinished,
     StepRepaired,
@@ -50,6 +52,8 @@ class Teller:
         match happening:
             case StepCommitted():
                 return self._step(happening)
+            case Refused(what="loss" | "gradient" as what):
+                return NonFinite(at_seconds=now, step=happening.version + 1, what=what, value=str(happening.value))
             case Joined():
                 return MemberJoined(at_seconds=now, name=happening.name, stage=happening.stage)
             case Left():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll import Job
-from atoll.control.messages import Run
+from atoll.control.messages import Committed, Run
 from atoll.errors import AtollError, JobError
 from atoll.graph.capture import capture_program
 from atoll.runtime.swarm.compute import StageCompute, _norm_squared, programs_of, tied_parameters
@@ -65,12 +65,12 @@ def job(**changes: Any) -> Job:
     return Job(**{**settings, **changes})
 
 
-def plain(job: Job, staleness: int = 0) -> tuple[list[float], dict[str, Tensor]]:
+def plain(job: Job, staleness: int = 0, steps: int = STEPS) -> tuple[list[float], dict[str, Tensor]]:
     """By hand, in plain PyTorch; the job is asked only for what the user gave it, and for the order of the data."""
     model = job.build_model("cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
     losses, history = [], []
-    for step in range(STEPS):
+    for step in range(steps):
         history.append(deepcopy(model))
         seen = history[max(0, step - staleness)]
         value = loss(seen, job.samples.batch(step))
@@ -83,6 +83,42 @@ def plain(job: Job, staleness: int = 0) -> tuple[list[float], dict[str, Tensor]]
         optimizer.step()
         losses.append(float(value.detach()))
     return losses, model.state_dict()
+
+
+class Spoilt(Data):
+    """One sample of the fourth step is not a number."""
+
+    spoilt = -1
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, label = super().__getitem__(index)
+        return inputs * float("nan") if index == self.spoilt else inputs, label
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_loss_that_is_not_a_number_ends_the_run_with_the_weights_before_it(staleness: int) -> None:
+    data = Spoilt()
+    it = job(data=data)
+    data.spoilt = next(index for index in range(len(data)) if _in_batch(it, data, index, 3))
+    expected = plain(job(), staleness, steps=3)[1]
+    swarm = OneProcess(it, BOUNDS, 4, 4, staleness=staleness, skips_overflows=False)
+    asyncio.run(swarm.run())
+    assert swarm.coordinator is not None
+    refused = swarm.coordinator.refused
+    assert refused is not None
+    assert (refused.version, refused.what, math.isnan(refused.value), swarm.coordinator.version) == (3, "loss", True, 3)
+    assert all(math.isfinite(record.loss) for record in swarm.journal.records if isinstance(record, Committed))
+    stored = [swarm.checkpoints.stored[0, 3, stage] for stage in range(3)]
+    assert len(stored) == 3
+    for worker in swarm.workers.values():
+        if worker.version == 3:
+            for name, parameter in worker.state.module.parameters_by_name().items():
+                torch.testing.assert_close(parameter.detach(), expected[name], rtol=1e-5, atol=1e-6)
+
+
+def _in_batch(it: Job, data: Spoilt, index: int, step: int) -> bool:
+    data.spoilt = index
+    return bool(torch.isnan(it.samples.batch(step)[0]).any()) and not any(torch.isnan(it.samples.batch(s)[0]).any() for s in range(step))
 
 
 def swarm_losses(swarm: OneProcess) -> list[float]:

@@ -1,10 +1,17 @@
 """A swarm's states on disk: whole or not there, written once, and not for ever."""
 
 import asyncio
+import errno
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 
+from atoll.errors import JobFailedError
+from atoll.runtime.run_directory import RunDirectory
+from atoll.runtime.swarm import coordinating
 from atoll.runtime.swarm.files import CheckpointFiles, Key
 
 
@@ -38,3 +45,25 @@ def test_old_states_are_forgotten_and_counted_by_their_step(tmp_path: Path) -> N
         assert [await files.exists(Key(0, version, 0)) for version in (5, 10, 15)] == [False, True, True]
 
     asyncio.run(use())
+
+
+def test_a_state_that_does_not_fit_on_the_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        asyncio.run(CheckpointFiles(tmp_path).write(Key(0, 1, 0), torch.arange(9, dtype=torch.uint8)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_a_sentence_and_other_errors_are_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, expected in ((errno.ENOSPC, JobFailedError), (errno.ENOENT, FileNotFoundError)):
+
+        async def fails(*rest: object, number: int = number) -> bool:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(coordinating, "_coordinate_from_files", fails)
+        monkeypatch.setattr(RunDirectory, "settings", lambda self: SimpleNamespace(nats=None))
+        with pytest.raises(expected, match=r"No (space left on device|such file)"):
+            coordinating.coordinate(RunDirectory(tmp_path), None, None, "")  # type: ignore[arg-type]

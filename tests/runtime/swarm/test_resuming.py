@@ -11,10 +11,11 @@ import torch
 from atoll.control.happenings import Happening, Joined, Left, Repaired, RolledBack, StepCommitted
 from atoll.control.journal import Checkpointed, Epoch, Term, decode, encode, replay
 from atoll.control.messages import Committed
+from atoll.control.settings import Settings
 from atoll.errors import JobError, JobFailedError, PlanError
 from atoll.runtime.run_directory import RunDirectory
 from atoll.runtime.swarm.files import CheckpointFiles, FileJournal, Key
-from atoll.runtime.swarm.resuming import check_files, check_same_stages, continue_journal
+from atoll.runtime.swarm.resuming import Resumed, check_files, check_same_stages, continue_journal, continue_run
 from atoll.runtime.swarm.run_files import JOURNAL, STATES, read_spec, read_start, write_start
 
 from .one_process import OneProcess
@@ -30,6 +31,9 @@ def test_a_file_that_cannot_be_understood_is_a_sentence(name: str, read: Callabl
         JobError, match=rf"{name}: another version of Atoll wrote it, or it was changed since \(.*; go on with that version"
     ):
         read(RunDirectory(tmp_path))
+
+
+SETTINGS = Settings(stages=2, micro_batches=1, steps=STEPS)
 
 
 def stop_after(version: int) -> Any:
@@ -53,7 +57,7 @@ def test_a_stopped_swarm_goes_on_from_its_checkpoint(staleness: int, tmp_path: P
     assert history.checkpoint == Checkpointed(0, history.version)
     assert 2 <= history.version < STEPS
 
-    resumed = asyncio.run(continue_journal(FileJournal(path)))
+    resumed = asyncio.run(continue_journal(FileJournal(path), CheckpointFiles(tmp_path), SETTINGS))
     assert resumed is not None
     assert (resumed.committed, resumed.checkpoint) == (history.version, history.version)
     second = OneProcess(it, [0, 2, 5], 2, 3, staleness=staleness)
@@ -103,9 +107,9 @@ def test_who_leaves_politely_takes_nothing_along(staleness: int) -> None:
 
 def test_a_journal_whose_newest_state_may_be_elsewhere_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    assert asyncio.run(continue_journal(FileJournal(path))) is None
+    assert asyncio.run(continue_journal(FileJournal(path), CheckpointFiles(tmp_path), SETTINGS)) is None
     journal = FileJournal(path)
-    assert asyncio.run(continue_journal(FileJournal(path))) is None
+    assert asyncio.run(continue_journal(FileJournal(path), CheckpointFiles(tmp_path), SETTINGS)) is None
     commits = [Committed(0, version, (1, version), ("a",), 1.0, False, 1.0, 1.0) for version in range(3)]
 
     async def write() -> None:
@@ -114,10 +118,24 @@ def test_a_journal_whose_newest_state_may_be_elsewhere_is_left_alone(tmp_path: P
 
     asyncio.run(write())
     before = path.read_bytes()
-    resumed = asyncio.run(continue_journal(FileJournal(path)))
+    resumed = asyncio.run(continue_journal(FileJournal(path), CheckpointFiles(tmp_path), SETTINGS))
     assert resumed is not None
     assert (resumed.committed, resumed.checkpoint) == (3, 2)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("checkpoint", [None, Checkpointed(0, 2)])
+def test_a_last_step_whose_states_are_nowhere_is_made_again(checkpoint: Checkpointed | None, tmp_path: Path) -> None:
+    """Everybody was killed between the last commit and the writing of its states."""
+    saved = [checkpoint] if checkpoint is not None else []
+    records = [Term(1), Epoch(0, 0, 0), *committed(0, 1), *saved, *committed(*range(2, STEPS))]
+    directory = stored(tmp_path, records, Key(0, 2, 0), Key(0, 2, 1), Key(0, STEPS, 0))
+    at = checkpoint.version if checkpoint is not None else 0
+    assert asyncio.run(continue_run(directory, None, "", SETTINGS)) == Resumed(STEPS, at, lost=True)
+    history = replay(decode((tmp_path / JOURNAL).read_bytes())[0])
+    assert (history.term, history.version, history.origin) == (2, at, Epoch(1, at, 0))
+    stored(tmp_path, records, Key(0, STEPS, 1))  # the other one too: then nothing is to be done again
+    assert asyncio.run(continue_run(directory, None, "", SETTINGS)) == Resumed(STEPS, at)
 
 
 def test_other_stages_are_refused() -> None:

@@ -10,6 +10,7 @@ from atoll.control.happenings import (
     Joined,
     Left,
     Moved,
+    Refused,
     Repaired,
     Resealed,
     Returned,
@@ -36,6 +37,7 @@ LINES = [
     ),
     (Moved("anna", 0, 1, "it helps"), "anna moves from stage 0 to stage 1: it helps"),
     (RolledBack(1, 20, 0), "stage 0 was lost; everybody goes on from step 20"),
+    (Refused(4, "loss", float("nan")), None),
     (TookOver(2, 5), "a new coordinator goes on after step 5"),
     (TookOver(1, 0), None),
 ]

@@ -44,7 +44,7 @@ def launch_swarm(
     from atoll.runtime.swarm.launching import SwarmProcesses, free_address
     from atoll.runtime.swarm.own_devices import planned_workers
     from atoll.runtime.swarm.resuming import continue_run
-    from atoll.runtime.swarm.run_files import read_start, write_spec, write_start
+    from atoll.runtime.swarm.run_files import JOURNAL, read_start, write_spec, write_start
     from atoll.runtime.swarm.spec import spec_of
     from atoll.script import load_job
 
@@ -82,7 +82,11 @@ def launch_swarm(
         place=place,
         standby=standby,
     )
-    _end(processes.run(), directory, settings)
+    try:
+        code = processes.run()
+    except KeyboardInterrupt:  # the second Ctrl-C
+        code = _INTERRUPTED
+    _end(code, directory, settings, journal=settings.nats is not None or (directory.path / JOURNAL).exists())
 
 
 def _invite(authority: "Authority", directory: RunDirectory, address: str, standby: tuple[str, ...]) -> None:
@@ -109,8 +113,8 @@ def _going_on(committed: int, checkpoint: int, steps: int) -> str:
     return f"{made}; the last checkpoint is of step {checkpoint}: from there, unless workers of before are still there"
 
 
-def _end(code: int, directory: RunDirectory, settings: RunSettings) -> None:
-    if code == _INTERRUPTED:
+def _end(code: int, directory: RunDirectory, settings: RunSettings, *, journal: bool) -> None:
+    if code == _INTERRUPTED and journal:  # else nothing was begun that could go on
         say(f"to go on: atoll run {settings.script} --mode swarm --resume {directory.path}")
     if code:
         raise typer.Exit(code)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from atoll.cli.main import run
+from atoll.runtime.swarm.launching import SwarmProcesses
 
 SCRIPT = """import torch
 from torch import nn
@@ -83,6 +84,21 @@ def test_without_staleness_it_is_started(folder: Path) -> None:
     Path("p.plan").write_text(PLAN.format(staleness=" staleness=1"))
     with pytest.raises(ProcessStarted):
         run(["run", "train.py", "--plan", "p.plan", "--out", "out", "--staleness", "0"])
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_the_second_ctrl_c_too_says_how_to_go_on_where_something_was_begun(
+    begun: bool, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(processes: SwarmProcesses) -> int:
+        if begun:
+            Path("out/journal.jsonl").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SwarmProcesses, "run", interrupted)
+    Path("p.plan").write_text(PLAN.format(staleness=""))
+    assert run(["run", "train.py", "--plan", "p.plan", "--out", "out"]) == 130
+    assert (f"to go on: atoll run {folder / 'train.py'} --mode swarm --resume out" in capsys.readouterr().err) == begun
 
 
 @pytest.mark.parametrize("mode", ["swarm", "lockstep"])  # of the plan: the command's goes before it

@@ -6,7 +6,6 @@ import socket
 import sys
 import threading
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -62,14 +61,7 @@ def join(
     if keys is not None:
         credentials.save(keys)
     print(_enrolled(credentials), flush=True)
-    closing = threading.Event()  # what ends because we end it is not told
-
-    def tell(event: AnyEvent) -> None:
-        if not closing.is_set():
-            _print(describe_event(event))
-
-    with Member(credentials, observer=tell) as member, ExitStack() as ending:
-        ending.callback(closing.set)
+    with Member(credentials, observer=lambda event: _print(describe_event(event))) as member:
         coordinator = member.join(address)
         member.fabric.run(coordinator.connected(_CONNECT_SECONDS))
         print(f"Connected to {coordinator.name} at {address}", flush=True)

@@ -178,6 +178,19 @@ def test_a_lost_peer_is_dialled_again_and_every_change_is_an_event() -> None:
         assert any(isinstance(event, PeerRetried) and event.delay_seconds for event in events)
 
 
+def test_whoever_closes_hears_of_no_deaths() -> None:
+    events: list[AnyEvent] = []
+    with Fabric("rome", services=[Store()]) as rome, Fabric("bern", services=[Store()]) as bern:
+        with Fabric("oslo", observer=events.append) as oslo:
+            for other in (rome, bern):
+                oslo.connect(other.listen()).call_sync(Store.echo, Named("x"))
+            bern.close()
+            eventually(lambda: oslo.peer("bern").state == "dead")
+        assert oslo.peer("rome").state == "dead"
+    dead = [event.peer for event in events if isinstance(event, PeerChanged) and event.state == "dead"]
+    assert dead == ["bern"]  # it closed first
+
+
 def test_a_peer_is_given_up_after_a_bounded_number_of_attempts() -> None:
     events: list[AnyEvent] = []
     given_up = pytest.raises(PeerLostError, match="was given up after 4 attempts: Connection refused")

@@ -13,6 +13,8 @@ import typer
 
 from atoll.errors import RefusedError
 from atoll.events import AnyEvent, CertificateIssued, CertificateRevoked, PeerChanged, PeerRefused, PeerRetried, RenewalFailed
+from atoll.fabric.address import split_address
+from atoll.fabric.security.token import Token
 from atoll.units import format_seconds, plural
 
 if TYPE_CHECKING:
@@ -52,6 +54,9 @@ def join(
     join only runs whose owner you trust.
     """
     text = sys.stdin.readline() if token == "-" else token
+    Token.parse(text)
+    for one in address.split(","):
+        split_address(one)
     _print(f"loads PyTorch, then enrols at {address}")
     from atoll.fabric.security import Member, enrol  # PyTorch takes seconds to load: `--help` does not wait for it
     from atoll.runtime.swarm.own_devices import check_devices, devices_here

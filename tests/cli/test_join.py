@@ -80,6 +80,23 @@ def test_what_goes_wrong_is_one_sentence(
     assert "Traceback" not in told
 
 
+@pytest.mark.parametrize(
+    ("address", "token", "said"),
+    [
+        ("127.0.0.1:1", "garbage", "this is no join token"),
+        ("localhost", None, "'localhost' is no address; write it like 'host:port'"),
+        ("127.0.0.1:1,localhost", None, "'localhost' is no address"),
+    ],
+)
+def test_mistakes_are_told_before_pytorch_is_loaded(address: str, token: str | None, said: str, tmp_path: Path) -> None:
+    good = Authority.create(tmp_path / "run").issue_token()
+    code = "import sys; from atoll.cli.main import run; print(run(sys.argv[1:]), 'torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "join", address, "--token", token or good]
+    told = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert told.stdout == "1 False\n"
+    assert said in told.stderr
+
+
 @pytest.mark.parametrize("also", [[], ["--check"]])
 def test_more_stages_than_the_run_has_are_refused_before_anything_is_trained(
     also: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -80,6 +80,25 @@ def test_an_optimizer_that_staleness_would_leave_behind_is_refused_before_anythi
     assert not Path("out").exists()
 
 
+@pytest.mark.parametrize(
+    ("mode", "words", "said"),
+    [
+        ("lockstep", "", "the plan's mode is swarm, and it was to be run in lockstep"),
+        ("swarm", " sharded", "stage 0: a swarm's worker holds a whole stage by itself; leave out `sharded`"),
+    ],
+)
+def test_a_plan_for_another_mode_is_refused_before_the_script_is_run(
+    mode: str, words: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("train.py").write_text("raise SystemExit('it was run')")
+    text = TWO.format(mode="swarm" if mode == "lockstep" else "lockstep").replace("layers 0-1:", f"layers 0-1{words}:")
+    Path("p.plan").write_text(text)
+    assert run(["run", "train.py", "--mode", mode, "--plan", "p.plan", "--out", "out"]) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert "it was run" not in told
+
+
 def test_without_staleness_it_is_started(folder: Path) -> None:
     Path("p.plan").write_text(PLAN.format(staleness=" staleness=1"))
     with pytest.raises(ProcessStarted):

@@ -15,7 +15,7 @@ import torch
 from atoll.errors import FabricError, PeerLostError, RefusedError
 from atoll.events import AnyEvent, PeerChanged, PeerRetried
 from atoll.fabric import Backoff, ConnectionSettings, Fabric, LivenessRule, Peer, Remote, TcpCarrier
-from atoll.fabric.carrier import split_address
+from atoll.fabric.address import split_address
 from atoll.fabric.frame import Kind, pack_prefix
 from atoll.fabric.headers import Hello, Message, Open, Ping, encode_frame
 from atoll.fabric.pump import TcpPump

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from atoll.errors import JobFailedError
-from atoll.fabric.carrier import split_address
+from atoll.fabric.address import split_address
 from atoll.fabric.security import Authority
 from atoll.runtime.swarm.run_files import STOP
 

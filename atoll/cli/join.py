@@ -6,6 +6,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["describe_event", "farewell", "join"]
 
 _CONNECT_SECONDS = 30.0
+_INTERRUPTED = 130
 
 
 def join(
@@ -66,7 +69,7 @@ def join(
     if keys is not None:
         credentials.save(keys)
     print(_enrolled(credentials), flush=True)
-    with Member(credentials, observer=lambda event: _print(describe_event(event))) as member:
+    with _not_begun(credentials.name), Member(credentials, observer=lambda event: _print(describe_event(event))) as member:
         coordinator = member.join(address)
         member.fabric.run(coordinator.connected(_CONNECT_SECONDS))
         print(f"Connected to {coordinator.name} at {address}", flush=True)
@@ -80,6 +83,16 @@ def join(
             _stay(member, coordinator)
             return
     _work(credentials, address, spec, script, dialled=not behind_nat, devices=devices, stages=stages)
+
+
+@contextmanager
+def _not_begun(name: str) -> Iterator[None]:
+    """What Ctrl-C does while there is no work yet that could be left."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"{name} left before it had begun", flush=True)
+        raise typer.Exit(_INTERRUPTED) from None
 
 
 def _spec(coordinator: "Remote") -> "SwarmSpec | None":
@@ -103,13 +116,14 @@ def _work(
     credentials: "Credentials", address: str, spec: "SwarmSpec", script: Path | None, *, dialled: bool, devices: int, stages: int
 ) -> None:
     """Until the run is over."""
-    from atoll.cli.imposed import imposed_speed
-    from atoll.runtime.swarm.own_devices import OwnDevices
-    from atoll.runtime.swarm.spec import load_spec_job
-    from atoll.runtime.swarm.taking_part import take_part
-    from atoll.script import load_job
+    with _not_begun(credentials.name):
+        from atoll.cli.imposed import imposed_speed
+        from atoll.runtime.swarm.own_devices import OwnDevices
+        from atoll.runtime.swarm.spec import load_spec_job
+        from atoll.runtime.swarm.taking_part import take_part
+        from atoll.script import load_job
 
-    job = load_spec_job(spec) if script is None else load_job(script, spec.arguments)
+        job = load_spec_job(spec) if script is None else load_job(script, spec.arguments)
     settings = spec.settings
     whole = f"{plural(settings.stages, 'stage')}, {plural(settings.steps, 'step')}"
     print(f"Working for {job.name}: {whole}; the model is captured first. Ctrl-C leaves", flush=True)

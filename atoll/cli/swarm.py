@@ -56,10 +56,11 @@ def launch_swarm(
     lab = lab_of(hosts, os.environ)
     address = listen or (before.address if before is not None else free_address("127.0.0.1" if lab is None else lab.address))
     write_spec(directory, spec)
-    start = write_start(directory, address, sum(own.stages for _, own in workers))
     known = (directory.path / "authority" / "authority.key").exists()
     authority = Authority.open(directory.path) if known else Authority.create(directory.path)
     resumed = asyncio.run(continue_run(directory, settings.nats, authority.run)) if before is not None else None
+    hosted = sum(own.stages for _, own in workers)
+    start = write_start(directory, address, hosted, resumed.term if resumed is not None else None)
     if resumed is not None:
         say(_going_on(resumed.committed, resumed.checkpoint, spec.settings.steps))
     if resumed is not None and resumed.committed >= spec.settings.steps:

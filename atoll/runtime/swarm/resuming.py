@@ -22,6 +22,7 @@ class Resumed(msgspec.Struct, frozen=True):
 
     committed: int  # steps
     checkpoint: int  # steps, of the last checkpoint
+    term: int  # the newest in the journal; whoever coordinates now has one of its own
 
 
 async def continue_run(directory: RunDirectory, servers: str | None, run: str) -> Resumed | None:
@@ -42,11 +43,12 @@ async def continue_journal(journal: Journal) -> Resumed | None:
     history = replay(await journal.read())
     if history.origin is None:
         return None
-    saved = history.checkpoint
+    saved, term = history.checkpoint, history.term
     if saved is not None and (saved.epoch, saved.version) == (history.origin.epoch, history.version):
-        await journal.append(history.term + 1, Term(history.term + 1))
-        await journal.append(history.term + 1, Epoch(history.origin.epoch + 1, saved.version, saved.epoch))
-    return Resumed(history.version, saved.version if saved is not None else 0)
+        term += 1
+        await journal.append(term, Term(term))
+        await journal.append(term, Epoch(history.origin.epoch + 1, saved.version, saved.epoch))
+    return Resumed(history.version, saved.version if saved is not None else 0, term)
 
 
 def check_same_stages(before: Sequence[int], now: Sequence[int]) -> None:

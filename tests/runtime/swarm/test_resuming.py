@@ -56,6 +56,7 @@ def test_a_stopped_swarm_goes_on_from_its_checkpoint(staleness: int, tmp_path: P
     resumed = asyncio.run(continue_journal(FileJournal(path)))
     assert resumed is not None
     assert (resumed.committed, resumed.checkpoint) == (history.version, history.version)
+    assert resumed.term == replay(decode(path.read_bytes())[0]).term == history.term + 1
     second = OneProcess(it, [0, 2, 5], 2, 3, staleness=staleness)
     second.checkpoints = first.checkpoints
     second.journal = FileJournal(path)  # type: ignore[assignment]

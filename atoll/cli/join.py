@@ -6,7 +6,8 @@ import socket
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,8 @@ import typer
 
 from atoll.errors import RefusedError
 from atoll.events import AnyEvent, CertificateIssued, CertificateRevoked, PeerChanged, PeerRefused, PeerRetried, RenewalFailed
+from atoll.fabric.address import split_address
+from atoll.fabric.security.token import Token
 from atoll.units import format_seconds, plural
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["describe_event", "farewell", "join"]
 
 _CONNECT_SECONDS = 30.0
+_INTERRUPTED = 130
 
 
 def join(
@@ -53,6 +57,9 @@ def join(
     join only runs whose owner you trust.
     """
     text = sys.stdin.readline() if token == "-" else token
+    Token.parse(text)
+    for one in address.split(","):
+        split_address(one)
     _print(f"loads PyTorch, then enrols at {address}")
     from atoll.fabric.security import Member, enrol  # PyTorch takes seconds to load: `--help` does not wait for it
     from atoll.runtime.swarm.own_devices import check_devices, devices_here
@@ -62,14 +69,7 @@ def join(
     if keys is not None:
         credentials.save(keys)
     print(_enrolled(credentials), flush=True)
-    closing = threading.Event()  # what ends because we end it is not told
-
-    def tell(event: AnyEvent) -> None:
-        if not closing.is_set():
-            _print(describe_event(event))
-
-    with Member(credentials, observer=tell) as member, ExitStack() as ending:
-        ending.callback(closing.set)
+    with _not_begun(credentials.name), Member(credentials, observer=lambda event: _print(describe_event(event))) as member:
         coordinator = member.join(address)
         member.fabric.run(coordinator.connected(_CONNECT_SECONDS))
         print(f"Connected to {coordinator.name} at {address}", flush=True)
@@ -83,6 +83,16 @@ def join(
             _stay(member, coordinator)
             return
     _work(credentials, address, spec, script, dialled=not behind_nat, devices=devices, stages=stages)
+
+
+@contextmanager
+def _not_begun(name: str) -> Iterator[None]:
+    """What Ctrl-C does while there is no work yet that could be left."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"{name} left before it had begun", flush=True)
+        raise typer.Exit(_INTERRUPTED) from None
 
 
 def _spec(coordinator: "Remote") -> "SwarmSpec | None":
@@ -106,13 +116,14 @@ def _work(
     credentials: "Credentials", address: str, spec: "SwarmSpec", script: Path | None, *, dialled: bool, devices: int, stages: int
 ) -> None:
     """Until the run is over."""
-    from atoll.cli.imposed import imposed_speed
-    from atoll.runtime.swarm.own_devices import OwnDevices
-    from atoll.runtime.swarm.spec import load_spec_job
-    from atoll.runtime.swarm.taking_part import take_part
-    from atoll.script import load_job
+    with _not_begun(credentials.name):
+        from atoll.cli.imposed import imposed_speed
+        from atoll.runtime.swarm.own_devices import OwnDevices
+        from atoll.runtime.swarm.spec import load_spec_job
+        from atoll.runtime.swarm.taking_part import take_part
+        from atoll.script import load_job
 
-    job = load_spec_job(spec) if script is None else load_job(script, spec.arguments)
+        job = load_spec_job(spec) if script is None else load_job(script, spec.arguments)
     settings = spec.settings
     whole = f"{plural(settings.stages, 'stage')}, {plural(settings.steps, 'step')}"
     print(f"Working for {job.name}: {whole}; the model is captured first. Ctrl-C leaves", flush=True)

@@ -21,9 +21,11 @@ from atoll.codec import SwarmCodec
 from atoll.cost import Calibration, Cost, load_calibration
 from atoll.errors import FabricError, JobError, PlanError
 from atoll.events import EventLog
+from atoll.fabric.address import split_address
 from atoll.lab.environment import lab_of
 from atoll.lab.remote import remote_command
-from atoll.plan import Plan, load_plan, validate
+from atoll.plan import Plan, load_plan, validate, why_not_swarm
+from atoll.runtime.lockstep.layout import check_supported
 from atoll.runtime.run_directory import SPEEDS, RunDirectory, RunSettings
 from atoll.units import plural
 
@@ -77,6 +79,7 @@ def run(
     directory, settings = _directory(script, arguments, out, resume, checkpoint_every, keep_last)
     devices = _cluster(cluster, plan, directory if resume else None)
     constants = load_calibration(calibration) if calibration else None
+    _check_mode(plan, directory if resume and not cluster else None, mode, staleness)
     model = load_target(script, None, arguments)
     chosen = _plan(model, devices, plan, constants, directory if resume and not cluster else None, mode)
     if mode == "swarm":
@@ -133,12 +136,23 @@ def _check_addresses(mode: RunMode, listen: str | None, standby: list[str] | Non
         raise JobError("--listen: only `--mode swarm` has others join; leave it out")
     for option, address in [("--listen", listen), *(("--standby", other) for other in standby or ())]:
         if address is not None:
-            from atoll.fabric.carrier import split_address  # PyTorch takes seconds to load: mistakes above are told before
-
             try:
                 split_address(address)
             except FabricError as error:
                 raise JobError(f"{option} {error}") from None
+
+
+def _check_mode(given: Path | None, resumed: RunDirectory | None, mode: RunMode, staleness: int | None) -> None:
+    """PlanError where a plan that is there already is not for this mode: before the model is captured, which takes long."""
+    if given is None and resumed is None:
+        return
+    chosen = load_plan(given) if given is not None else resumed.plan()  # type: ignore[union-attr]
+    if mode == "lockstep":
+        check_supported(chosen)
+        return
+    why_not = why_not_swarm(chosen if staleness is None else msgspec.structs.replace(chosen, staleness=staleness))
+    if why_not is not None:
+        raise PlanError(why_not)
 
 
 def _run_alone(script: str, arguments: tuple[str, ...], out: Path | None, *contradicting: Path | None) -> None:

@@ -45,7 +45,7 @@ def launch_swarm(
     from atoll.runtime.swarm.launching import SwarmProcesses, free_address
     from atoll.runtime.swarm.own_devices import planned_workers
     from atoll.runtime.swarm.resuming import continue_run
-    from atoll.runtime.swarm.run_files import read_start, write_spec, write_start
+    from atoll.runtime.swarm.run_files import JOURNAL, read_start, write_spec, write_start
     from atoll.runtime.swarm.spec import spec_of
     from atoll.script import load_job
 
@@ -57,10 +57,11 @@ def launch_swarm(
     lab = lab_of(hosts, os.environ)
     address = listen or (before.address if before is not None else free_address("127.0.0.1" if lab is None else lab.address))
     write_spec(directory, spec)
-    start = write_start(directory, address, sum(own.stages for _, own in workers))
     known = (directory.path / "authority" / "authority.key").exists()
     authority = Authority.open(directory.path) if known else Authority.create(directory.path)
     resumed = asyncio.run(continue_run(directory, settings.nats, authority.run, spec.settings)) if before is not None else None
+    hosted = sum(own.stages for _, own in workers)
+    start = write_start(directory, address, hosted, resumed.term if resumed is not None else None)
     if resumed is not None:
         say(_going_on(resumed, spec.settings.steps))
     if resumed is not None and resumed.committed >= spec.settings.steps and not resumed.lost:
@@ -83,7 +84,11 @@ def launch_swarm(
         place=place,
         standby=standby,
     )
-    _end(processes.run(), directory, settings)
+    try:
+        code = processes.run()
+    except KeyboardInterrupt:  # the second Ctrl-C
+        code = _INTERRUPTED
+    _end(code, directory, settings, journal=settings.nats is not None or (directory.path / JOURNAL).exists())
 
 
 def _invite(authority: "Authority", directory: RunDirectory, address: str, standby: tuple[str, ...]) -> None:
@@ -113,8 +118,8 @@ def _going_on(resumed: "Resumed", steps: int) -> str:
     return f"{made}; the last checkpoint is of step {checkpoint}: from there, unless workers of before are still there"
 
 
-def _end(code: int, directory: RunDirectory, settings: RunSettings) -> None:
-    if code == _INTERRUPTED:
+def _end(code: int, directory: RunDirectory, settings: RunSettings, *, journal: bool) -> None:
+    if code == _INTERRUPTED and journal:  # else nothing was begun that could go on
         say(f"to go on: atoll run {settings.script} --mode swarm --resume {directory.path}")
     if code:
         raise typer.Exit(code)

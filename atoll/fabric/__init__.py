@@ -1,15 +1,22 @@
-"""What carries tensors and typed calls between hosts: docs/fabric.md."""
+"""What carries tensors and typed calls between hosts: docs/fabric.md.
 
-from atoll.fabric.backoff import Backoff
-from atoll.fabric.connection import ConnectionSettings
-from atoll.fabric.deadline import DeadlineRule, LinkEstimate
-from atoll.fabric.fabric import Fabric
-from atoll.fabric.liveness import LivenessRule, PeerState
-from atoll.fabric.memory_carrier import MemoryCarrier
-from atoll.fabric.method import Peer
-from atoll.fabric.remote import Remote
-from atoll.fabric.shaped import ShapedLink
-from atoll.fabric.tcp import TcpCarrier
+Everything is loaded when it is first asked for: addresses and tokens are looked at before PyTorch is loaded, which takes seconds.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from atoll.fabric.backoff import Backoff
+    from atoll.fabric.connection import ConnectionSettings
+    from atoll.fabric.deadline import DeadlineRule, LinkEstimate
+    from atoll.fabric.fabric import Fabric
+    from atoll.fabric.liveness import LivenessRule, PeerState
+    from atoll.fabric.memory_carrier import MemoryCarrier
+    from atoll.fabric.method import Peer
+    from atoll.fabric.remote import Remote
+    from atoll.fabric.shaped import ShapedLink
+    from atoll.fabric.tcp import TcpCarrier
 
 __all__ = [
     "Backoff",
@@ -25,3 +32,24 @@ __all__ = [
     "ShapedLink",
     "TcpCarrier",
 ]
+
+_HOME = {
+    "Backoff": "atoll.fabric.backoff",
+    "ConnectionSettings": "atoll.fabric.connection",
+    "DeadlineRule": "atoll.fabric.deadline",
+    "Fabric": "atoll.fabric.fabric",
+    "LinkEstimate": "atoll.fabric.deadline",
+    "LivenessRule": "atoll.fabric.liveness",
+    "MemoryCarrier": "atoll.fabric.memory_carrier",
+    "Peer": "atoll.fabric.method",
+    "PeerState": "atoll.fabric.liveness",
+    "Remote": "atoll.fabric.remote",
+    "ShapedLink": "atoll.fabric.shaped",
+    "TcpCarrier": "atoll.fabric.tcp",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'atoll.fabric' has no attribute {name!r}")

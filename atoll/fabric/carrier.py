@@ -4,10 +4,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
-from atoll.errors import FabricError
 from atoll.fabric.connection import Connection
 
-__all__ = ["Accept", "Carrier", "Listener", "Outlet", "Wire", "split_address"]
+__all__ = ["Accept", "Carrier", "Listener", "Outlet", "Wire"]
 
 
 class Outlet(Protocol):
@@ -71,11 +70,3 @@ class Carrier(Protocol):
 
     def listen(self, address: str, accept: Accept, loop: asyncio.AbstractEventLoop) -> Listener:
         """Accepts at an address."""
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """`"host:port"`, `"[::1]:port"` as host and port; FabricError if it is neither."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit() or int(port) > 65535:
-        raise FabricError(f"{address!r} is no address; write it like 'host:port'")
-    return host.strip("[]"), int(port)

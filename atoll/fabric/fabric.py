@@ -49,7 +49,8 @@ class Fabric(LinkOwner):
 
     `identify(hello, certificate)` may refuse a peer, `authorise(role, method)` a call; both raise RefusedError, must be quick,
     and run in the loop or in a connection's thread.
-    `role_message_bytes` bounds what peers of a role may send at once. `observer` is told as Events, in the loop, what becomes of peers.
+    `role_message_bytes` bounds what peers of a role may send at once. `observer` is told as Events, in the loop, what becomes of peers;
+    what ends because the fabric is closed is no news.
     """
 
     def __init__(
@@ -352,8 +353,8 @@ class Fabric(LinkOwner):
     # ---- events
 
     def tell(self, event: AnyEvent) -> None:
-        """Tells the observer, in the loop."""
-        if self._observer is not None:
+        """Tells the observer, in the loop, until the fabric is closed: peers would seem to die whom it says goodbye to itself."""
+        if self._observer is not None and not self._closing:
             self._observer(event)
 
     def seconds(self) -> float:

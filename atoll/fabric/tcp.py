@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from atoll.errors import FabricError, PeerLostError
-from atoll.fabric.carrier import Accept, Listener, Wire, split_address
+from atoll.fabric.address import split_address
+from atoll.fabric.carrier import Accept, Listener, Wire
 from atoll.fabric.connection import Connection
 from atoll.fabric.imposed import LinkChoice
 from atoll.fabric.pump import TcpPump, prepare_socket

@@ -4,13 +4,19 @@ Two kinds of CSV: events (`time_s,event,node_id` with `add` and `remove`) and co
 """
 
 import csv
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
+from atoll.control.hosting import process_of
 from atoll.errors import AtollError
 
 __all__ = ["Change", "alive_over_time", "read_trace"]
+
+_Row: TypeAlias = Mapping[str, str | None]  # a short row lacks its last values
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -22,40 +28,77 @@ class Change(msgspec.Struct, frozen=True):
 
 
 def read_trace(path: Path) -> list[Change]:
-    """The changes in a trace, in order of time."""
+    """The changes in a trace, in order of time, those of one instant in order of lines: who comes is not there, who goes is."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
+            reader = csv.DictReader(file)
+            columns, rows = reader.fieldnames or (), [(reader.line_num, row) for row in reader]
     except OSError as error:
         raise AtollError(f"{path}: cannot be read: {error.strerror}") from error
-    columns = set(rows[0]) if rows else set()
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise AtollError(f"{path}: is no CSV: {error}") from error
     try:
-        if {"time_s", "event"} <= columns:
-            changes = _from_events(rows)
-        elif {"time_s", "alive_count"} <= columns:
-            changes = _from_counts(rows)
-        else:
-            raise AtollError(f"{path}: a trace has the columns time_s,event,node_id or time_s,alive_count")
-    except (TypeError, ValueError, KeyError) as error:
-        raise AtollError(f"{path}: a row cannot be read: {error}") from error
-    return sorted(changes, key=lambda change: change.at)
+        changes = _changes(columns, rows)
+    except ValueError as error:
+        raise AtollError(f"{path}: {error}") from None
+    if not changes:
+        raise AtollError(f"{path}: nobody ever comes in this trace")
+    return changes
 
 
-def _from_events(rows: list[dict[str, str]]) -> list[Change]:
+def _changes(columns: Sequence[str], rows: Iterable[tuple[int, _Row]]) -> list[Change]:
+    """ValueError, naming the line, for what cannot be."""
+    if {"time_s", "event", "node_id"} <= set(columns):
+        return _from_events(_in_time(rows))
+    if {"time_s", "alive_count"} <= set(columns):
+        return _from_counts(_in_time(rows))
+    raise ValueError("a trace has the columns time_s,event,node_id or time_s,alive_count")
+
+
+def _in_time(rows: Iterable[tuple[int, _Row]]) -> list[tuple[float, int, _Row]]:
+    """With their times, by which they are sorted, and their lines."""
+    return sorted(((_seconds(row["time_s"], line), line, row) for line, row in rows), key=lambda found: found[:2])
+
+
+def _seconds(text: str | None, line: int) -> float:
+    try:
+        seconds = float(text or "")
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"line {line}: a time is a number of seconds, 0 or more, not {text!r}")
+    return seconds
+
+
+def _from_events(rows: Iterable[tuple[float, int, _Row]]) -> list[Change]:
     found = []
-    for number, row in enumerate(rows, 2):
-        if row["event"] not in ("add", "remove"):
-            raise AtollError(f"line {number}: an event is add or remove, not {row['event']!r}")
-        found.append(Change(float(row["time_s"]), row["event"] == "add", row["node_id"]))
+    there: set[str] = set()
+    for at, line, row in rows:
+        event, peer = row["event"], _name(row["node_id"], line)
+        if event not in ("add", "remove"):
+            raise ValueError(f"line {line}: an event is add or remove, not {event!r}")
+        if (event == "add") == (peer in there):
+            raise ValueError(f"line {line}: {peer} cannot {'come: it is there already' if event == 'add' else 'go: it is not there'}")
+        there ^= {peer}
+        found.append(Change(at, event == "add", peer))
     return found
 
 
-def _from_counts(rows: list[dict[str, str]]) -> list[Change]:
+def _name(text: str | None, line: int) -> str:
+    """Of a peer. Some names a simulated swarm has for its own processes and for the workers that a process hosts."""
+    if not text:
+        raise ValueError(f"line {line}: a node has no name")
+    if process_of(text) != text or text == "coordinator" or text.startswith("feeder"):
+        raise ValueError(f"line {line}: a node cannot be called {text!r}: names with `+`, coordinator and feeder… are the swarm's own")
+    return text
+
+
+def _from_counts(rows: Iterable[tuple[float, int, _Row]]) -> list[Change]:
     found: list[Change] = []
     alive: list[str] = []
     made = 0
-    for row in rows:
-        at, count = float(row["time_s"]), int(row["alive_count"])
+    for at, line, row in rows:
+        count = _count(row["alive_count"], line)
         while len(alive) > count:
             found.append(Change(at, False, alive.pop()))
         while len(alive) < count:
@@ -63,6 +106,12 @@ def _from_counts(rows: list[dict[str, str]]) -> list[Change]:
             alive.append(f"node{made}")
             found.append(Change(at, True, alive[-1]))
     return found
+
+
+def _count(text: str | None, line: int) -> int:
+    if text is None or not text.strip().isdecimal():
+        raise ValueError(f"line {line}: a count is a whole number, 0 or more, not {text!r}")
+    return int(text)
 
 
 def alive_over_time(changes: list[Change]) -> list[tuple[float, int]]:

@@ -80,16 +80,52 @@ def test_what_goes_wrong_is_one_sentence(
     assert "Traceback" not in told
 
 
+@pytest.mark.parametrize(
+    ("address", "token", "said"),
+    [
+        ("127.0.0.1:1", "garbage", "this is no join token"),
+        ("localhost", None, "'localhost' is no address; write it like 'host:port'"),
+        ("127.0.0.1:1,localhost", None, "'localhost' is no address"),
+    ],
+)
+def test_mistakes_are_told_before_pytorch_is_loaded(address: str, token: str | None, said: str, tmp_path: Path) -> None:
+    good = Authority.create(tmp_path / "run").issue_token()
+    code = "import sys; from atoll.cli.main import run; print(run(sys.argv[1:]), 'torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "join", address, "--token", token or good]
+    told = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert told.stdout == "1 False\n"
+    assert said in told.stderr
+
+
+def spec_with(script: str) -> SwarmSpec:
+    settings = Settings(stages=2, micro_batches=1, steps=1)
+    return SwarmSpec(
+        script_name="train.py", script=script, arguments=(), bounds=(0, 1, 2), micro_batches=((0, 1),), settings=settings, fingerprint={}
+    )
+
+
+@pytest.mark.parametrize("when", ["asking what there is to do", "running the script"])
+def test_ctrl_c_before_there_is_work_is_told(
+    when: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if when != "running the script":
+        monkeypatch.setattr("atoll.cli.join._check_stages", interrupted)
+    authority = Authority.create(tmp_path / "run")
+    coordinator, address = serve(authority, "127.0.0.1:0", services=[JobService(spec_with("raise KeyboardInterrupt"))])
+    with coordinator:
+        assert run(["join", address, "--token", authority.issue_token("worker"), "--name", "oslo"]) == 130
+    assert capsys.readouterr().out.endswith("\noslo left before it had begun\n")
+
+
 @pytest.mark.parametrize("also", [[], ["--check"]])
 def test_more_stages_than_the_run_has_are_refused_before_anything_is_trained(
     also: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     authority = Authority.create(tmp_path / "run")
-    settings = Settings(stages=2, micro_batches=1, steps=1)
-    spec = SwarmSpec(
-        script_name="train.py", script="boom", arguments=(), bounds=(0, 1, 2), micro_batches=((0, 1),), settings=settings, fingerprint={}
-    )
-    coordinator, address = serve(authority, "127.0.0.1:0", services=[JobService(spec)])
+    coordinator, address = serve(authority, "127.0.0.1:0", services=[JobService(spec_with("boom"))])
     with coordinator:
         token = authority.issue_token("worker")
         assert run(["join", address, "--token", token, "--stages", "3", *also]) == 2

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import threading
 
-from atoll.fabric.carrier import split_address
+from atoll.fabric.address import split_address
 
 __all__ = ["FaultyProxy"]
 

@@ -30,7 +30,7 @@ import torch
 
 from atoll.errors import FabricError
 from atoll.fabric import Fabric
-from atoll.fabric.carrier import split_address
+from atoll.fabric.address import split_address
 from atoll.fabric.frame import Kind
 from atoll.fabric.headers import Hello, encode_frame
 from atoll.fabric.security import Authority, Credentials, Member, enrol, serve

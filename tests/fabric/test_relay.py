@@ -17,7 +17,7 @@ import torch
 from atoll.errors import DeadlineError, FabricError, RefusedError
 from atoll.events import AnyEvent, PeerChanged
 from atoll.fabric import Backoff, Peer
-from atoll.fabric.carrier import split_address
+from atoll.fabric.address import split_address
 from atoll.fabric.relay import Piece, Relay
 from atoll.fabric.security import Authority, Member, allowed, enrol, serve
 from tests.fabric.services import Count, Named

@@ -15,7 +15,7 @@ import torch
 from atoll.errors import FabricError, PeerLostError, RefusedError
 from atoll.events import AnyEvent, PeerChanged, PeerRetried
 from atoll.fabric import Backoff, ConnectionSettings, Fabric, LivenessRule, Peer, Remote, TcpCarrier
-from atoll.fabric.carrier import split_address
+from atoll.fabric.address import split_address
 from atoll.fabric.frame import Kind, pack_prefix
 from atoll.fabric.headers import Hello, Message, Open, Ping, encode_frame
 from atoll.fabric.pump import TcpPump
@@ -176,6 +176,19 @@ def test_a_lost_peer_is_dialled_again_and_every_change_is_an_event() -> None:
         changes = [(event.before, event.state) for event in events if isinstance(event, PeerChanged)]
         assert changes[:3] == [("new", "alive"), ("alive", "dead"), ("dead", "alive")]
         assert any(isinstance(event, PeerRetried) and event.delay_seconds for event in events)
+
+
+def test_whoever_closes_hears_of_no_deaths() -> None:
+    events: list[AnyEvent] = []
+    with Fabric("rome", services=[Store()]) as rome, Fabric("bern", services=[Store()]) as bern:
+        with Fabric("oslo", observer=events.append) as oslo:
+            for other in (rome, bern):
+                oslo.connect(other.listen()).call_sync(Store.echo, Named("x"))
+            bern.close()
+            eventually(lambda: oslo.peer("bern").state == "dead")
+        assert oslo.peer("rome").state == "dead"
+    dead = [event.peer for event in events if isinstance(event, PeerChanged) and event.state == "dead"]
+    assert dead == ["bern"]  # it closed first
 
 
 def test_a_peer_is_given_up_after_a_bounded_number_of_attempts() -> None:

@@ -16,7 +16,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from atoll.errors import FabricError, PeerLostError, RefusedError
-from atoll.fabric.carrier import split_address
+from atoll.fabric.address import split_address
 from atoll.fabric.security.authority import Authority, Certified
 from atoll.fabric.security.certificates import check_issued, load_certificate, make_request
 from atoll.fabric.security.credentials import ENROL_PROTOCOL, Credentials

@@ -13,7 +13,7 @@ from atoll.cost.routing import route
 from atoll.errors import PlanError
 from atoll.plan import Plan, Stage
 
-__all__ = ["Layout", "Place", "apportion"]
+__all__ = ["Layout", "Place", "apportion", "check_supported"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Layout:
 
     def __init__(self, plan: Plan, order: Sequence[str] | None = None) -> None:
         """`order` names devices in the order of ranks (those the plan leaves out are passed over); by default the plan's own order."""
-        _check_supported(plan)
+        check_supported(plan)
         self.plan = plan
         self.devices = tuple(dict.fromkeys(device for stage in plan.stages for device in stage.devices))
         if order is not None and set(self.devices) <= set(order):
@@ -154,8 +154,8 @@ class Layout:
         return self._pieces[stage, micro_batch]
 
 
-def _check_supported(plan: Plan) -> None:
-    """What a plan may say but lockstep does not do."""
+def check_supported(plan: Plan) -> None:
+    """PlanError where a plan says what lockstep does not do."""
     if plan.mode != "lockstep":
         raise PlanError(f"the plan's mode is {plan.mode}, and it was to be run in lockstep; see `atoll run --help` for --mode")
     coded = [f"{link}: {codec}" for link, codec in plan.codecs.items() if codec != "none"]

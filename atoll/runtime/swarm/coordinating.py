@@ -129,6 +129,7 @@ class _Coordinating:
         self._start = read_start(directory) or Start(directory.last_moment(), time.time(), newest_term(directory.path), "")
         self._teller = Teller(self._now, job.batch_size, states.stored_bytes)
         self._evaluations: list[asyncio.Future[None]] = []
+        self._replaces = False  # whether another coordinated before since `atoll run` was started
         self._stepped = False  # whether a step was committed since this coordinator began
         self._kept: int | None = None  # the newest checkpoint this coordinator knows of
         self._errors: list[BaseException] = []
@@ -217,7 +218,8 @@ class _Coordinating:
         Whether it is the first.
         """
         newest = max((record.term for record in records if isinstance(record, Term)), default=0)
-        if begun and newest > self._start.term:
+        self._replaces = newest > self._start.term
+        if begun and self._replaces:
             for observer in self.observers:
                 observer(self._started())
             return False
@@ -253,7 +255,7 @@ class _Coordinating:
             self._evaluate_when_due(happening.epoch, happening.version)
         if event is None:
             return
-        line = say_event(event)
+        line = say_event(event, starting=not self._replaces and not self._stepped)
         if line is not None:
             print(f"  {line}", flush=True)
         self._tell(event)

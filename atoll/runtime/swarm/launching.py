@@ -2,7 +2,7 @@
 
 The coordinator and the feeder are started again whenever they die: nothing is lost with them. Workers are started again as often as
 asked for; the run goes on without them, and others may join at any time. Ctrl-C asks the coordinator, by a file, to end the run after
-a checkpoint; the second one ends everything at once.
+a checkpoint; the second one ends everything at once, and so does the first one before the coordinator is there to be asked.
 """
 
 import json
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from atoll.errors import JobFailedError
-from atoll.fabric.carrier import split_address
+from atoll.fabric.address import split_address
 from atoll.fabric.security import Authority
 from atoll.runtime.swarm.run_files import STOP
 
@@ -32,6 +32,7 @@ _LEAVE_SECONDS = 30.0
 _MOST_RESTARTS = 1000  # of the coordinator and the feeder: more is no accident
 _MOST_ERRORS = 3  # of the feeder: what it complains of again and again is the job's own
 _TOKEN_SECONDS = 600.0
+_INTERRUPTED = 130  # the exit code of a run that was stopped before its last step
 
 
 def free_address(host: str) -> str:
@@ -71,6 +72,7 @@ class SwarmProcesses:
         self._everywhere = ",".join((address, *standby))  # where whoever coordinates may be
         self._run, self._address, self._say, self._place = run, address, say, place
         self._workers, self._restarts_left, self._generation = workers, max_restarts, generation
+        self._begun = False  # whether there is a coordinator to be asked
         self._asked_to_stop = False
         self._authority = Authority.open(run)
         self._children: dict[str, _Child] = {}
@@ -81,7 +83,9 @@ class SwarmProcesses:
         before = {number: signal.signal(number, self._asked) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             self._start("coordinator", "coordinator")
-            self._wait_for_coordinator()
+            if not self._wait_for_coordinator():
+                return _INTERRUPTED
+            self._begun = True
             if self._workers:
                 self._start("feeder", "feeder")
             for number in range(len(self._workers)):
@@ -97,7 +101,10 @@ class SwarmProcesses:
         if self._asked_to_stop:
             raise KeyboardInterrupt
         self._asked_to_stop = True
-        self._say("the run stops after this step, once its state is stored; Ctrl-C again ends it at once")
+        if not self._begun:
+            self._say("the run ends before it has begun")
+            return
+        self._say("the run stops after this step, if one is under way, once its state is stored; Ctrl-C again ends it at once")
         (self._run / STOP).touch()
 
     def _start(self, name: str, role: str, restarts: int = 0) -> None:
@@ -114,20 +121,21 @@ class SwarmProcesses:
             command = self._place(number, command)
         self._children[name] = _Child(name, role, subprocess.Popen(command, env=environment, start_new_session=True), restarts)
 
-    def _wait_for_coordinator(self) -> None:
-        """Until it listens, or another that coordinates while it stands by."""
+    def _wait_for_coordinator(self) -> bool:
+        """Until it listens, or another that coordinates while it stands by. False: somebody wants the run to end before that."""
         tell_at: float | None = time.monotonic() + _TELL_SECONDS
-        while True:
+        while not self._asked_to_stop:
             if tell_at is not None and time.monotonic() >= tell_at:
                 self._say("waiting for the coordinator, which loads PyTorch and the job")
                 tell_at = None
             for address in self._everywhere.split(","):
                 with suppress(OSError), socket.create_connection(split_address(address), timeout=1.0):
-                    return
+                    return True
             code = self._children["coordinator"].process.poll()
             if code is not None:
                 raise JobFailedError("") if code > 0 else JobFailedError(f"the coordinator died (signal {-code}) before it listened")
             time.sleep(_LOOK_SECONDS)
+        return False
 
     def _look_after(self) -> int:
         while True:
@@ -162,17 +170,25 @@ class SwarmProcesses:
                 self._start(child.name, child.role, child.restarts + 1)
 
     def _end(self) -> None:
-        """Members leave by themselves when the run is over; whoever does not is ended, and everybody where the coordinator still runs."""
+        """Members leave when the run is over; whoever does not is killed, and everybody where the coordinator still runs."""
         coordinator = self._children.get("coordinator")
-        over = coordinator is not None and coordinator.process.poll() is not None
-        until = time.monotonic() + (_LEAVE_SECONDS if over else 0.0)
+        try:
+            if coordinator is not None and coordinator.process.poll() is not None:
+                self._let_leave()
+        finally:  # Ctrl-C may have ended the waiting
+            for child in self._children.values():
+                if child.process.poll() is None:
+                    child.process.kill()
+                    child.process.wait()
+
+    def _let_leave(self) -> None:
+        """The signal ends at once who is still loading, before it dials somebody who is gone; who works has heard of the end and leaves."""
+        for child in self._children.values():
+            child.process.terminate()
+        until = time.monotonic() + _LEAVE_SECONDS
         for child in self._children.values():
             with suppress(subprocess.TimeoutExpired):
                 child.process.wait(max(0.0, until - time.monotonic()))
-        for child in self._children.values():
-            if child.process.poll() is None:
-                child.process.kill()
-                child.process.wait()
 
 
 def _for_any_stage(devices: str) -> str:

@@ -39,11 +39,12 @@ def read_spec(path: Path) -> SwarmSpec:
     return RunDirectory(path).read_as(_SPEC, SwarmSpec)
 
 
-def write_start(directory: RunDirectory, address: str, workers: int = 0) -> Start:
-    """The run is started now, for the first time or again."""
+def write_start(directory: RunDirectory, address: str, workers: int = 0, term: int | None = None) -> Start:
+    """The run is started now, for the first time or again; `term` is the newest of a journal that is not in the directory."""
     before = read_start(directory)
     number = before.number + 1 if before is not None else 0
-    start = Start(directory.last_moment(), time.time(), newest_term(directory.path), address, number, workers)
+    newest = newest_term(directory.path) if term is None else term
+    start = Start(directory.last_moment(), time.time(), newest, address, number, workers)
     directory.write(_START, msgspec.json.encode(start))
     return start
 

@@ -21,8 +21,8 @@ from atoll.control.worker import Worker
 from atoll.control.world import Node
 from atoll.errors import AtollError, FabricError
 from atoll.events import Observer
+from atoll.fabric.address import split_address
 from atoll.fabric.backoff import Backoff
-from atoll.fabric.carrier import split_address
 from atoll.fabric.deadline import LinkEstimate
 from atoll.fabric.remote import Remote
 from atoll.fabric.security import Credentials, Member

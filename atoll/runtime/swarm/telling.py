@@ -103,8 +103,10 @@ class Teller:
         return CheckpointSaved(at_seconds=now, step=step, path="swarm", size_bytes=size, blocked_seconds=0.0, seconds=now - began)
 
 
-def say_event(event: AnyEvent) -> str | None:
-    """One line for people; None for what a progress line says better."""
+def say_event(event: AnyEvent, *, starting: bool = False) -> str | None:
+    """One line for people; None for what a progress line says better. `starting`: the first coordinator since `atoll run` was started
+    has made no step yet, so that what is missing is missing since before.
+    """
     match event:
         case MemberJoined():
             return f"{event.name} joined" + (f" and works on stage {event.stage}" if event.stage >= 0 else "")
@@ -124,8 +126,10 @@ def say_event(event: AnyEvent) -> str | None:
         case StepRepaired():
             by_stage = ", ".join(f"{count} of stage {stage}" for stage, count in enumerate(event.micro_batches) if count)
             return f"step {event.step}: {event.reason}; done again: {by_stage} (micro-batches)"
+        case StageLost() if starting:
+            return f"nobody has come back with a later state of stage {event.stage}; everybody goes on from step {event.step}"
         case StageLost():
             return f"stage {event.stage} was lost; everybody goes on from step {event.step}"
-        case CoordinatorStarted() if event.term > 1:
+        case CoordinatorStarted() if event.term > 1 and not starting:
             return f"a new coordinator goes on after step {event.step}"
     return None

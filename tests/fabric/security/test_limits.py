@@ -11,7 +11,7 @@ import atoll.fabric.fabric
 from atoll.errors import FrameError, RefusedError
 from atoll.events import AnyEvent, PeerRefused
 from atoll.fabric import Fabric
-from atoll.fabric.carrier import split_address
+from atoll.fabric.address import split_address
 from atoll.fabric.frame import Kind, pack_prefix
 from atoll.fabric.headers import Hello, Message, Open, TensorHeader, encode_frame
 from atoll.fabric.method import Peer

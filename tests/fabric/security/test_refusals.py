@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from atoll.errors import FabricError, RefusedError
 from atoll.events import AnyEvent, CertificateIssued, CertificateRevoked, PeerRefused
 from atoll.fabric import Backoff, Fabric, Peer, TcpCarrier
-from atoll.fabric.carrier import split_address
+from atoll.fabric.address import split_address
 from atoll.fabric.frame import Kind, pack_prefix
 from atoll.fabric.headers import Message, Open, encode_frame
 from atoll.fabric.security import Authority, Credentials, Identity, Member, Token, allowed, enrol, serve

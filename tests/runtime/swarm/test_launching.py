@@ -1,5 +1,7 @@
 """Which processes of a swarm are started again, and when that is no use."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -58,11 +60,66 @@ def test_without_workers_the_coordinator_is_alone(
 ) -> None:
     names: list[str] = []
     monkeypatch.setattr(SwarmProcesses, "_start", lambda self, name, role: names.append(name))
-    monkeypatch.setattr(SwarmProcesses, "_wait_for_coordinator", lambda self: None)
+    monkeypatch.setattr(SwarmProcesses, "_wait_for_coordinator", lambda self: True)
     monkeypatch.setattr(SwarmProcesses, "_look_after", lambda self: 0)
     Authority.create(tmp_path)
     assert SwarmProcesses(tmp_path, "127.0.0.1:1", workers=workers, max_restarts=0, say=print).run() == 0
     assert names == started
+
+
+class Acted(SwarmProcesses):
+    """Its processes run these lines of Python instead. Each is begun once the one before has printed something."""
+
+    def __init__(self, run: Path, code: dict[str, str]) -> None:
+        Authority.create(run)
+        self.said: list[str] = []
+        self.started: dict[str, subprocess.Popen[bytes]] = {}
+        self._code = code
+        super().__init__(run, "127.0.0.1:1", workers=["{}"], max_restarts=0, say=self.said.append)
+
+    def _start(self, name: str, role: str, restarts: int = 0) -> None:
+        code = f"import os, signal, time\n{self._code[name]}"
+        process = self.started[name] = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        self._children[name] = _Child(name, role, process, restarts)
+        assert process.stdout is not None
+        with process.stdout as printed:
+            printed.readline()
+
+    def codes(self) -> dict[str, int]:
+        """How all of them ended."""
+        return {name: process.wait() for name, process in self.started.items()}
+
+
+LOADS = "print(flush=True); time.sleep(1000)"
+STOPPED = "print(flush=True); os._exit(130)"
+
+
+def test_when_a_stopped_run_has_ended_who_still_loads_is_ended_and_who_works_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Acted, "_wait_for_coordinator", lambda self: True)
+    works = f"signal.signal(signal.SIGTERM, lambda *_: os._exit(0)); {LOADS}"
+    swarm = Acted(tmp_path, {"coordinator": STOPPED, "feeder": LOADS, "worker-0": works})
+    assert swarm.run() == 130
+    assert swarm.codes() == {"coordinator": 130, "feeder": -signal.SIGTERM, "worker-0": 0}
+
+
+def test_a_run_that_is_stopped_before_its_coordinator_listens_ends_without_starting_others(tmp_path: Path) -> None:
+    asks = f"os.kill({os.getpid()}, signal.SIGINT); print(flush=True); time.sleep(20)"
+    swarm = Acted(tmp_path, {"coordinator": asks})
+    assert swarm.run() == 130
+    assert swarm.codes() == {"coordinator": -signal.SIGKILL}
+    assert swarm.said == ["the run ends before it has begun"]
+
+
+def test_ctrl_c_while_the_others_leave_ends_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Acted, "_wait_for_coordinator", lambda self: True)
+    stays = f"signal.signal(signal.SIGTERM, lambda *_: os.kill({os.getpid()}, signal.SIGINT)); {LOADS}"
+    swarm = Acted(tmp_path, {"coordinator": STOPPED, "feeder": LOADS, "worker-0": stays})
+    swarm._asked_to_stop = True
+    with pytest.raises(KeyboardInterrupt):
+        swarm.run()
+    assert swarm.codes()["worker-0"] == -signal.SIGKILL
 
 
 def test_a_worker_is_told_its_devices_and_how_many_stages_it_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

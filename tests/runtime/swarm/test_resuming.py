@@ -60,6 +60,7 @@ def test_a_stopped_swarm_goes_on_from_its_checkpoint(staleness: int, tmp_path: P
     resumed = asyncio.run(continue_journal(FileJournal(path), CheckpointFiles(tmp_path), SETTINGS))
     assert resumed is not None
     assert (resumed.committed, resumed.checkpoint) == (history.version, history.version)
+    assert resumed.term == replay(decode(path.read_bytes())[0]).term == history.term + 1
     second = OneProcess(it, [0, 2, 5], 2, 3, staleness=staleness)
     second.checkpoints = first.checkpoints
     second.journal = FileJournal(path)  # type: ignore[assignment]
@@ -131,11 +132,11 @@ def test_a_last_step_whose_states_are_nowhere_is_made_again(checkpoint: Checkpoi
     records = [Term(1), Epoch(0, 0, 0), *committed(0, 1), *saved, *committed(*range(2, STEPS))]
     directory = stored(tmp_path, records, Key(0, 2, 0), Key(0, 2, 1), Key(0, STEPS, 0))
     at = checkpoint.version if checkpoint is not None else 0
-    assert asyncio.run(continue_run(directory, None, "", SETTINGS)) == Resumed(STEPS, at, lost=True)
+    assert asyncio.run(continue_run(directory, None, "", SETTINGS)) == Resumed(STEPS, at, 2, lost=True)
     history = replay(decode((tmp_path / JOURNAL).read_bytes())[0])
     assert (history.term, history.version, history.origin) == (2, at, Epoch(1, at, 0))
     stored(tmp_path, records, Key(0, STEPS, 1))  # the other one too: then nothing is to be done again
-    assert asyncio.run(continue_run(directory, None, "", SETTINGS)) == Resumed(STEPS, at)
+    assert asyncio.run(continue_run(directory, None, "", SETTINGS)) == Resumed(STEPS, at, 1)
 
 
 def test_other_stages_are_refused() -> None:

@@ -1,6 +1,8 @@
 """What happens in a swarm becomes events and lines that people understand."""
 
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -21,8 +23,17 @@ from atoll.control.happenings import (
     TookOver,
     TooSlow,
 )
-from atoll.events import AnyEvent, CheckpointSaved, StepFinished, StepRepaired
+from atoll.control.journal import Term
+from atoll.control.settings import Settings
+from atoll.events import AnyEvent, CheckpointSaved, EventLog, StepFinished, StepRepaired
+from atoll.runtime.run_directory import RunDirectory
+from atoll.runtime.swarm.coordinating import _Coordinating
+from atoll.runtime.swarm.files import CheckpointFiles, FileJournal
+from atoll.runtime.swarm.run_files import JOURNAL, STATES, write_start
+from atoll.runtime.swarm.spec import SwarmSpec
 from atoll.runtime.swarm.telling import Teller, say_event
+
+from .test_compute import job
 
 LINES = [
     (Joined("anna", 7, 1), "anna joined and works on stage 1"),
@@ -50,6 +61,44 @@ def test_each_is_an_event_that_survives_its_file_and_a_line(happening: Any, line
     assert event.at_seconds == 3.0
     assert msgspec.json.decode(msgspec.json.encode(event), type=AnyEvent) == event
     assert say_event(event) == line
+
+
+@pytest.mark.parametrize(
+    ("happening", "line"),
+    [
+        (RolledBack(1, 20, 0), "nobody has come back with a later state of stage 0; everybody goes on from step 20"),
+        (TookOver(2, 25), None),
+    ],
+)
+def test_what_a_resumed_run_begins_with_is_no_accident(happening: Any, line: str | None) -> None:
+    event = Teller(lambda: 3.0, 8).event(happening)
+    assert event is not None
+    assert say_event(event, starting=True) == line
+
+
+@pytest.mark.parametrize(("before", "starting"), [(2, True), (3, False)])
+def test_only_the_first_coordinator_since_a_start_begins_with_what_was_before(
+    before: int, starting: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`before`: the newest term in the journal; the run was resumed at term 2."""
+    directory = RunDirectory(tmp_path)
+    write_start(directory, "h:1", term=2)
+    it, files = job(), CheckpointFiles(tmp_path / STATES)
+    spec = cast("SwarmSpec", SimpleNamespace(parameters=1, settings=Settings(stages=1, micro_batches=1, steps=50)))
+    coordinating = _Coordinating(directory, spec, it, (), FileJournal(tmp_path / JOURNAL), files)
+    with EventLog(tmp_path) as coordinating._log:
+        coordinating._begin([Term(before)], begun=True)
+        for happening in (
+            TookOver(before + 1, 25),
+            RolledBack(1, 20, 0),
+            StepCommitted(1, 20, 6.0, 4.0, False, 0.5, 1),
+            RolledBack(2, 20, 0),
+        ):
+            coordinating._observe(happening)
+    resumed = ["nobody has come back with a later state of stage 0; everybody goes on from step 20"]
+    replaced = ["a new coordinator goes on after step 25", "stage 0 was lost; everybody goes on from step 20"]
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [*(resumed if starting else replaced), "stage 0 was lost; everybody goes on from step 20"]
 
 
 def test_a_repair_says_why() -> None:

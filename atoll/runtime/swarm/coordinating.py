@@ -7,16 +7,17 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from atoll.control.coordinator import Coordinator
 from atoll.control.happenings import Happening, Saved, StepCommitted
-from atoll.control.journal import FencedError, Record, Term, replay
+from atoll.control.journal import FencedError, Record, replay
 from atoll.control.messages import Committed, Finished, Message
 from atoll.control.world import Journal, Node
 from atoll.errors import JobFailedError
-from atoll.events import AnyEvent, EventLog, Observer, RunFinished, RunStarted, StepFinished
+from atoll.events import AnyEvent, EventLog, Observer, RunFinished, RunStarted, StepFinished, read_events
 from atoll.fabric.security import Authority, serve
 from atoll.job import Job
 from atoll.runtime.run_directory import RunDirectory
@@ -25,7 +26,7 @@ from atoll.runtime.swarm.evaluating import evaluate_elsewhere, evaluates_after
 from atoll.runtime.swarm.files import CheckpointFiles, CheckpointService, FileJournal, Key, States
 from atoll.runtime.swarm.jetstream import JetStream, connect_jetstream
 from atoll.runtime.swarm.measuring import MeasureService
-from atoll.runtime.swarm.run_files import JOURNAL, STATES, STOP, Start, newest_term, read_start
+from atoll.runtime.swarm.run_files import JOURNAL, STATES, STOP, Start, read_start, since_start
 from atoll.runtime.swarm.spec import JobService, SwarmSpec
 from atoll.runtime.swarm.telling import Teller, say_event
 from atoll.runtime.swarm.transport import COORDINATOR, Directory, FabricTransport, SwarmService
@@ -39,6 +40,18 @@ _LOOK_SECONDS = 0.5  # between looks at who leads
 _FINAL_SECONDS = 120.0  # how long the last states are waited for
 
 
+Recall = Callable[[Sequence[AnyEvent]], None]
+
+
+def _ignore(events: Sequence[AnyEvent]) -> None:
+    """Nobody counts what was told before."""
+
+
+class _Watching(NamedTuple):
+    observers: tuple[Observer, ...]
+    recall: Recall
+
+
 def coordinate(
     directory: RunDirectory,
     spec: SwarmSpec,
@@ -46,22 +59,25 @@ def coordinate(
     address: str,
     *,
     observers: tuple[Observer, ...] = (),
+    recall: Recall = _ignore,
     say: Callable[[str], None] = print,
 ) -> bool:
     """Coordinates until the run is over and its weights are in the directory. False: it was asked to stop before its last step.
 
-    With NATS in the run's settings it stands by while another coordinates.
+    With NATS in the run's settings it stands by while another coordinates. `recall` gets what coordinators before this one have told
+    since `atoll run` was started; observers do not, as they may do something at every event.
     """
     servers = directory.settings().nats
+    watching = _Watching(observers, recall)
     if servers is None:
-        return asyncio.run(_coordinate_from_files(directory, spec, job, address, observers))
-    return asyncio.run(_coordinate_from_nats(directory, spec, job, address, observers, servers, say))
+        return asyncio.run(_coordinate_from_files(directory, spec, job, address, watching))
+    return asyncio.run(_coordinate_from_nats(directory, spec, job, address, watching, servers, say))
 
 
-async def _coordinate_from_files(directory: RunDirectory, spec: SwarmSpec, job: Job, address: str, observers: tuple[Observer, ...]) -> bool:
+async def _coordinate_from_files(directory: RunDirectory, spec: SwarmSpec, job: Job, address: str, watching: _Watching) -> bool:
     journal, states = FileJournal(directory.path / JOURNAL), CheckpointFiles(directory.path / STATES)
     try:
-        return await _Coordinating(directory, spec, job, observers, journal, states).run(address)
+        return await _Coordinating(directory, spec, job, watching, journal, states).run(address)
     except FencedError:
         raise JobFailedError(f"{directory.path}: another coordinator runs on the same directory; this one stops") from None
 
@@ -71,7 +87,7 @@ async def _coordinate_from_nats(
     spec: SwarmSpec,
     job: Job,
     address: str,
-    observers: tuple[Observer, ...],
+    watching: _Watching,
     servers: str,
     say: Callable[[str], None],
 ) -> bool:
@@ -80,7 +96,7 @@ async def _coordinate_from_nats(
         while await _wait_to_lead(kept, address, say):
             keeping = asyncio.ensure_future(kept.leadership.keep())
             try:
-                done = await _Coordinating(directory, spec, job, observers, kept.journal, kept.checkpoints).run(address)
+                done = await _Coordinating(directory, spec, job, watching, kept.journal, kept.checkpoints).run(address)
                 await kept.checkpoints.end(address)
                 return done
             except FencedError:
@@ -110,12 +126,10 @@ async def _wait_to_lead(kept: JetStream, address: str, say: Callable[[str], None
 
 
 class _Coordinating:
-    def __init__(
-        self, directory: RunDirectory, spec: SwarmSpec, job: Job, observers: tuple[Observer, ...], journal: Journal, states: States
-    ) -> None:
+    def __init__(self, directory: RunDirectory, spec: SwarmSpec, job: Job, watching: _Watching, journal: Journal, states: States) -> None:
         self.directory, self.spec, self.job = directory, spec, job
-        self.observers = observers
-        self._start = read_start(directory) or Start(directory.last_moment(), time.time(), newest_term(directory.path), "")
+        self.observers, self._recall = watching
+        self._start = read_start(directory) or Start(directory.last_moment(), time.time(), "")
         self._teller = Teller(self._now, job.batch_size, states.stored_bytes)
         self._evaluations: list[asyncio.Future[None]] = []
         self._stepped = False  # whether a step was committed since this coordinator began
@@ -135,11 +149,9 @@ class _Coordinating:
         self._measures = MeasureService(self.directory)
         services = [SwarmService(arrived), places, CheckpointService(self.states, loop), JobService(self.spec), self._measures]
         authority = await asyncio.to_thread(Authority.open, self.directory.path)
-        events = self.directory.events
-        begun = events.exists() and events.stat().st_size > 0
-        with EventLog(self.directory.path, resume=events.exists()) as log:
+        with EventLog(self.directory.path, resume=self.directory.events.exists()) as log:
             self._log = log
-            first = self._begin(await self.journal.read(), begun=begun)
+            first = self._begin()
             member, _ = await asyncio.to_thread(lambda: serve(authority, address, services=services, fingerprint=self.spec.fingerprint))
             try:
                 transport = FabricTransport(member, None, places)
@@ -187,17 +199,18 @@ class _Coordinating:
     def _now(self) -> float:
         return self._start.at_seconds + max(0.0, time.time() - self._start.unix_seconds)
 
-    def _begin(self, records: Sequence[Record], *, begun: bool) -> bool:
+    def _begin(self) -> bool:
         """The first coordinator since `atoll run` was started says so in the run's events; one in its place only to those who watch.
         Whether it is the first.
         """
-        newest = max((record.term for record in records if isinstance(record, Term)), default=0)
-        if begun and newest > self._start.term:
-            for observer in self.observers:
-                observer(self._started())
-            return False
-        self._tell(self._started())
-        return True
+        told = since_start(tuple(read_events(self.directory.events)), self._start)
+        if not told:
+            self._tell(self._started())
+            return True
+        for observer in self.observers:
+            observer(self._started())
+        self._recall(told)
+        return False
 
     def _tell(self, event: AnyEvent) -> None:
         self._log(event)
@@ -289,7 +302,7 @@ class _Coordinating:
             reason="done" if version >= self.spec.settings.steps else "interrupted",
             steps=version,
             samples=version * self.job.batch_size,
-            seconds=self._now(),
+            seconds=self._now() - self._start.at_seconds,
             loss=losses.get(version - 1),
         )
 

@@ -12,10 +12,11 @@ from atoll.control.happenings import Happening, Joined, Left, Repaired, RolledBa
 from atoll.control.journal import Checkpointed, Epoch, Term, decode, encode, replay
 from atoll.control.messages import Committed
 from atoll.errors import JobError, JobFailedError, PlanError
+from atoll.events import CoordinatorStarted, RunStarted
 from atoll.runtime.run_directory import RunDirectory
 from atoll.runtime.swarm.files import CheckpointFiles, FileJournal, Key
 from atoll.runtime.swarm.resuming import check_files, check_same_stages, continue_journal
-from atoll.runtime.swarm.run_files import JOURNAL, STATES, read_spec, read_start, write_start
+from atoll.runtime.swarm.run_files import JOURNAL, STATES, Start, read_spec, read_start, since_start, write_start
 
 from .one_process import OneProcess
 from .test_compute import STEPS, check, job, plain
@@ -71,6 +72,23 @@ def test_every_start_has_its_number(tmp_path: Path) -> None:
     """By which those it starts get names that nobody had before."""
     directory = RunDirectory(tmp_path)
     assert [write_start(directory, "h:1").number for _ in range(3)] == [0, 1, 2]
+
+
+def told_start(at_seconds: float, unix_seconds: float) -> RunStarted:
+    return RunStarted(
+        at_seconds=at_seconds, name="g", mode="swarm", steps=9, batch_size=8, samples=8, parameters=1, devices=(), precision="fp32", seed=0,
+        unix_seconds=unix_seconds,
+    )  # fmt: skip
+
+
+def test_what_was_told_since_a_start_is_known_from_the_events() -> None:
+    first, again = CoordinatorStarted(at_seconds=1.0, term=1, step=0), CoordinatorStarted(at_seconds=21.0, term=5, step=3)
+    before, now = told_start(0.0, 1000.5), told_start(20.0, 2000.5)
+    assert since_start([], Start(0.0, 1000.0, "")) == ()
+    assert since_start([before, first], Start(0.0, 1000.0, "")) == [before, first]
+    assert since_start([before, first], Start(20.0, 2000.0, "")) == ()  # nobody has told of this start yet
+    assert since_start([before, first, now, again], Start(20.0, 2000.0, "")) == [now, again]
+    assert since_start([before], Start(0.0, 2000.0, "")) == ()  # of a start before that came to nothing
 
 
 def test_a_stop_before_the_first_step_ends_at_once(tmp_path: Path) -> None:

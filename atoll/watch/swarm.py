@@ -48,7 +48,7 @@ class MemberReport(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     stages: list[int]  # it was on, in order
     joined_seconds: float  # the run's own time
-    ending: str  # "works", or "stayed" until the run ended; "left", "silent" (it died, stands still or is cut off)
+    ending: str  # "works", or "stayed" until the run ended; "left", "silent" (it died, stands still or is cut off), "unknown"
     ended_seconds: float | None
     micro_batches: int
     state_bytes: int
@@ -88,9 +88,15 @@ class SwarmReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tell_swarm(
-    events: Sequence[AnyEvent], measured: dict[str, Measured], micro_batches: int, stages: int, predicted: Cost | None
+    events: Sequence[AnyEvent],
+    measured: dict[str, Measured],
+    micro_batches: int,
+    stages: int,
+    predicted: Cost | None,
+    *,
+    silent: bool = False,
 ) -> SwarmReport:
-    """What events and the workers' own accounts say."""
+    """What events and the workers' own accounts say. `silent`: the run has not said how it ended, and nobody seems to be there."""
     counts = Counter(type(event) for event in events if not isinstance(event, _Whole) or process_of(event.name) == event.name)
     steps = [event for event in events if isinstance(event, StepFinished)]
     seconds = [event.seconds for event in steps_after_the_first(events)]
@@ -111,7 +117,7 @@ def tell_swarm(
         asked_again=[sum(event.micro_batches[stage] for event in repaired if stage < len(event.micro_batches)) for stage in range(stages)],
         computed_again=_computed_again(measured, len({event.step for event in steps}) * micro_batches * stages),
         stages=[_stage(stage, measured, predicted, None if rate is None else rate * micro_batches) for stage in range(stages)],
-        members=_members(events, measured),
+        members=_members(events, measured, silent),
         links=links[:_MOST_LINKS],
         more_links=len(links[_MOST_LINKS:]),
     )
@@ -148,12 +154,13 @@ def _mean(total: float, count: int) -> float | None:
     return total / count if count else None
 
 
-def _members(events: Sequence[AnyEvent], measured: dict[str, Measured]) -> list[MemberReport]:
+def _members(events: Sequence[AnyEvent], measured: dict[str, Measured], silent: bool) -> list[MemberReport]:
     """Workers, in the order they came; one that came back as somebody new is one."""
     stages: dict[str, list[int]] = {}
     joined: dict[str, float] = {}
     ending: dict[str, tuple[str, float | None]] = {}
-    works = "works" if not (events and isinstance(events[-1], RunFinished)) else "stayed", None
+    over = bool(events) and isinstance(events[-1], RunFinished)
+    works = "stayed" if over else "unknown" if silent else "works", None
     for event in events:
         match event:
             case MemberJoined() if event.stage >= 0:

@@ -40,11 +40,21 @@ def _happened(found: "SwarmReport") -> Text:
     again = sum(found.asked_again)
     if again:
         text.append(f"\n{plural(found.steps_repaired, 'step')} repaired: {_micro_batches(again)} of a stage asked for again")
-    if found.computed_again:
-        text.append(f"\n{found.computed_again:.1%} of what was computed was computed again")
     if found.stages_lost:
         text.append(f"\n{plural(found.stages_lost, 'return')} to a checkpoint, as a stage had nobody left")
+    if found.again is not None:
+        text.append(f"\n{_again(found, found.again, found.computed_again or 0.0)}")
     return text.append("\n")
+
+
+def _again(found: "SwarmReport", again: int, share: float) -> str:
+    """What was computed again, in all: repeated steps are part of it."""
+    if not again:
+        missing = "; the last seconds of workers that were not heard any more, or still work, are not in their accounts"
+        return f"nothing is known to have been computed again{missing}" if found.again_at_least else "nothing was computed again"
+    least = "at least " if found.again_at_least else ""
+    steps = f", those of {plural(found.steps_repeated, 'repeated step')} among them" if found.steps_repeated else ""
+    return f"{least}{share:.1%} of what was computed was computed again: {_micro_batches(again)} of a stage{steps}"
 
 
 def _times(count: int, what: str) -> str:

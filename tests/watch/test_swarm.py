@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from atoll.cli.report import report_view
+from atoll.cli.swarm_report import swarm_view
 from atoll.cli.tables import figures
 from atoll.events import (
     AnyEvent,
@@ -123,6 +124,41 @@ def test_a_swarm_is_told_from_its_events_and_accounts(run: RunDirectory) -> None
         "750 ms",
     ):
         assert words in shown
+
+
+def test_repeated_steps_are_part_of_what_was_computed_again(run: RunDirectory) -> None:
+    finished = EVENTS[-1]
+    again = [*EVENTS[:-1], step(2, 9.6, 1.0), step(3, 9.7, 1.0), finished]
+    whole = {"anna": Measured(kernels={0: Kernels(0, 0.0, 20, 2.0)}), "cleo": Measured(kernels={1: Kernels(turns=21, turn_seconds=2.0)})}
+    found = tell_swarm(again, whole, 4, 2, None)
+    assert (found.steps_repeated, found.again, found.again_at_least) == (2, 17, True)  # bert was not heard for a while
+    assert found.computed_again == pytest.approx(17 / 41)
+    part = tell_swarm(again, ACCOUNTS, 4, 2, None)  # says of 3 only
+    assert (part.again, part.computed_again) == (16, pytest.approx(16 / 40))
+    heard = [event for event in again if not isinstance(event, MemberSilent | MemberReturned)]
+    assert not tell_swarm(heard, whole, 4, 2, None).again_at_least
+    assert tell_swarm(heard[:-1], whole, 4, 2, None).again_at_least  # they work on, or nobody has told that they do not
+
+
+@pytest.mark.parametrize(
+    ("turns", "events", "said"),
+    [
+        (12, EVENTS, "nothing is known to have been computed again; the last seconds of workers"),
+        (11, EVENTS, "nothing is known to have been computed again; the last seconds of workers"),
+        (15, EVENTS, "at least 11.1% of what was computed was computed again: 3 micro-batches of a stage\n"),
+        (12, [event for event in EVENTS if not isinstance(event, MemberSilent)], "nothing was computed again\n"),
+        (
+            20,
+            [*EVENTS[:-1], step(3, 9.6, 1.0), EVENTS[-1]],
+            "at least 25.0% of what was computed was computed again: 8 micro-batches of a stage, those of 1 repeated step among them\n",
+        ),
+    ],
+)
+def test_what_was_computed_again_is_one_statement(turns: int, events: list[AnyEvent], said: str) -> None:
+    accounts = {"anna": Measured(kernels={0: Kernels(0, 0.0, 12, 1.0)}), "cleo": Measured(kernels={1: Kernels(turns=turns)})}
+    out = StringIO()
+    Console(file=out, width=160).print(swarm_view(tell_swarm(events, accounts, 4, 2, None)))
+    assert said in out.getvalue()
 
 
 def test_without_accounts_the_events_are_told(run: RunDirectory) -> None:

@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from atoll.events import AnyEvent, CheckpointFailed, Evaluated, NonFinite, RunFinished, RunStarted, StepFinished
-from atoll.units import format_bytes, format_count, plural
+from atoll.units import format_bytes, format_clock, format_count, plural
 
 __all__ = ["Progress"]
 
@@ -135,7 +135,7 @@ class Progress:
         if self._seen < _STEPS_TO_TELL:
             return []
         each = (event.at_seconds - self._first_at) / (self._seen - 1)
-        return [f"left {_clock((self._steps - event.step) * each)}"]
+        return [f"left {format_clock((self._steps - event.step) * each)}"]
 
     def _table(self, event: StepFinished) -> Table:
         table = Table.grid(padding=(0, 2))
@@ -161,7 +161,7 @@ def _summary(event: RunFinished, first_loss: float | None, now: int, samples_per
     rate = f", {_rate(samples_per_s)}" if samples_per_s else ""
     why = f" ({event.message})" if event.message and event.reason != "failed" else ""  # the error that is raised says it
     steps = plural(event.steps, "step") + ("" if now == event.steps else f", {now:,} of them now,")
-    return f"{how}: {steps} in {_clock(event.seconds)}{loss}{rate}{why}"
+    return f"{how}: {steps} in {format_clock(event.seconds)}{loss}{rate}{why}"
 
 
 def _number(value: float | None, form: str) -> str:
@@ -170,9 +170,3 @@ def _number(value: float | None, form: str) -> str:
 
 def _rate(samples_per_s: float) -> str:
     return f"{samples_per_s:,.0f} samples/s" if samples_per_s >= 100 else f"{samples_per_s:.3g} samples/s"
-
-
-def _clock(seconds: float) -> str:
-    minutes, whole = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{whole:02}" if hours else f"{minutes}:{whole:02}"

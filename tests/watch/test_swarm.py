@@ -120,10 +120,38 @@ def test_a_swarm_is_told_from_its_events_and_accounts(run: RunDirectory) -> None
         "2 coordinators",
         "asked for again",
         "anna → bert",
-        "left at 9.5 s",
-        "750 ms",
+        "left 0:10",
+        "0.8 s",
     ):
         assert words in shown
+
+
+def test_the_tables_of_a_terminal_of_80_columns_wrap_no_words() -> None:
+    long = [
+        EVENTS[0],
+        MemberJoined(at_seconds=0.5, name="worker-0-r1", stage=0),
+        MemberJoined(at_seconds=63.0, name="worker-12-r1-2", stage=1),
+        MemberMoved(at_seconds=70.0, name="worker-12-r1-2", source=1, target=0, reason="it helps"),
+        *(step(number, 100.0 * number, 100.0) for number in range(1, 4)),
+        MemberSilent(at_seconds=1800.4, name="worker-12-r1-2", stage=0, seconds=2.0),
+    ]
+    account = Measured(
+        kernels={0: Kernels(22_500, 2_500.0, 22_500, 4_900.0), 1: Kernels(turns=123_456, turn_seconds=12_345.6)},
+        state_bytes=123_400_000,
+        state_seconds=12.34,
+        work_seconds=123.4,
+    )
+    found = tell_swarm(long, dict.fromkeys(("worker-0-r1", "worker-12-r1-2"), account), 4, 2, None)
+    worst = Compared(measured=0.1111, predicted=0.001)
+    stages = [msgspec.structs.replace(stage, forward_seconds=worst, backward_seconds=worst) for stage in found.stages]
+    out = StringIO()
+    Console(file=out, width=80).print(swarm_view(msgspec.structs.replace(found, stages=stages)))
+    lines = [line.split() for line in out.getvalue().splitlines()]
+    assert ["stage", "workers", "done", "per", "s", "measured", "predicted"] in lines
+    assert ["0", "2", "45,000", "0.04", "forward", "111", "ms", "1", "ms", "over", "100", "times"] in lines
+    assert ["stage", "came", "end", "done", "state", "in", "work", "in"] in lines
+    assert ["worker-0-r1", "0", "0:00", "works", "145,956", "123", "MB", "12.3", "s", "123.4", "s"] in lines
+    assert ["worker-12-r1-2", "1→0", "1:03", "silent", "30:00", "145,956", "123", "MB", "12.3", "s", "123.4", "s"] in lines
 
 
 def test_repeated_steps_are_part_of_what_was_computed_again(run: RunDirectory) -> None:

@@ -17,6 +17,7 @@ __all__ = [
     "exact_rate",
     "exact_seconds",
     "format_bytes",
+    "format_clock",
     "format_count",
     "format_flops",
     "format_rate",
@@ -168,6 +169,13 @@ def format_seconds(value: float) -> str:
     if value >= 120:
         return f"{value / 60:.3g} min"
     return _scaled(value, "s", ((1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))) if value else "0 s"
+
+
+def format_clock(value: float) -> str:
+    """A moment or a longer time in whole seconds: 124.2 → `"2:04"`, 3661 → `"1:01:01"`."""
+    minutes, whole = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{whole:02}" if hours else f"{minutes}:{whole:02}"
 
 
 def _exact(value: float, nice: str, parse: Callable[[str], float], plain: str) -> str:

@@ -27,7 +27,7 @@ _STATES = {
     "interrupted": "interrupted",
     "failed": "failed",
     "running": "under way",
-    "silent": "ended without a word",
+    "silent": "ended without a word, or stands still",
     "not started": "no step yet",
 }
 _MOST_DEVICES = 16

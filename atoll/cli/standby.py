@@ -32,4 +32,4 @@ def standby(
     spec = read_spec(directory.path)
     job = load_spec_job(spec)
     with Progress() as progress:
-        coordinate(directory, spec, job, listen, observers=(progress, *job.callbacks), say=say)
+        coordinate(directory, spec, job, listen, observers=(progress, *job.callbacks), recall=progress.recall, say=say)

@@ -60,8 +60,7 @@ def launch_swarm(
     known = (directory.path / "authority" / "authority.key").exists()
     authority = Authority.open(directory.path) if known else Authority.create(directory.path)
     resumed = asyncio.run(continue_run(directory, settings.nats, authority.run, spec.settings)) if before is not None else None
-    hosted = sum(own.stages for _, own in workers)
-    start = write_start(directory, address, hosted, resumed.term if resumed is not None else None)
+    start = write_start(directory, address, sum(own.stages for _, own in workers))
     if resumed is not None:
         say(_going_on(resumed, spec.settings.steps))
     if resumed is not None and resumed.committed >= spec.settings.steps and not resumed.lost:

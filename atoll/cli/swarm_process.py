@@ -40,7 +40,7 @@ def _coordinate(directory: RunDirectory, address: str) -> bool:
     settings = directory.settings()
     job = load_job(settings.script, settings.arguments)
     with Progress() as progress:
-        return coordinate(directory, read_spec(directory.path), job, address, observers=(progress, *job.callbacks))
+        return coordinate(directory, read_spec(directory.path), job, address, observers=(progress, *job.callbacks), recall=progress.recall)
 
 
 def _evaluate(directory: RunDirectory, keys: str) -> None:

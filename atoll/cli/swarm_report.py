@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from atoll.cli.tables import figures, section, table_of
-from atoll.units import format_bytes, format_rate, format_seconds, plural
+from atoll.units import format_bytes, format_clock, format_rate, format_seconds, plural
 
 if TYPE_CHECKING:
     from atoll.watch.swarm import SwarmReport
@@ -23,9 +23,9 @@ def swarm_view(found: "SwarmReport") -> RenderableType:
     """All of it."""
     parts: list[RenderableType] = [_happened(found)]
     if any(stage.micro_batches for stage in found.stages):
-        parts.append(section("Stages: a micro-batch, the mean over all workers", _stages(found)))
+        parts.append(section("Stages: micro-batches done, and what one takes, the mean over all workers", _stages(found)))
     if found.members:
-        parts.append(section("Workers", _members(found)))
+        parts.append(section("Workers: micro-batches done; state and work so long after connecting", _members(found)))
     if found.links:
         parts.append(section("Links, the slowest while busy", _links(found)))
     return Group(*parts)
@@ -40,11 +40,21 @@ def _happened(found: "SwarmReport") -> Text:
     again = sum(found.asked_again)
     if again:
         text.append(f"\n{plural(found.steps_repaired, 'step')} repaired: {_micro_batches(again)} of a stage asked for again")
-    if found.computed_again:
-        text.append(f"\n{found.computed_again:.1%} of what was computed was computed again")
     if found.stages_lost:
         text.append(f"\n{plural(found.stages_lost, 'return')} to a checkpoint, as a stage had nobody left")
+    if found.again is not None:
+        text.append(f"\n{_again(found, found.again, found.computed_again or 0.0)}")
     return text.append("\n")
+
+
+def _again(found: "SwarmReport", again: int, share: float) -> str:
+    """What was computed again, in all: repeated steps are part of it."""
+    if not again:
+        missing = "; the last seconds of workers that were not heard any more, or still work, are not in their accounts"
+        return f"nothing is known to have been computed again{missing}" if found.again_at_least else "nothing was computed again"
+    least = "at least " if found.again_at_least else ""
+    steps = f", those of {plural(found.steps_repeated, 'repeated step')} among them" if found.steps_repeated else ""
+    return f"{least}{share:.1%} of what was computed was computed again: {_micro_batches(again)} of a stage{steps}"
 
 
 def _times(count: int, what: str) -> str:
@@ -66,31 +76,40 @@ def _rate(found: "SwarmReport") -> str:
 
 
 def _stages(found: "SwarmReport") -> Table:
-    table = table_of("stage", "workers", "micro-batches", "a second", "forward", "predicted", "", "backward", "predicted", "")
+    """Two rows a stage, as all of it in one row is too wide for a terminal of 80 columns."""
+    table = table_of("stage", "workers", "done", "per s", "", "measured", "predicted", "")
     for stage in found.stages:
         rate = "" if stage.micro_batches_per_second is None else f"{stage.micro_batches_per_second:.3g}"
-        times = (*figures(stage.forward_seconds), *figures(stage.backward_seconds))
-        table.add_row(str(stage.stage), str(stage.workers), f"{stage.micro_batches:,}", rate, *times)
+        first = (str(stage.stage), str(stage.workers), f"{stage.micro_batches:,}", rate)
+        for what, row in (("forward", stage.forward_seconds), ("backward", stage.backward_seconds)):
+            if row.measured is not None or row.predicted is not None:
+                table.add_row(*first, what, *figures(row))
+                first = ("", "", "", "")
     return table
 
 
 def _members(found: "SwarmReport") -> Table:
-    table = table_of("", "stages", "came after", "end", "micro-batches", "state", "had it after", "worked after")
+    table = table_of("", "stage", "came", "end", "done", "state", "in", "work in")
     for member in found.members[-_MOST_MEMBERS:]:
-        end = member.ending if member.ended_seconds is None else f"{member.ending} at {format_seconds(member.ended_seconds)}"
+        end = member.ending if member.ended_seconds is None else f"{member.ending} {format_clock(member.ended_seconds)}"
         table.add_row(
             Text(member.name),
-            " → ".join(map(str, member.stages)),
-            format_seconds(member.joined_seconds),
+            "→".join(map(str, member.stages)),
+            format_clock(member.joined_seconds),
             end,
             f"{member.micro_batches:,}",
             format_bytes(member.state_bytes) if member.state_bytes else "",
-            _some(member.state_seconds, format_seconds),
-            _some(member.work_seconds, format_seconds),
+            _some(member.state_seconds, _in_seconds),
+            _some(member.work_seconds, _in_seconds),
         )
     if len(found.members) > _MOST_MEMBERS:
         table.add_row(f"… and {len(found.members) - _MOST_MEMBERS} before them", *[""] * 7)
     return table
+
+
+def _in_seconds(seconds: float) -> str:
+    """All in one unit, so that a column can be read down."""
+    return f"{seconds:.1f} s"
 
 
 def _links(found: "SwarmReport") -> Table:

@@ -20,7 +20,9 @@ from atoll.planner.classes import Slot
 from atoll.planner.rules import Rules
 from atoll.planner.timing import Inside, SlotSeconds, Timing
 
-__all__ = ["Draft", "Drafted", "complete", "with_names"]
+__all__ = ["TOO_FEW", "Draft", "Drafted", "complete", "with_names"]
+
+TOO_FEW = "fewer micro-batches than replicas"  # why nothing comes of a draft
 
 
 class Draft(NamedTuple):
@@ -46,7 +48,7 @@ def complete(draft: Draft, timing: Timing, rules: Rules, batch_size: int) -> Dra
     micro_batches = -(-batch_size // draft.micro_batch_size)
     free = rules.any_share(len(draft.stages))
     if (batch_size // draft.inside.lanes if free else micro_batches) < max(len(stage) for stage in draft.stages):
-        return "fewer micro-batches than replicas"
+        return TOO_FEW
     kinds = [Counter(slot.kind for slot in stage) for stage in draft.stages]
     times = [_slot_times(draft, timing, stage, batch_size) for stage in draft.stages]
     bounds = _bounds(draft, timing, rules, kinds, batch_size, _memory_check(draft, timing, micro_batches, batch_size))

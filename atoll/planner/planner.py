@@ -19,9 +19,10 @@ from atoll.plan import CodecName, Mode, Plan
 from atoll.planner.annotated import annotated_plans
 from atoll.planner.baselines import best_baselines
 from atoll.planner.classes import device_classes
+from atoll.planner.draft import TOO_FEW
 from atoll.planner.exact import Exact, is_small
 from atoll.planner.mode import choose_mode, island_plan
-from atoll.planner.reasons import bottleneck, plan_reasons, relief
+from atoll.planner.reasons import bottleneck, plan_reasons, relief, what_would_help
 from atoll.planner.refine import climb
 from atoll.planner.rules import Rules, rules_of
 from atoll.planner.search import FEW_DEVICES, Found, micro_batch_sizes, search
@@ -111,7 +112,7 @@ class _Search:
         smallest = [min((name for name in names if name != "none"), key=lambda name: CODECS[name].bits) for names in self.codecs.values()]
         if smallest:
             sets.append(dict(zip(self.codecs, smallest, strict=True)))
-        found = search(self.timing, self.rules, self.batch_size, sets, max(top, 5), self.max_priced // 2, self.tally, self.progress)
+        found = self._searched(sets, max(top, 5))
         if len(self.evaluator.devices) <= FEW_DEVICES:
             known = found[0].seconds if found else float("inf")
             simple = best_baselines(self.evaluator, self.rules, self.batch_size, known, self.max_priced // 2, self.tally)
@@ -119,6 +120,12 @@ class _Search:
         if self.rules.graph.constraints:
             found = sorted([*found, *self._annotated(max(top, 5))], key=lambda one: one.seconds)
         return self._refined(found)
+
+    def _searched(self, codec_sets: list[dict[str, CodecName]], keep: int) -> list[Found]:
+        """On all devices of a kind; a swarm's may be more workers than a batch has micro-batches for, and then on some of them."""
+        about = self.timing, self.rules, self.batch_size, codec_sets, keep, self.max_priced // 2, self.tally, self.progress
+        found = search(*about)
+        return search(*about, few=True) if not found and self.rules.swarm and self.tally.ruled_out[TOO_FEW] else found
 
     def _annotated(self, keep: int) -> list[Found]:
         """The best of the plans in which every stage follows its own annotations."""
@@ -270,17 +277,15 @@ class _Planner:
         evaluator = self.evaluator
         need = evaluator.graph.parameters * (8 + evaluator.optimizer.state_bytes)
         have = sum(device.memory_bytes for device in evaluator.cluster.devices)
-        reasons = ", ".join(f"{reason} ({count})" for reason, count in self.main.tally.ruled_out.most_common(3)) or "no layout is possible"
+        ruled_out = self.main.tally.ruled_out
         said = f"; annotations ask for {', '.join(self.rules.said)}" if self.rules.said else ""
-        if self.rules.said and not self.main.tally.ruled_out["out of memory"]:
+        if self.rules.said and not ruled_out["out of memory"]:
             return (
                 f"no plan{where} for {evaluator.graph.name} with a batch of {self.batch_size} on the {len(evaluator.devices)} devices of "
                 f"{evaluator.cluster.name} honours all annotations: {', '.join(self.rules.said)}. {self._whole_stages()}Parts that ask for "
                 "different numbers of devices need devices of their own; leave a number free, annotate less, or plan for more devices"
             )
         problem = f"no plan fits {evaluator.graph.name} with a batch of {self.batch_size} on {evaluator.cluster.name}{where}"
-        return (
-            f"{problem}: {reasons}. Parameters, gradients and optimizer state alone need {format_bytes(need)} and all devices "
-            f"together have {format_bytes(have)}{said}. {self._whole_stages()}"
-            "More devices, a smaller batch, or an optimizer with less state would help"
-        )
+        memory = f"{format_bytes(need)} and all devices together have {format_bytes(have)}"
+        needed = f" Parameters, gradients and optimizer state alone need {memory}." if ruled_out["out of memory"] else ""
+        return f"{problem}: {self.main.tally.reasons()}{said}.{needed} {self._whole_stages()}{what_would_help(ruled_out)}"

@@ -1,14 +1,16 @@
 """Reasons: what a plan's bottleneck is and what would relieve it, by asking the cost model "what if"."""
 
 from collections import Counter
+from collections.abc import Mapping
 
 from msgspec.structs import replace
 
 from atoll.cost import Cost, Evaluator, staleness_effect
 from atoll.plan import Plan
+from atoll.planner.draft import TOO_FEW
 from atoll.units import format_bytes, format_rate, format_seconds
 
-__all__ = ["bottleneck", "plan_reasons", "relief"]
+__all__ = ["bottleneck", "plan_reasons", "relief", "what_would_help"]
 
 _WORTH_OTHER_NUMBERS = 1.02  # times as fast, for staleness to be mentioned
 _PARTS = {
@@ -141,6 +143,19 @@ def plan_reasons(plan: Plan, cost: Cost, evaluator: Evaluator) -> tuple[str, ...
         said = ", ".join(f"{n}× {kind}" for kind, n in counts.most_common())
         reasons.append(f"{said} left out: with them the step would not be shorter, by what was tried")
     return tuple(reasons)
+
+
+def what_would_help(ruled_out: Mapping[str, int]) -> str:
+    """Advice where every plan was ruled out, by how many were for which reason."""
+    found = []
+    if ruled_out.get(TOO_FEW):
+        found.append("a larger batch, smaller micro-batches or fewer devices would leave every replica a micro-batch")
+    if ruled_out.get("out of memory"):
+        found.append("more memory in all, an optimizer with less state or a smaller batch would fit")
+    if ruled_out.get("more stages than cuts"):
+        found.append("fewer stages would do with the places where the model can be cut")
+    advice = "; ".join(found) or "another batch size or other devices might do"
+    return advice[0].upper() + advice[1:]
 
 
 def _ranges(numbers: list[str]) -> str:

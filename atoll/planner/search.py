@@ -133,6 +133,20 @@ def _kind_sets(timing: Timing) -> list[tuple[DeviceClass, ...]]:
     return list(dict.fromkeys(sets))
 
 
+def _first_hosts(classes: Sequence[DeviceClass], most: int) -> tuple[DeviceClass, ...]:
+    """The first `most` devices of these classes, host by host."""
+    kept: list[DeviceClass] = []
+    for each in classes:
+        hosts: list[tuple[str, ...]] = []
+        for names in each.hosts:
+            hosts.append(names[:most])
+            most -= len(hosts[-1])
+            if not most:
+                return (*kept, each._replace(hosts=tuple(hosts)))
+        kept.append(each)
+    return tuple(kept)
+
+
 def _small_sets(timing: Timing) -> list[tuple[DeviceClass, ...]]:
     """A small model may want two sites, one, a single host, or a single device."""
     classes = timing.classes
@@ -172,10 +186,17 @@ def search(
     tally: Tally,
     progress: Progress,
     islands: bool = False,
+    few: bool = False,
 ) -> list[Found]:
-    """The best plans found, best first; at most `budget` are priced in full. For islands, each site holds the whole model."""
+    """The best plans found, best first; at most `budget` are priced in full. For islands, each site holds the whole model.
+
+    `few`: on no more devices than a batch has samples for, where all that are alike are too many.
+    """
     drafted: list[Drafted] = []
-    layouts = list(_layouts(timing, rules, tally, islands))
+    sets = _kind_sets(timing)
+    if few:
+        sets = list(dict.fromkeys(_first_hosts(chosen, batch_size) for chosen in sets))
+    layouts = list(_layouts(timing, rules, tally, islands, sets))
     for number, (inside, stages) in enumerate(layouts):
         progress("drafting", number, len(layouts))
         drafted.extend(_drafts(timing, rules, batch_size, inside, stages, tally))
@@ -183,11 +204,13 @@ def search(
     return _price(drafted, timing, rules, batch_size, codec_sets, keep, budget, tally, progress, islands)
 
 
-def _layouts(timing: Timing, rules: Rules, tally: Tally, islands: bool) -> Iterator[tuple[Inside, tuple[tuple[Slot, ...], ...]]]:
+def _layouts(
+    timing: Timing, rules: Rules, tally: Tally, islands: bool, sets: Sequence[tuple[DeviceClass, ...]]
+) -> Iterator[tuple[Inside, tuple[tuple[Slot, ...], ...]]]:
     layers = len(timing.evaluator.graph.layers)
     seen: set[tuple[Inside, tuple[tuple[Slot, ...], ...]]] = set()
     for inside in insides(timing, rules):
-        for chosen in _kind_sets(timing):
+        for chosen in sets:
             slots = slots_of(chosen, inside.size)
             if rules.swarm:
                 slots = [slot for slot in slots if len(hosts_of(slot.devices)) == 1]

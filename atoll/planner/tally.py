@@ -17,6 +17,10 @@ class Tally:
         """All of them."""
         return self.priced + self.ruled_out.total()
 
+    def reasons(self) -> str:
+        """The three for which most were ruled out, where nothing was found."""
+        return ", ".join(f"{reason} ({count:,})" for reason, count in self.ruled_out.most_common(3) if count) or "no layout is possible"
+
     def lines(self, chosen: bool, why_not: str) -> tuple[str, ...]:
         """A line for each reason, most first; of those priced, all but the one chosen, if it was among them, were not taken: `why_not`."""
         rest = self.priced - chosen

@@ -1,5 +1,6 @@
 """Progress: a run's events as a line that moves on a terminal, or as plain lines where there is none (files, CI, pipes)."""
 
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Self
 
@@ -9,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from atoll.events import AnyEvent, CheckpointFailed, Evaluated, NonFinite, RunFinished, RunStarted, StepFinished
-from atoll.units import format_bytes, format_count, plural
+from atoll.units import format_bytes, format_clock, format_count, plural
 
 __all__ = ["Progress"]
 
@@ -27,15 +28,20 @@ class Progress:
         self.console = console or Console(stderr=True, highlight=False)
         self._live: Live | None = None
         self._run: RunStarted | None = None
+        self._shown_at = float("-inf")
+        self._forget()
+
+    def _forget(self) -> None:
+        """Nothing was made yet since the run was started; a resumed run has made steps before."""
         self._first_loss: float | None = None
         self._loss: float | None = None
         self._recent: list[StepFinished] = []
-        self._first_at = 0.0  # when the first step of this process was made
-        self._seen = 0  # steps that this process made; a resumed run has made others before
+        self._first_at = 0.0  # when the first step was made
+        self._first_step = 0  # the earliest: going back to a checkpoint may lead to one before the first that was made
+        self._seen = 0  # steps, those made twice counted twice
         self._samples = 0
         self._later_samples = 0  # those of the steps after the first
         self._later_seconds = 0.0
-        self._shown_at = float("-inf")
 
     def __enter__(self) -> Self:
         return self
@@ -59,7 +65,15 @@ class Progress:
             case RunFinished():
                 self._stop_live()
                 began = self._run.at_seconds if self._run is not None else event.at_seconds
-                self._say(_summary(event, self._first_loss, self._seen, self._rate(event, event.at_seconds - began)))
+                now = max(0, event.steps - self._first_step + 1) if self._seen else 0
+                self._say(_summary(event, self._first_loss, now, self._rate(event, event.at_seconds - began)))
+
+    def recall(self, events: Iterable[AnyEvent]) -> None:
+        """Counts, and shows nothing of, what others in this one's place have shown since the run was started."""
+        self._forget()
+        for event in events:
+            if isinstance(event, StepFinished):
+                self._count(event)
 
     def _start(self, event: RunStarted) -> None:
         self._run = event
@@ -71,7 +85,8 @@ class Progress:
             self._live = Live(console=self.console, transient=True, auto_refresh=False)
             self._live.start()
 
-    def _step(self, event: StepFinished) -> None:
+    def _count(self, event: StepFinished) -> None:
+        self._first_step = min(self._first_step, event.step) if self._seen else event.step
         self._first_loss = event.loss if self._first_loss is None else self._first_loss
         self._loss = event.loss if self._loss is None else _SMOOTHING * self._loss + (1 - _SMOOTHING) * event.loss
         self._first_at = self._first_at if self._seen else event.at_seconds
@@ -79,6 +94,9 @@ class Progress:
             self._later_samples, self._later_seconds = self._later_samples + event.samples, self._later_seconds + event.seconds
         self._seen, self._samples = self._seen + 1, self._samples + event.samples
         self._recent = [*(self._recent[1 - _RATE_STEPS :] if self._seen > 2 else []), event]  # without the first, once there are others
+
+    def _step(self, event: StepFinished) -> None:
+        self._count(event)
         if not event.applied:
             self._say(f"step {event.step}: fp16 gradients overflowed; step skipped, loss scale lowered")
         pause = _PLAIN_LINE_SECONDS if self._live is None else _REDRAW_SECONDS
@@ -106,7 +124,7 @@ class Progress:
         return [_rate(sum(step.samples for step in self._recent) / seconds)]
 
     def _rate(self, event: RunFinished, seconds: float) -> float | None:
-        """Of what this process made in so many seconds, in samples a second; of a swarm as the report counts it, without its starting."""
+        """Of what was made now, in so many seconds, in samples a second; of a swarm as the report counts it, without its starting."""
         if self._run is not None and self._run.mode == "swarm":
             return self._later_samples / self._later_seconds if self._later_seconds else None
         taken = seconds if seconds > 0 and self._seen != event.steps else event.seconds
@@ -117,7 +135,7 @@ class Progress:
         if self._seen < _STEPS_TO_TELL:
             return []
         each = (event.at_seconds - self._first_at) / (self._seen - 1)
-        return [f"left {_clock((self._steps - event.step) * each)}"]
+        return [f"left {format_clock((self._steps - event.step) * each)}"]
 
     def _table(self, event: StepFinished) -> Table:
         table = Table.grid(padding=(0, 2))
@@ -133,17 +151,17 @@ class Progress:
             self._live = None
 
 
-def _summary(event: RunFinished, first_loss: float | None, seen: int, samples_per_s: float | None) -> str:
-    """The run in one sentence. `seen` steps were made by this process, at that rate, the others before it."""
+def _summary(event: RunFinished, first_loss: float | None, now: int, samples_per_s: float | None) -> str:
+    """The run in one sentence. The last `now` steps were made since it was started, at that rate, the others before."""
     how = {"done": "done", "stopped": "stopped by a callback", "interrupted": "interrupted", "failed": "failed"}[event.reason]
-    if event.steps and not seen:
+    if event.steps and not now:
         return f"{how}: {'all ' if event.steps > 1 else ''}{plural(event.steps, 'step')} had been made before"
-    first = f"{first_loss:.4f} → " if first_loss is not None and seen > 1 else ""
+    first = f"{first_loss:.4f} → " if first_loss is not None and now > 1 else ""
     loss = f", loss {first}{event.loss:.4f}" if event.loss is not None else ""
     rate = f", {_rate(samples_per_s)}" if samples_per_s else ""
     why = f" ({event.message})" if event.message and event.reason != "failed" else ""  # the error that is raised says it
-    steps = plural(event.steps, "step") + ("" if seen == event.steps else f", {seen:,} of them now,")
-    return f"{how}: {steps} in {_clock(event.seconds)}{loss}{rate}{why}"
+    steps = plural(event.steps, "step") + ("" if now == event.steps else f", {now:,} of them now,")
+    return f"{how}: {steps} in {format_clock(event.seconds)}{loss}{rate}{why}"
 
 
 def _number(value: float | None, form: str) -> str:
@@ -152,9 +170,3 @@ def _number(value: float | None, form: str) -> str:
 
 def _rate(samples_per_s: float) -> str:
     return f"{samples_per_s:,.0f} samples/s" if samples_per_s >= 100 else f"{samples_per_s:.3g} samples/s"
-
-
-def _clock(seconds: float) -> str:
-    minutes, whole = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{whole:02}" if hours else f"{minutes}:{whole:02}"

@@ -15,6 +15,7 @@ from atoll.runtime.lockstep.measuring import RankMeasured, read_measured
 from atoll.runtime.run_directory import RunDirectory
 from atoll.runtime.swarm.measured import read_members
 from atoll.watch.comparison import CollectiveReport, Compared, Comparison, Difference, LinkReport, StageReport, compare
+from atoll.watch.listening import is_listening
 from atoll.watch.run_events import EventStory, Samples, tell_events
 from atoll.watch.swarm import SwarmReport, tell_swarm
 
@@ -60,7 +61,7 @@ def read_report(path: str | Path) -> RunReport:
     directory = RunDirectory(path)
     if not directory.events.exists():
         directory.read("run.json")  # says what is wrong with a directory that holds no run
-    story = tell_events(directory.events)
+    story = tell_events(directory.events, is_listening(directory))
     mode = story.mode or _planned_mode(directory)
     missing: list[str] = []
     if not directory.events.exists() and (directory.path / "measured").exists():
@@ -94,7 +95,7 @@ def read_report(path: str | Path) -> RunReport:
         differs_most=comparison.differs_most,
         conclusion=_conclusion(directory, story, predicted, comparison),
         missing=missing,
-        swarm=_swarm(directory) if mode == "swarm" else None,
+        swarm=_swarm(directory, story.state == "silent") if mode == "swarm" else None,
     )
 
 
@@ -129,12 +130,13 @@ def _found(directory: RunDirectory, mode: str, missing: list[str]) -> tuple[Plan
     return plan, cluster, predicted, ranks
 
 
-def _swarm(directory: RunDirectory) -> SwarmReport:
+def _swarm(directory: RunDirectory, silent: bool) -> SwarmReport:
     plan = directory.plan() if (directory.path / "plan.json").exists() else None
     predicted = _predicted(directory)
     events = list(read_events(directory.events)) if directory.events.exists() else []
     micro_batches = -(-plan.batch_size // plan.micro_batch_size) if plan is not None else 0
-    return tell_swarm(events, read_members(directory), micro_batches, len(plan.stages) if plan is not None else 0, predicted)
+    stages = len(plan.stages) if plan is not None else 0
+    return tell_swarm(events, read_members(directory), micro_batches, stages, predicted, silent=silent)
 
 
 def _predicted_step(directory: RunDirectory) -> float | None:

@@ -9,10 +9,13 @@ from statistics import median
 import msgspec
 
 from atoll.events import AnyEvent, CheckpointSaved, NonFinite, Restarted, RunFinished, RunStarted, StepFinished, WorkerFailed, read_events
+from atoll.units import format_seconds
 
-__all__ = ["EventStory", "Samples", "steps_after_the_first", "tell_events"]
+__all__ = ["EventStory", "Samples", "is_silent", "steps_after_the_first", "tell_events"]
 
-_SILENT_SECONDS = 120.0  # a file of events nobody has written to for so long is no run under way
+_SILENT_SECONDS = 120.0  # a file of events nobody has written to for so long, and for so many steps, is no run under way
+_SILENT_STEPS = 10
+_STARTING_SECONDS = 30.0  # so long nobody may listen while a coordinator is started in another's place
 
 
 class Samples(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +31,7 @@ class EventStory(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     mode: str
-    state: str  # "done", "stopped", "interrupted", "failed", "running", "silent" (it ended without a word), "not started"
+    state: str  # "done", "stopped", "interrupted", "failed", "running", "silent" (it ended without a word, or stands still), "not started"
     message: str
     steps: int  # made
     planned_steps: int
@@ -40,16 +43,25 @@ class EventStory(msgspec.Struct, frozen=True, kw_only=True):
     counts: dict[str, int]  # events by kind
 
 
-def tell_events(path: Path) -> EventStory:
-    """The story of `events.jsonl`; of a run that has not begun if there is none."""
+def tell_events(path: Path, listening: bool | None = None) -> EventStory:
+    """The story of `events.jsonl`; of a run that has not begun if there is none. `listening`: whether its coordinator is, if known."""
     if not path.exists():
         return _story([], "not started", "")
     events = list(read_events(path))
-    silent = time.time() - path.stat().st_mtime > _SILENT_SECONDS
-    return _story(events, *_state(events, silent))
+    age = max(0.0, time.time() - path.stat().st_mtime)
+    steps = [event.seconds for event in events if isinstance(event, StepFinished)]
+    silent = is_silent(age, median(steps) if steps else 0.0, listening)
+    return _story(events, *_state(events, f"last heard of {format_seconds(age)} ago" if silent else None))
 
 
-def _state(events: list[AnyEvent], silent: bool) -> tuple[str, str]:
+def is_silent(age_seconds: float, step_seconds: float, listening: bool | None) -> bool:
+    """Whether a run that has not said how it ended has ended all the same, by the age of its last event and the usual step."""
+    if listening is not None:
+        return not listening and age_seconds > _STARTING_SECONDS
+    return age_seconds > max(_SILENT_SECONDS, _SILENT_STEPS * step_seconds)
+
+
+def _state(events: list[AnyEvent], silent: str | None) -> tuple[str, str]:
     """How it ended, by the last event that tells; what follows a failure may be a new beginning."""
     for event in reversed(events):
         match event:
@@ -60,7 +72,7 @@ def _state(events: list[AnyEvent], silent: bool) -> tuple[str, str]:
                     event, WorkerFailed
                 ) else f"step {event.step}: the {event.what} is {event.value}"
             case RunStarted() | Restarted() | StepFinished():
-                return ("silent", "") if silent else ("running", "")
+                return ("silent", silent) if silent is not None else ("running", "")
     return "not started", ""
 
 

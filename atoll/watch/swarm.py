@@ -17,6 +17,7 @@ from atoll.events import (
     MemberReturned,
     MemberSilent,
     RunFinished,
+    RunStarted,
     StageLost,
     StepFinished,
     StepRepaired,
@@ -48,7 +49,7 @@ class MemberReport(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     stages: list[int]  # it was on, in order
     joined_seconds: float  # the run's own time
-    ending: str  # "works", or "stayed" until the run ended; "left", "silent" (it died, stands still or is cut off)
+    ending: str  # "works", or "stayed" until the run ended; "left", "silent" (it died, stands still or is cut off), "unknown"
     ended_seconds: float | None
     micro_batches: int
     state_bytes: int
@@ -80,7 +81,10 @@ class SwarmReport(msgspec.Struct, frozen=True, kw_only=True):
     stages_lost: int
     steps_repaired: int
     asked_again: list[int]  # micro-batches, by stage
-    computed_again: float | None  # share of all micro-batches computed that were not needed
+    steps_repeated: int  # made again after a return to a checkpoint
+    again: int | None  # micro-batches of a stage that were computed and not needed, those of repeated steps included
+    again_at_least: bool  # somebody's last account is missing, so more may have been
+    computed_again: float | None  # as a share of all that were computed
     stages: list[SwarmStageReport]
     members: list[MemberReport]
     links: list[SwarmLinkReport]  # the slowest first; after them those too little used to tell, the busiest first
@@ -88,15 +92,23 @@ class SwarmReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tell_swarm(
-    events: Sequence[AnyEvent], measured: dict[str, Measured], micro_batches: int, stages: int, predicted: Cost | None
+    events: Sequence[AnyEvent],
+    measured: dict[str, Measured],
+    micro_batches: int,
+    stages: int,
+    predicted: Cost | None,
+    *,
+    silent: bool = False,
 ) -> SwarmReport:
-    """What events and the workers' own accounts say."""
+    """What events and the workers' own accounts say. `silent`: the run has not said how it ended, and nobody seems to be there."""
     counts = Counter(type(event) for event in events if not isinstance(event, _Whole) or process_of(event.name) == event.name)
     steps = [event for event in events if isinstance(event, StepFinished)]
     seconds = [event.seconds for event in steps_after_the_first(events)]
     rate = len(seconds) / sum(seconds) if sum(seconds) else None
     links = _links(measured)
     repaired = [event for event in events if isinstance(event, StepRepaired)]
+    needed, repeated = len({event.step for event in steps}), len(steps) - len({event.step for event in steps})
+    again = _again(measured, needed * micro_batches * stages, repeated * micro_batches * stages)
     return SwarmReport(
         steps_per_second=rate,
         micro_batches=micro_batches,
@@ -109,9 +121,12 @@ def tell_swarm(
         stages_lost=counts[StageLost],
         steps_repaired=len({event.step for event in repaired}),
         asked_again=[sum(event.micro_batches[stage] for event in repaired if stage < len(event.micro_batches)) for stage in range(stages)],
-        computed_again=_computed_again(measured, len({event.step for event in steps}) * micro_batches * stages),
+        steps_repeated=repeated,
+        again=again,
+        again_at_least=_accounts_end_early(events),
+        computed_again=None if again is None else again / (again + needed * micro_batches * stages),
         stages=[_stage(stage, measured, predicted, None if rate is None else rate * micro_batches) for stage in range(stages)],
-        members=_members(events, measured),
+        members=_members(events, measured, silent),
         links=links[:_MOST_LINKS],
         more_links=len(links[_MOST_LINKS:]),
     )
@@ -121,10 +136,17 @@ def _done(kernels: Kernels) -> int:
     return kernels.backwards + kernels.turns
 
 
-def _computed_again(measured: dict[str, Measured], needed: int) -> float | None:
-    """A killed worker's last seconds are in nobody's account, so this is a lower bound."""
+def _again(measured: dict[str, Measured], needed: int, repeated: int) -> int | None:
+    """By the workers' accounts, from which some may be missing, but no fewer than the events say; None where nothing is known."""
     computed = sum(_done(kernels) for account in measured.values() for kernels in account.kernels.values())
-    return max(0.0, 1 - needed / computed) if computed and needed else None
+    return max(computed - needed, repeated) if needed and (computed or repeated) else None
+
+
+def _accounts_end_early(events: Sequence[AnyEvent]) -> bool:
+    """Workers give accounts every few seconds: what they did after the last is not known of those who were lost, or are at work."""
+    started = sum(isinstance(event, RunStarted) for event in events)
+    finished = sum(isinstance(event, RunFinished) for event in events)
+    return finished < started or any(isinstance(event, MemberSilent) for event in events)
 
 
 def _stage(stage: int, measured: dict[str, Measured], predicted: Cost | None, rate: float | None) -> SwarmStageReport:
@@ -148,12 +170,13 @@ def _mean(total: float, count: int) -> float | None:
     return total / count if count else None
 
 
-def _members(events: Sequence[AnyEvent], measured: dict[str, Measured]) -> list[MemberReport]:
+def _members(events: Sequence[AnyEvent], measured: dict[str, Measured], silent: bool) -> list[MemberReport]:
     """Workers, in the order they came; one that came back as somebody new is one."""
     stages: dict[str, list[int]] = {}
     joined: dict[str, float] = {}
     ending: dict[str, tuple[str, float | None]] = {}
-    works = "works" if not (events and isinstance(events[-1], RunFinished)) else "stayed", None
+    over = bool(events) and isinstance(events[-1], RunFinished)
+    works = "stayed" if over else "unknown" if silent else "works", None
     for event in events:
         match event:
             case MemberJoined() if event.stage >= 0:

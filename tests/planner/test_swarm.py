@@ -11,6 +11,7 @@ from atoll.errors import NoPlanError
 from atoll.graph import Graph, dense_transformer, mixture_of_experts, preset
 from atoll.plan import Mode, Plan, validate, why_not_swarm
 from atoll.planner import Planned, plan
+from atoll.planner.reasons import what_would_help
 from tests.planner.by_hand import hand_plans, random_problem
 from tests.planner.test_annotated import lawful
 from tests.planner.test_by_hand import is_possible
@@ -109,3 +110,22 @@ def test_a_swarm_competes_with_plans_of_its_own() -> None:
     best = plan(graph, cluster, batch_size=256)
     assert best.best.mode == "swarm"
     assert check_runnable(best, graph, cluster) == 1
+
+
+def test_where_devices_are_more_than_samples_some_of_them_are_a_swarm() -> None:
+    site = make_site("a", kind="A100-40GB", hosts=40, devices=8)
+    cluster = make_cluster("many", [site, make_site("b", kind="T4", hosts=40, devices=8)], default_link=("5 Gbit/s", "20 ms"))
+    graph = small_graph(4, experts=False)
+    planned = plan(graph, cluster, batch_size=16, mode="swarm")
+    assert check_runnable(planned, graph, cluster) == 1
+    assert {name.split("-")[0] for stage in planned.best.stages for name in stage.devices} == {"a"}
+
+
+def test_advice_follows_from_the_reasons() -> None:
+    crowded, full = what_would_help({"fewer micro-batches than replicas": 118, "out of memory": 0}), what_would_help({"out of memory": 3})
+    assert "larger batch" in crowded
+    assert "fewer devices" in crowded
+    assert "memory" not in crowded
+    assert "smaller batch" not in crowded
+    assert "optimizer with less state" in full
+    assert "larger batch" not in full

@@ -38,3 +38,10 @@ def test_the_one_chosen_is_not_among_those_ruled_out() -> None:
     assert tally.considered == 1503
     assert tally.lines(True, "slower") == ("1,500 × out of memory", "2 × slower")
     assert tally.lines(False, "slower") == ("1,500 × out of memory", "3 × slower")
+
+
+def test_reasons_that_ruled_nothing_out_are_not_told() -> None:
+    tally = Tally()
+    assert tally.reasons() == "no layout is possible"
+    tally.ruled_out.update({"out of memory": 0, "fewer micro-batches than replicas": 1180})
+    assert tally.reasons() == "fewer micro-batches than replicas (1,180)"

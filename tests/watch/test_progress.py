@@ -110,3 +110,28 @@ def test_a_resumed_run_counts_its_own_steps() -> None:
     lines = shown([began, *steps[5:]], terminal=False).splitlines()
     assert lines[-1] == "done: 10 steps, 5 of them now, in 0:20, loss 0.6667 → 0.5000, 4 samples/s"
     assert shown([started, steps[-1]], terminal=False).splitlines()[-1] == "done: all 10 steps had been made before"
+
+
+def test_a_coordinator_in_anothers_place_tells_of_all_that_was_made_since_the_start() -> None:
+    started, *steps, last = events(10, seconds=2.0)
+    swarm = msgspec.structs.replace(started, mode="swarm")
+    console = Console(file=io.StringIO(), width=120, highlight=False)
+    with Progress(console) as progress:
+        progress(swarm)
+        progress.recall([swarm, *steps[:6]])
+        for event in (*steps[6:], last):
+            progress(event)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert lines[1].startswith("step 7/10  ")  # what another has shown is not shown again
+    assert lines[-1] == shown([swarm, *steps, last], terminal=False).splitlines()[-1]
+    assert lines[-1] == "done: 10 steps in 0:20, loss 4.0000 → 0.5000, 4 samples/s"
+
+
+def test_steps_made_again_after_a_return_to_a_checkpoint_are_no_more_steps() -> None:
+    started, *steps, last = events(10, seconds=2.0)
+    assert shown([started, *steps[:6], *steps[3:], last], terminal=False).splitlines()[-1].startswith("done: 10 steps in 0:20")
+    lines = shown([started, *steps[6:8], *steps[4:], last], terminal=False).splitlines()  # a resumed run that went back further
+    assert lines[-1].startswith("done: 10 steps, 6 of them now, in 0:20")
+    stopped = msgspec.structs.replace(last, reason="interrupted", steps=5)
+    assert shown([started, *steps[6:8], stopped], terminal=False).splitlines()[-1] == "interrupted: all 5 steps had been made before"

@@ -1,6 +1,8 @@
 """The report of a run: its story from events alone, and predicted against measured where there is more in its directory."""
 
+import json
 import os
+import socket
 import time
 from io import StringIO
 from pathlib import Path
@@ -17,6 +19,7 @@ from atoll.events import (
     AnyEvent,
     CheckpointSaved,
     EventLog,
+    MemberJoined,
     NonFinite,
     Restarted,
     RunFinished,
@@ -38,6 +41,7 @@ from atoll.runtime.lockstep.measuring import (
 )
 from atoll.runtime.run_directory import RunDirectory, RunSettings
 from atoll.watch.report import RunReport, read_report
+from atoll.watch.run_events import is_silent
 
 KEYS = {"mode", "steps", "losses", "samples", "step_seconds", "link_bytes", "events"}
 BATCH = 8
@@ -153,8 +157,41 @@ def test_a_run_under_way_is_told_from_one_that_ended_without_a_word(tmp_path: Pa
     long_ago = time.time() - 3600
     os.utime(tmp_path / "events.jsonl", (long_ago, long_ago))
     report = read_report(tmp_path)
-    assert report.state == "silent"
+    assert (report.state, report.message) == ("silent", "last heard of 60 min ago")
     assert report.samples.lost == 32  # nothing of it was saved
+
+
+def test_a_swarm_nobody_listens_for_is_not_under_way(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as coordinator:
+        address = f"127.0.0.1:{coordinator.getsockname()[1]}"
+        (tmp_path / "started.json").write_text(json.dumps({"at_seconds": 0.0, "unix_seconds": 1.0, "address": address}))
+        told(tmp_path, started("swarm"), MemberJoined(at_seconds=1.0, name="anna", stage=0), *steps(1, 4))
+        minutes_ago = time.time() - 300
+        os.utime(tmp_path / "events.jsonl", (minutes_ago, minutes_ago))
+        assert read_report(tmp_path).state == "running"  # a long step, or an evaluation
+    report = read_report(tmp_path)
+    assert (report.state, report.message) == ("silent", "last heard of 5 min ago")
+    assert report.swarm is not None
+    assert [member.ending for member in report.swarm.members] == ["unknown"]
+    shown = StringIO()
+    Console(file=shown, width=200).print(report_view(report))
+    assert "ended without a word, or stands still: last heard of 5 min ago" in shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("age", "step", "listening", "silent"),
+    [
+        (5.0, 1.0, None, False),
+        (121.0, 1.0, None, True),
+        (121.0, 60.0, None, False),
+        (601.0, 60.0, None, True),
+        (31.0, 60.0, False, True),
+        (5.0, 1.0, False, False),
+        (9000.0, 1.0, True, False),
+    ],
+)
+def test_who_is_silent(age: float, step: float, listening: bool | None, silent: bool) -> None:
+    assert is_silent(age, step, listening) is silent
 
 
 def test_the_median_is_of_the_steps_since_the_last_start(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from atoll.cli.report import report_view
+from atoll.cli.swarm_report import swarm_view
 from atoll.cli.tables import figures
 from atoll.events import (
     AnyEvent,
@@ -119,10 +120,73 @@ def test_a_swarm_is_told_from_its_events_and_accounts(run: RunDirectory) -> None
         "2 coordinators",
         "asked for again",
         "anna → bert",
-        "left at 9.5 s",
-        "750 ms",
+        "left 0:10",
+        "0.8 s",
     ):
         assert words in shown
+
+
+def test_the_tables_of_a_terminal_of_80_columns_wrap_no_words() -> None:
+    long = [
+        EVENTS[0],
+        MemberJoined(at_seconds=0.5, name="worker-0-r1", stage=0),
+        MemberJoined(at_seconds=63.0, name="worker-12-r1-2", stage=1),
+        MemberMoved(at_seconds=70.0, name="worker-12-r1-2", source=1, target=0, reason="it helps"),
+        *(step(number, 100.0 * number, 100.0) for number in range(1, 4)),
+        MemberSilent(at_seconds=1800.4, name="worker-12-r1-2", stage=0, seconds=2.0),
+    ]
+    account = Measured(
+        kernels={0: Kernels(22_500, 2_500.0, 22_500, 4_900.0), 1: Kernels(turns=123_456, turn_seconds=12_345.6)},
+        state_bytes=123_400_000,
+        state_seconds=12.34,
+        work_seconds=123.4,
+    )
+    found = tell_swarm(long, dict.fromkeys(("worker-0-r1", "worker-12-r1-2"), account), 4, 2, None)
+    worst = Compared(measured=0.1111, predicted=0.001)
+    stages = [msgspec.structs.replace(stage, forward_seconds=worst, backward_seconds=worst) for stage in found.stages]
+    out = StringIO()
+    Console(file=out, width=80).print(swarm_view(msgspec.structs.replace(found, stages=stages)))
+    lines = [line.split() for line in out.getvalue().splitlines()]
+    assert ["stage", "workers", "done", "per", "s", "measured", "predicted"] in lines
+    assert ["0", "2", "45,000", "0.04", "forward", "111", "ms", "1", "ms", "over", "100", "times"] in lines
+    assert ["stage", "came", "end", "done", "state", "in", "work", "in"] in lines
+    assert ["worker-0-r1", "0", "0:00", "works", "145,956", "123", "MB", "12.3", "s", "123.4", "s"] in lines
+    assert ["worker-12-r1-2", "1→0", "1:03", "silent", "30:00", "145,956", "123", "MB", "12.3", "s", "123.4", "s"] in lines
+
+
+def test_repeated_steps_are_part_of_what_was_computed_again(run: RunDirectory) -> None:
+    finished = EVENTS[-1]
+    again = [*EVENTS[:-1], step(2, 9.6, 1.0), step(3, 9.7, 1.0), finished]
+    whole = {"anna": Measured(kernels={0: Kernels(0, 0.0, 20, 2.0)}), "cleo": Measured(kernels={1: Kernels(turns=21, turn_seconds=2.0)})}
+    found = tell_swarm(again, whole, 4, 2, None)
+    assert (found.steps_repeated, found.again, found.again_at_least) == (2, 17, True)  # bert was not heard for a while
+    assert found.computed_again == pytest.approx(17 / 41)
+    part = tell_swarm(again, ACCOUNTS, 4, 2, None)  # says of 3 only
+    assert (part.again, part.computed_again) == (16, pytest.approx(16 / 40))
+    heard = [event for event in again if not isinstance(event, MemberSilent | MemberReturned)]
+    assert not tell_swarm(heard, whole, 4, 2, None).again_at_least
+    assert tell_swarm(heard[:-1], whole, 4, 2, None).again_at_least  # they work on, or nobody has told that they do not
+
+
+@pytest.mark.parametrize(
+    ("turns", "events", "said"),
+    [
+        (12, EVENTS, "nothing is known to have been computed again; the last seconds of workers"),
+        (11, EVENTS, "nothing is known to have been computed again; the last seconds of workers"),
+        (15, EVENTS, "at least 11.1% of what was computed was computed again: 3 micro-batches of a stage\n"),
+        (12, [event for event in EVENTS if not isinstance(event, MemberSilent)], "nothing was computed again\n"),
+        (
+            20,
+            [*EVENTS[:-1], step(3, 9.6, 1.0), EVENTS[-1]],
+            "at least 25.0% of what was computed was computed again: 8 micro-batches of a stage, those of 1 repeated step among them\n",
+        ),
+    ],
+)
+def test_what_was_computed_again_is_one_statement(turns: int, events: list[AnyEvent], said: str) -> None:
+    accounts = {"anna": Measured(kernels={0: Kernels(0, 0.0, 12, 1.0)}), "cleo": Measured(kernels={1: Kernels(turns=turns)})}
+    out = StringIO()
+    Console(file=out, width=160).print(swarm_view(tell_swarm(events, accounts, 4, 2, None)))
+    assert said in out.getvalue()
 
 
 def test_without_accounts_the_events_are_told(run: RunDirectory) -> None:

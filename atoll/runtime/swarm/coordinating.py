@@ -9,16 +9,17 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from atoll.control.coordinator import Coordinator
 from atoll.control.happenings import Happening, Saved, StepCommitted
-from atoll.control.journal import FencedError, Record, Term
+from atoll.control.journal import FencedError, Record
 from atoll.control.messages import Committed, Finished, Message
 from atoll.control.world import Journal, Node
 from atoll.errors import JobFailedError
-from atoll.events import AnyEvent, EventLog, Observer, RunFinished, RunStarted, StepFinished
+from atoll.events import AnyEvent, EventLog, Observer, RunFinished, RunStarted, StepFinished, read_events
 from atoll.fabric.security import Authority, serve
 from atoll.job import Job
 from atoll.runtime.refusing import refused_step
@@ -29,7 +30,7 @@ from atoll.runtime.swarm.files import CheckpointFiles, CheckpointService, FileJo
 from atoll.runtime.swarm.jetstream import JetStream, connect_jetstream
 from atoll.runtime.swarm.measuring import MeasureService
 from atoll.runtime.swarm.resuming import all_stored, last_states
-from atoll.runtime.swarm.run_files import JOURNAL, STATES, STOP, Start, newest_term, read_start
+from atoll.runtime.swarm.run_files import JOURNAL, STATES, STOP, Start, read_start, since_start
 from atoll.runtime.swarm.spec import JobService, SwarmSpec
 from atoll.runtime.swarm.telling import Teller, say_event
 from atoll.runtime.swarm.transport import COORDINATOR, Directory, FabricTransport, SwarmService
@@ -44,6 +45,18 @@ _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES
 _FINAL_SECONDS = 120.0  # how long the last states are waited for
 
 
+Recall = Callable[[Sequence[AnyEvent]], None]
+
+
+def _ignore(events: Sequence[AnyEvent]) -> None:
+    """Nobody counts what was told before."""
+
+
+class _Watching(NamedTuple):
+    observers: tuple[Observer, ...]
+    recall: Recall
+
+
 def coordinate(
     directory: RunDirectory,
     spec: SwarmSpec,
@@ -51,17 +64,20 @@ def coordinate(
     address: str,
     *,
     observers: tuple[Observer, ...] = (),
+    recall: Recall = _ignore,
     say: Callable[[str], None] = print,
 ) -> bool:
     """Coordinates until the run is over and its weights are in the directory. False: it was asked to stop before its last step.
 
-    With NATS in the run's settings it stands by while another coordinates.
+    With NATS in the run's settings it stands by while another coordinates. `recall` gets what coordinators before this one have told
+    since `atoll run` was started; observers do not, as they may do something at every event.
     """
     servers = directory.settings().nats
+    watching = _Watching(observers, recall)
     try:
         if servers is None:
-            return asyncio.run(_coordinate_from_files(directory, spec, job, address, observers))
-        return asyncio.run(_coordinate_from_nats(directory, spec, job, address, observers, servers, say))
+            return asyncio.run(_coordinate_from_files(directory, spec, job, address, watching))
+        return asyncio.run(_coordinate_from_nats(directory, spec, job, address, watching, servers, say))
     except OSError as error:
         if error.errno not in _DISK_ERRORS:
             raise
@@ -69,10 +85,10 @@ def coordinate(
         raise JobFailedError(f"{directory.path}: cannot be written any more ({why}); mend that, then `--resume` goes on") from error
 
 
-async def _coordinate_from_files(directory: RunDirectory, spec: SwarmSpec, job: Job, address: str, observers: tuple[Observer, ...]) -> bool:
+async def _coordinate_from_files(directory: RunDirectory, spec: SwarmSpec, job: Job, address: str, watching: _Watching) -> bool:
     journal, states = FileJournal(directory.path / JOURNAL), CheckpointFiles(directory.path / STATES)
     try:
-        return await _Coordinating(directory, spec, job, observers, journal, states).run(address)
+        return await _Coordinating(directory, spec, job, watching, journal, states).run(address)
     except FencedError:
         raise JobFailedError(f"{directory.path}: another coordinator runs on the same directory; this one stops") from None
 
@@ -82,7 +98,7 @@ async def _coordinate_from_nats(
     spec: SwarmSpec,
     job: Job,
     address: str,
-    observers: tuple[Observer, ...],
+    watching: _Watching,
     servers: str,
     say: Callable[[str], None],
 ) -> bool:
@@ -91,7 +107,7 @@ async def _coordinate_from_nats(
         while await _wait_to_lead(kept, address, say):
             keeping = asyncio.ensure_future(kept.leadership.keep())
             try:
-                done = await _Coordinating(directory, spec, job, observers, kept.journal, kept.checkpoints).run(address)
+                done = await _Coordinating(directory, spec, job, watching, kept.journal, kept.checkpoints).run(address)
                 await kept.checkpoints.end(address)
                 return done
             except FencedError:
@@ -121,12 +137,10 @@ async def _wait_to_lead(kept: JetStream, address: str, say: Callable[[str], None
 
 
 class _Coordinating:
-    def __init__(
-        self, directory: RunDirectory, spec: SwarmSpec, job: Job, observers: tuple[Observer, ...], journal: Journal, states: States
-    ) -> None:
+    def __init__(self, directory: RunDirectory, spec: SwarmSpec, job: Job, watching: _Watching, journal: Journal, states: States) -> None:
         self.directory, self.spec, self.job = directory, spec, job
-        self.observers = observers
-        self._start = read_start(directory) or Start(directory.last_moment(), time.time(), newest_term(directory.path), "")
+        self.observers, self._recall = watching
+        self._start = read_start(directory) or Start(directory.last_moment(), time.time(), "")
         self._teller = Teller(self._now, job.batch_size, states.stored_bytes)
         self._evaluations: list[asyncio.Future[None]] = []
         self._replaces = False  # whether another coordinated before since `atoll run` was started
@@ -148,11 +162,9 @@ class _Coordinating:
         self._measures = MeasureService(self.directory)
         services = [SwarmService(arrived), places, CheckpointService(self.states, loop), JobService(self.spec), self._measures]
         authority = await asyncio.to_thread(Authority.open, self.directory.path)
-        events = self.directory.events
-        begun = events.exists() and events.stat().st_size > 0
-        with EventLog(self.directory.path, resume=events.exists()) as log:
+        with EventLog(self.directory.path, resume=self.directory.events.exists()) as log:
             self._log = log
-            first = self._begin(await self.journal.read(), begun=begun)
+            first = self._begin()
             member, _ = await asyncio.to_thread(lambda: serve(authority, address, services=services, fingerprint=self.spec.fingerprint))
             try:
                 transport = FabricTransport(member, None, places)
@@ -166,9 +178,9 @@ class _Coordinating:
                     raise FencedError("another coordinator has taken over")
                 records = await self._write_weights(coordinator.version)
                 refused = coordinator.refused
+                self._tell(self._finished(coordinator.version, records, failed=refused is not None))
                 if refused is not None:
                     raise refused_step(refused.version + 1, refused.what, refused.value)
-                self._tell(self._finished(coordinator.version, records))
                 return not coordinator.stopped
             finally:
                 await clock.close()
@@ -213,18 +225,19 @@ class _Coordinating:
     def _now(self) -> float:
         return self._start.at_seconds + max(0.0, time.time() - self._start.unix_seconds)
 
-    def _begin(self, records: Sequence[Record], *, begun: bool) -> bool:
+    def _begin(self) -> bool:
         """The first coordinator since `atoll run` was started says so in the run's events; one in its place only to those who watch.
         Whether it is the first.
         """
-        newest = max((record.term for record in records if isinstance(record, Term)), default=0)
-        self._replaces = newest > self._start.term
-        if begun and self._replaces:
-            for observer in self.observers:
-                observer(self._started())
-            return False
-        self._tell(self._started())
-        return True
+        told = since_start(tuple(read_events(self.directory.events)), self._start)
+        self._replaces = bool(told)
+        if not told:
+            self._tell(self._started())
+            return True
+        for observer in self.observers:
+            observer(self._started())
+        self._recall(told)
+        return False
 
     def _tell(self, event: AnyEvent) -> None:
         self._log(event)
@@ -305,13 +318,13 @@ class _Coordinating:
         await asyncio.gather(*self._evaluations)
         return records
 
-    def _finished(self, version: int, records: Sequence[Record]) -> RunFinished:
+    def _finished(self, version: int, records: Sequence[Record], *, failed: bool) -> RunFinished:
         losses = {record.version: record.loss / record.weight for record in records if isinstance(record, Committed)}
         return RunFinished(
             at_seconds=self._now(),
-            reason="done" if version >= self.spec.settings.steps else "interrupted",
+            reason="failed" if failed else "done" if version >= self.spec.settings.steps else "interrupted",
             steps=version,
             samples=version * self.job.batch_size,
-            seconds=self._now(),
+            seconds=self._now() - self._start.at_seconds,
             loss=losses.get(version - 1),
         )

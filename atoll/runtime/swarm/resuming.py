@@ -23,7 +23,6 @@ class Resumed(msgspec.Struct, frozen=True):
 
     committed: int  # steps
     checkpoint: int  # steps, of the last checkpoint
-    term: int  # the newest in the journal; whoever coordinates now has one of its own
     lost: bool = False  # the last step's states are nowhere: it goes on from the checkpoint
 
 
@@ -50,12 +49,10 @@ async def continue_journal(journal: Journal, states: States, settings: Settings)
     saved, committed = history.checkpoint or Checkpointed(0, 0), history.version
     at_its_checkpoint = (saved.epoch, saved.version) == (history.origin.epoch, committed) and history.checkpoint is not None
     lost = committed >= settings.steps and not await all_stored(states, last_states(records, settings.stages))
-    term = history.term
     if at_its_checkpoint or lost:
-        term += 1
-        await journal.append(term, Term(term))
-        await journal.append(term, Epoch(history.origin.epoch + 1, saved.version, saved.epoch))
-    return Resumed(committed, saved.version, term, lost)
+        await journal.append(history.term + 1, Term(history.term + 1))
+        await journal.append(history.term + 1, Epoch(history.origin.epoch + 1, saved.version, saved.epoch))
+    return Resumed(committed, saved.version, lost)
 
 
 def last_states(records: Sequence[Record], stages: int) -> tuple[Key, ...]:

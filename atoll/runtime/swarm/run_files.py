@@ -1,15 +1,16 @@
 """Run files: what a swarm keeps in its run's directory beside states: the job's description, when it began, the wish to stop."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from atoll.control.journal import Term, decode
+from atoll.events import AnyEvent, RunStarted
 from atoll.runtime.run_directory import RunDirectory
 from atoll.runtime.swarm.spec import SwarmSpec
 
-__all__ = ["JOURNAL", "STATES", "STOP", "Start", "newest_term", "read_spec", "read_start", "write_spec", "write_start"]
+__all__ = ["JOURNAL", "STATES", "STOP", "Start", "read_spec", "read_start", "since_start", "write_spec", "write_start"]
 
 JOURNAL = "journal.jsonl"
 STATES = "swarm"
@@ -23,7 +24,6 @@ class Start(msgspec.Struct, frozen=True):
 
     at_seconds: float  # the run's own time then
     unix_seconds: float
-    term: int  # the newest in the journal then
     address: str  # where the coordinator listens
     number: int = 0  # how often it was started before
     workers: int = 0  # that were started with it, one for every stage a process hosts
@@ -39,12 +39,11 @@ def read_spec(path: Path) -> SwarmSpec:
     return RunDirectory(path).read_as(_SPEC, SwarmSpec)
 
 
-def write_start(directory: RunDirectory, address: str, workers: int = 0, term: int | None = None) -> Start:
-    """The run is started now, for the first time or again; `term` is the newest of a journal that is not in the directory."""
+def write_start(directory: RunDirectory, address: str, workers: int = 0) -> Start:
+    """The run is started now, for the first time or again."""
     before = read_start(directory)
     number = before.number + 1 if before is not None else 0
-    newest = newest_term(directory.path) if term is None else term
-    start = Start(directory.last_moment(), time.time(), newest, address, number, workers)
+    start = Start(directory.last_moment(), time.time(), address, number, workers)
     directory.write(_START, msgspec.json.encode(start))
     return start
 
@@ -54,8 +53,12 @@ def read_start(directory: RunDirectory) -> Start | None:
     return directory.read_as(_START, Start) if (directory.path / _START).exists() else None
 
 
-def newest_term(path: Path) -> int:
-    """Of the journal; 0 where there is none."""
-    journal = path / JOURNAL
-    records = decode(journal.read_bytes())[0] if journal.exists() else ()
-    return max((record.term for record in records if isinstance(record, Term)), default=0)
+def since_start(events: Sequence[AnyEvent], start: Start) -> Sequence[AnyEvent]:
+    """What was told since then, by whoever coordinated; nothing where nobody has told of that start."""
+    for index in range(len(events) - 1, -1, -1):
+        event = events[index]
+        if isinstance(event, RunStarted):
+            # a start that ended before anything else was told has the same moment of the run's own time as the next
+            told = event.at_seconds == start.at_seconds and event.unix_seconds >= start.unix_seconds
+            return events[index:] if told else ()
+    return ()

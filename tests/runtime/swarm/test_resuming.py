@@ -13,10 +13,11 @@ from atoll.control.journal import Checkpointed, Epoch, Term, decode, encode, rep
 from atoll.control.messages import Committed
 from atoll.control.settings import Settings
 from atoll.errors import JobError, JobFailedError, PlanError
+from atoll.events import CoordinatorStarted, RunStarted
 from atoll.runtime.run_directory import RunDirectory
 from atoll.runtime.swarm.files import CheckpointFiles, FileJournal, Key
 from atoll.runtime.swarm.resuming import Resumed, check_files, check_same_stages, continue_journal, continue_run
-from atoll.runtime.swarm.run_files import JOURNAL, STATES, read_spec, read_start, write_start
+from atoll.runtime.swarm.run_files import JOURNAL, STATES, Start, read_spec, read_start, since_start, write_start
 
 from .one_process import OneProcess
 from .test_compute import STEPS, check, job, plain
@@ -60,7 +61,7 @@ def test_a_stopped_swarm_goes_on_from_its_checkpoint(staleness: int, tmp_path: P
     resumed = asyncio.run(continue_journal(FileJournal(path), CheckpointFiles(tmp_path), SETTINGS))
     assert resumed is not None
     assert (resumed.committed, resumed.checkpoint) == (history.version, history.version)
-    assert resumed.term == replay(decode(path.read_bytes())[0]).term == history.term + 1
+
     second = OneProcess(it, [0, 2, 5], 2, 3, staleness=staleness)
     second.checkpoints = first.checkpoints
     second.journal = FileJournal(path)  # type: ignore[assignment]
@@ -76,6 +77,23 @@ def test_every_start_has_its_number(tmp_path: Path) -> None:
     """By which those it starts get names that nobody had before."""
     directory = RunDirectory(tmp_path)
     assert [write_start(directory, "h:1").number for _ in range(3)] == [0, 1, 2]
+
+
+def told_start(at_seconds: float, unix_seconds: float) -> RunStarted:
+    return RunStarted(
+        at_seconds=at_seconds, name="g", mode="swarm", steps=9, batch_size=8, samples=8, parameters=1, devices=(), precision="fp32", seed=0,
+        unix_seconds=unix_seconds,
+    )  # fmt: skip
+
+
+def test_what_was_told_since_a_start_is_known_from_the_events() -> None:
+    first, again = CoordinatorStarted(at_seconds=1.0, term=1, step=0), CoordinatorStarted(at_seconds=21.0, term=5, step=3)
+    before, now = told_start(0.0, 1000.5), told_start(20.0, 2000.5)
+    assert since_start([], Start(0.0, 1000.0, "")) == ()
+    assert since_start([before, first], Start(0.0, 1000.0, "")) == [before, first]
+    assert since_start([before, first], Start(20.0, 2000.0, "")) == ()  # nobody has told of this start yet
+    assert since_start([before, first, now, again], Start(20.0, 2000.0, "")) == [now, again]
+    assert since_start([before], Start(0.0, 2000.0, "")) == ()  # of a start before that came to nothing
 
 
 def test_a_stop_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
@@ -132,11 +150,11 @@ def test_a_last_step_whose_states_are_nowhere_is_made_again(checkpoint: Checkpoi
     records = [Term(1), Epoch(0, 0, 0), *committed(0, 1), *saved, *committed(*range(2, STEPS))]
     directory = stored(tmp_path, records, Key(0, 2, 0), Key(0, 2, 1), Key(0, STEPS, 0))
     at = checkpoint.version if checkpoint is not None else 0
-    assert asyncio.run(continue_run(directory, None, "", SETTINGS)) == Resumed(STEPS, at, 2, lost=True)
+    assert asyncio.run(continue_run(directory, None, "", SETTINGS)) == Resumed(STEPS, at, lost=True)
     history = replay(decode((tmp_path / JOURNAL).read_bytes())[0])
     assert (history.term, history.version, history.origin) == (2, at, Epoch(1, at, 0))
     stored(tmp_path, records, Key(0, STEPS, 1))  # the other one too: then nothing is to be done again
-    assert asyncio.run(continue_run(directory, None, "", SETTINGS)) == Resumed(STEPS, at, 1)
+    assert asyncio.run(continue_run(directory, None, "", SETTINGS)) == Resumed(STEPS, at)
 
 
 def test_other_stages_are_refused() -> None:

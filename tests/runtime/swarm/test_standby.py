@@ -79,6 +79,12 @@ def test_a_run_on_nats_is_stopped_evaluated_and_resumed(tmp_path: Path) -> None:
             command = [*ATOLL, "run", swarm_job.__file__, "--resume", str(run), *arguments]
             assert subprocess.run(command, stdout=out, stderr=out, timeout=500, check=False).returncode == 0, log.read_text()
     assert "going on after step " in log.read_text()
+    first, again = [event for event in events_of(run) if event["event"] == "run_started"]
+    stopped, done = [event for event in events_of(run) if event["event"] == "run_finished"]
+    assert first["at_seconds"] == 0.0
+    assert again["at_seconds"] == stopped["at_seconds"]  # the run's own time goes on
+    assert done["seconds"] == pytest.approx(done["at_seconds"] - again["at_seconds"])  # what this start took
+    assert f"done: {swarm_job.STEPS} steps, {swarm_job.STEPS - stopped['steps']} of them now, in " in log.read_text()
     assert not (run / "journal.jsonl").exists()
     check_trained(run, tmp_path, staleness=1)
     (found,) = [event for event in events_of(run) if event["event"] == "evaluated"]

@@ -23,11 +23,10 @@ from atoll.control.happenings import (
     TookOver,
     TooSlow,
 )
-from atoll.control.journal import Term
 from atoll.control.settings import Settings
 from atoll.events import AnyEvent, CheckpointSaved, EventLog, StepFinished, StepRepaired
 from atoll.runtime.run_directory import RunDirectory
-from atoll.runtime.swarm.coordinating import _Coordinating
+from atoll.runtime.swarm.coordinating import _Coordinating, _Watching
 from atoll.runtime.swarm.files import CheckpointFiles, FileJournal
 from atoll.runtime.swarm.run_files import JOURNAL, STATES, write_start
 from atoll.runtime.swarm.spec import SwarmSpec
@@ -76,20 +75,24 @@ def test_what_a_resumed_run_begins_with_is_no_accident(happening: Any, line: str
     assert say_event(event, starting=True) == line
 
 
-@pytest.mark.parametrize(("before", "starting"), [(2, True), (3, False)])
+@pytest.mark.parametrize("starting", [True, False])
 def test_only_the_first_coordinator_since_a_start_begins_with_what_was_before(
-    before: int, starting: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    starting: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`before`: the newest term in the journal; the run was resumed at term 2."""
     directory = RunDirectory(tmp_path)
-    write_start(directory, "h:1", term=2)
+    write_start(directory, "h:1")
     it, files = job(), CheckpointFiles(tmp_path / STATES)
     spec = cast("SwarmSpec", SimpleNamespace(parameters=1, settings=Settings(stages=1, micro_batches=1, steps=50)))
-    coordinating = _Coordinating(directory, spec, it, (), FileJournal(tmp_path / JOURNAL), files)
-    with EventLog(tmp_path) as coordinating._log:
-        coordinating._begin([Term(before)], begun=True)
+    coordinators = [
+        _Coordinating(directory, spec, it, _Watching((), lambda told: None), FileJournal(tmp_path / JOURNAL), files)
+        for _ in range(2 - starting)
+    ]
+    with EventLog(tmp_path) as log:
+        for coordinating in coordinators:
+            coordinating._log = log
+            coordinating._begin()
         for happening in (
-            TookOver(before + 1, 25),
+            TookOver(3, 25),
             RolledBack(1, 20, 0),
             StepCommitted(1, 20, 6.0, 4.0, False, 0.5, 1),
             RolledBack(2, 20, 0),

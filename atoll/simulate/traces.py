@@ -1,6 +1,7 @@
 """Traces: who was there when, read from a file.
 
 Two kinds of CSV: events (`time_s,event,node_id` with `add` and `remove`) and counts (`time_s,alive_count`, where the newest leave first).
+Recorded traces begin in the middle and tell things twice: an event that says what is so already changes nothing.
 """
 
 import csv
@@ -77,10 +78,9 @@ def _from_events(rows: Iterable[tuple[float, int, _Row]]) -> list[Change]:
         event, peer = row["event"], _name(row["node_id"], line)
         if event not in ("add", "remove"):
             raise ValueError(f"line {line}: an event is add or remove, not {event!r}")
-        if (event == "add") == (peer in there):
-            raise ValueError(f"line {line}: {peer} cannot {'come: it is there already' if event == 'add' else 'go: it is not there'}")
-        there ^= {peer}
-        found.append(Change(at, event == "add", peer))
+        if (event == "add") != (peer in there):
+            there ^= {peer}
+            found.append(Change(at, event == "add", peer))
     return found
 
 

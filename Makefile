@@ -50,7 +50,7 @@ nats:
 		&& apt-get install -y --no-install-recommends nats-server >/dev/null 2>&1; } \
 		|| echo "nats-server is not installed: the tests that need it are skipped"
 
-# Tests that compute in their own process run two at a time; those that start processes need the cores to themselves.
+# Tests run two at a time; those that start processes by whole files, since they share what is costly to start.
 PURE := tests/cli tests/cluster tests/codec tests/control tests/cost tests/graph tests/plan tests/planner tests/simulate tests/watch \
 	$(wildcard tests/test_*.py tests/runtime/test_alone*.py) $(filter-out %/test_expert.py %/test_tensor_models.py,$(wildcard tests/runtime/stage/test_*.py))
 
@@ -59,7 +59,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 unit: install nats
 	@COLUMNS= $(BIN)/python -m pytest -n 2 --dist worksteal $(PURE)
-	@$(BIN)/python -m pytest $(addprefix --ignore=,$(PURE))
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(PURE))
 
 # Measured rows and traces of spot machines are not part of the project: give files in the formats benchmarks/README.md describes to have
 # predictions checked and rebalancing replayed.

@@ -1,5 +1,6 @@
 """A run that is asked to end, or must, ends with the state of its last commit stored, whoever dies, moves or comes back meanwhile."""
 
+import random
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ from atoll.control.coordinator import Coordinator
 from atoll.control.journal import replay
 from atoll.control.membership import Member, Members
 from atoll.control.messages import WorkerBeat
+from atoll.control.rearranging import Rearranging
 from atoll.control.storing import Storing
 from atoll.simulate.arithmetic import reference
 from atoll.simulate.faults import draw_scenario
@@ -108,6 +110,23 @@ def test_a_stage_without_anybody_is_filled_though_the_others_are_at_their_minimu
     swarm.run(swarm.loop.now + 300.0, lambda: swarm.checker.commits >= version + 2)
     assert swarm.checker.commits >= version + 2
     assert swarm.checker.violations == []
+
+
+def test_whoever_is_meant_for_a_stage_may_start_late() -> None:
+    """Nobody is sent to a stage that has nobody before it has had nobody for a while."""
+    settings, happened = exact_settings(Shape()), []
+    members, rearranging = Members(settings, 1), Rearranging(settings, random.Random(0), happened.append)
+
+    def beats(now: float) -> None:
+        for name in "ab":
+            members.hear(WorkerBeat(name, 0, 1, -1, -1, -1, 0, 0, -1, 0.0, None, "", -1, planned=1), now)
+
+    for now in (0.0, settings.lost_seconds - 0.1):
+        beats(now)
+        assert rearranging.fill_empty_stages(members, now) == []
+    beats(settings.lost_seconds)
+    assert [member.stage for member in rearranging.fill_empty_stages(members, settings.lost_seconds)] == [0]
+    assert len(happened) == 1
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-compile
 INSTALLED := .venv/.installed
 
-.PHONY: help install demo test lint nats unit bench soak clean
+.PHONY: help install demo test lint nats sshd unit bench soak clean
 
 help:
 	@echo "make demo      plan and train a small language model (under 3 minutes)"
@@ -50,14 +50,20 @@ nats:
 		&& apt-get install -y --no-install-recommends nats-server >/dev/null 2>&1; } \
 		|| echo "nats-server is not installed: the tests that need it are skipped"
 
+# Others log in to a real sshd, and copy with rsync.
+sshd:
+	@{ test -x /usr/sbin/sshd && command -v rsync >/dev/null; } || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+		&& apt-get install -y --no-install-recommends openssh-server openssh-client rsync >/dev/null 2>&1; } \
+		|| echo "openssh-server or rsync is not installed: the tests that need them are skipped"
+
 # Tests run two at a time; those that start processes by whole files, since they share what is costly to start.
 PURE := tests/cli tests/cluster tests/codec tests/control tests/cost tests/graph tests/plan tests/planner tests/simulate tests/watch \
-	$(wildcard tests/test_*.py tests/runtime/test_alone*.py) $(filter-out %/test_expert.py %/test_tensor_models.py,$(wildcard tests/runtime/stage/test_*.py))
+	$(wildcard tests/test_*.py tests/runtime/modes/alone/test_*.py) $(filter-out %/test_expert.py %/test_tensor_models.py,$(wildcard tests/runtime/stage/test_*.py))
 
 # Tests start over a hundred processes: without this each would compile the package anew where the environment asks for no bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-unit: install nats
+unit: install nats sshd
 	@COLUMNS= $(BIN)/python -m pytest -n 2 --dist worksteal $(PURE)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(PURE))
 
@@ -76,7 +82,7 @@ bench: install
 	@if [ -n "$(TRACE)" ]; then echo "== rebalancing"; $(BIN)/python benchmarks/rebalancing.py --trace "$(TRACE)"; \
 	else echo "== rebalancing: skipped; give a trace of spot machines with make bench TRACE=file.csv"; fi
 
-soak: install nats
+soak: install nats sshd
 	@$(BIN)/python -m pytest --hypothesis-profile=soak --timeout=0
 
 clean:

@@ -10,6 +10,7 @@ AtollError
 ├── PlanError         a plan breaks its own rules; shows the table with the wrong cell marked
 ├── ScheduleError     a schedule cannot be read or run; shows the table with the wrong cell marked
 ├── CheckpointError   a checkpoint or a file of weights cannot be read, or is not this job's; names the file and the tensor
+│   └── DamagedCheckpointError  it is not what was saved: bytes differ, or something is missing; the one before it may be whole
 ├── FabricError       something between hosts went wrong in a run under way
 │   ├── FrameError    a peer sent what the protocol or the limits do not allow
 │   ├── PeerLostError the connection to a peer ended, or it could not be reached; says which and why
@@ -38,6 +39,7 @@ __all__ = [
     "ClusterError",
     "CodecError",
     "CollectiveError",
+    "DamagedCheckpointError",
     "DeadlineError",
     "FabricError",
     "FrameError",
@@ -93,6 +95,10 @@ class ScheduleError(AtollError):
 
 class CheckpointError(AtollError):
     """A checkpoint or a file of weights cannot be read, or belongs to another job."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is not what was saved: bytes differ from their checksums, or a file is missing or cut short."""
 
 
 class FabricError(AtollError):

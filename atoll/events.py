@@ -1,15 +1,20 @@
-"""Event: everything a run says happened. Runtimes, the simulator and the planner speak it; progress, reports and callbacks listen.
+"""Event: everything a run says happened. Supervisors, runtimes, the protocol, the simulator and the planner emit events; the terminal,
+reports, callbacks and the dashboard are views of them.
 
 Events are frozen, typed and survive a JSON round trip; a run's `events.jsonl` holds one a line. Times are seconds since the run began,
-real or virtual, so that listeners need no clock of their own.
+real or virtual, so that views need no clock of their own. `docs/events.md` lists every kind.
 """
 
+import fcntl
 import os
 import re
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Literal, Self, TypeAlias
+from typing import Literal, Self, TypeAlias, get_args
 
 import msgspec
 
@@ -19,40 +24,59 @@ __all__ = [
     "AnyEvent",
     "CertificateIssued",
     "CertificateRevoked",
+    "CheckpointBegun",
     "CheckpointFailed",
+    "CheckpointIntervalChosen",
+    "CheckpointRestored",
     "CheckpointSaved",
     "CodecChosen",
-    "DonorRefused",
-    "Evaluated",
     "CoordinatorStarted",
+    "Evaluated",
+    "EvaluationFailed",
     "Event",
     "EventLog",
+    "EventStream",
     "FaultEnded",
     "FaultInjected",
-    "MemberJoined",
-    "MemberLeft",
+    "LinkUse",
+    "LinksMeasured",
+    "MemberChanged",
     "MemberMoved",
-    "MemberReturned",
-    "MemberSilent",
+    "MemberState",
     "MemberTooSlow",
+    "MembersAwaited",
     "NonFinite",
+    "Note",
     "Observer",
     "PeerChanged",
     "PeerRefused",
     "PeerRetried",
+    "PlanChosen",
+    "ProcessEnded",
+    "ProcessStarted",
     "ReductionFinished",
     "RenewalFailed",
+    "Restarted",
     "RunFinished",
     "RunStarted",
-    "Restarted",
     "StageLost",
+    "StallEnded",
+    "Stalled",
     "StateFetched",
-    "StepRepaired",
     "StepFinished",
+    "StepRepaired",
+    "StopRequested",
     "StopTraining",
+    "UnknownEvent",
+    "Wait",
+    "Warned",
     "WorkerFailed",
     "read_events",
+    "steps_after_the_first",
 ]
+
+_FORMAT = 2  # of the log; 1 had no header
+_TAIL_BYTES = 1 << 16  # more than almost any event has
 
 
 def _kind(class_name: str) -> str:
@@ -62,12 +86,15 @@ def _kind(class_name: str) -> str:
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=_kind):
     """Something that happened, `at_seconds` after the run began."""
 
-    at_seconds: float
+    at_seconds: float = 0.0  # an `EventStream` stamps it; an emitter with a clock of its own gives it
 
     @property
     def kind(self) -> str:
         """The event's name on disk, such as `"step_finished"`."""
         return str(self.__struct_config__.tag)
+
+
+# ---- the run
 
 
 class RunStarted(Event, frozen=True, kw_only=True):
@@ -97,6 +124,8 @@ class StepFinished(Event, frozen=True, kw_only=True):
     gradient_norm: float | None = None  # before clipping; None when the job does not clip, or when it overflowed
     memory_bytes: int | None = None  # the most used so far, on the accelerator if there is one, else by the process
     applied: bool = True  # False: fp16 gradients overflowed, the step was skipped and the loss scale lowered
+    epoch: int = 0  # of a swarm: how often it went back to a checkpoint before
+    rounds: int = 1  # of a swarm: how often the step was sealed until nothing was missing
 
 
 class Evaluated(Event, frozen=True, kw_only=True):
@@ -107,6 +136,117 @@ class Evaluated(Event, frozen=True, kw_only=True):
     metrics: dict[str, float | None]
     samples: int
     seconds: float
+
+
+class EvaluationFailed(Event, frozen=True, kw_only=True):
+    """The model after `step` steps could not be evaluated. Training goes on."""
+
+    step: int
+    message: str
+
+
+class NonFinite(Event, frozen=True, kw_only=True):
+    """A number that must be finite was not; the run ends with an error and the weights of the step before."""
+
+    step: int
+    what: Literal["loss", "gradient", "weight"]
+    value: str  # "nan", "inf" or "-inf", which JSON has no numbers for
+
+
+class StopRequested(Event, frozen=True, kw_only=True):
+    """Somebody asked the run, or a member, to stop before its last step: Ctrl-C, a signal, a callback."""
+
+    source: str  # who stops: "run", or a member's name
+    message: str  # what happens now, and what a second request does
+
+
+class RunFinished(Event, frozen=True, kw_only=True):
+    """A run ended, one way or the other."""
+
+    reason: Literal["done", "stopped", "interrupted", "failed"]
+    steps: int
+    samples: int
+    seconds: float
+    loss: float | None = None  # of the last step
+    message: str = ""
+
+
+class Note(Event, frozen=True, kw_only=True):
+    """Something people may want to know that no other event says."""
+
+    message: str
+    source: str = ""  # the process or member it is about; empty: the run
+
+
+class Warned(Event, frozen=True, kw_only=True):
+    """Something people might not expect. The run goes on."""
+
+    message: str
+    source: str = ""  # the process or member it is about; empty: the run
+
+
+# ---- decisions, with their reasons
+
+
+class PlanChosen(Event, frozen=True, kw_only=True):
+    """What runs where, in which mode, from now on."""
+
+    mode: str
+    plan: str  # as text
+    stages: int
+    devices: tuple[str, ...]
+    step_seconds: float | None = None  # predicted
+    reasons: tuple[str, ...] = ()
+
+
+class CheckpointIntervalChosen(Event, frozen=True, kw_only=True):
+    """How often the run saves, from now on."""
+
+    steps: int | None  # between two checkpoints; None: only at the end
+    reason: str
+
+
+class CodecChosen(Event, frozen=True, kw_only=True):
+    """A link sends with another codec from now on."""
+
+    link: str  # the peer it leads to, or what is sent to several
+    codec: str
+    before: str  # empty: the first choice
+    reason: str
+
+
+class MemberMoved(Event, frozen=True, kw_only=True):
+    """A worker of a swarm changes stage."""
+
+    name: str
+    source: int
+    target: int
+    reason: str
+
+
+class Restarted(Event, frozen=True, kw_only=True):
+    """Every rank is started anew after a failure, from the last checkpoint."""
+
+    generation: int  # of the ranks that start now; the first were 0
+    max_restarts: int
+    reason: str
+
+
+class StageLost(Event, frozen=True, kw_only=True):
+    """Nobody could continue a stage of a swarm: everybody goes on from the checkpoint after `step` steps."""
+
+    stage: int
+    step: int
+    epoch: int = 0  # the one that begins
+
+
+# ---- checkpoints
+
+
+class CheckpointBegun(Event, frozen=True, kw_only=True):
+    """The state after `step` steps is being saved."""
+
+    step: int
 
 
 class CheckpointSaved(Event, frozen=True, kw_only=True):
@@ -126,27 +266,40 @@ class CheckpointFailed(Event, frozen=True, kw_only=True):
     message: str
 
 
-class NonFinite(Event, frozen=True, kw_only=True):
-    """A number that must be finite was not; the run ends with an error and the weights of the step before."""
+class CheckpointRestored(Event, frozen=True, kw_only=True):
+    """The run goes on from the state after `step` steps."""
 
     step: int
-    what: Literal["loss", "gradient"]
-    value: str  # "nan", "inf" or "-inf", which JSON has no numbers for
+    path: str
+    notes: tuple[str, ...] = ()  # what has changed since, or was found damaged, as sentences
 
 
-class RunFinished(Event, frozen=True, kw_only=True):
-    """A run ended, one way or the other."""
+# ---- processes, as their supervisor sees them
 
-    reason: Literal["done", "stopped", "interrupted", "failed"]
-    steps: int
-    samples: int
-    seconds: float
-    loss: float | None = None  # of the last step
-    message: str = ""
+
+class ProcessStarted(Event, frozen=True, kw_only=True):
+    """The supervisor started a process of the run."""
+
+    name: str
+    role: str  # "rank", "coordinator", "feeder", "worker"
+    host: str = ""  # empty: the supervisor's own
+    restarts: int = 0  # how often it had been started before
+
+
+class ProcessEnded(Event, frozen=True, kw_only=True):
+    """A process of the run ended, by itself or by a signal."""
+
+    name: str
+    role: str
+    how: str  # "exit code 1", "signal 9"
+    exit_code: int  # negative: the signal that ended it
+    host: str = ""
+    then: Literal["done", "restart", "continue", "stop"] = "continue"  # what the supervisor does: nothing is left to do, start it again,
+    # go on without it, end the run
 
 
 class WorkerFailed(Event, frozen=True, kw_only=True):
-    """A process of a distributed run died, hung or raised; every other rank stops."""
+    """A rank of a run in lockstep died, hung or raised; every other rank stops."""
 
     rank: int
     device: str
@@ -157,12 +310,108 @@ class WorkerFailed(Event, frozen=True, kw_only=True):
     generation: int = 0  # how often everybody had been started anew before
 
 
-class Restarted(Event, frozen=True, kw_only=True):
-    """Every rank is started anew after a failure, from the last checkpoint."""
+# ---- members, and who waits for whom
 
-    generation: int  # of the ranks that start now; the first were 0
-    max_restarts: int
+MemberState: TypeAlias = Literal["starting", "loading", "capturing", "joining", "active", "silent", "dead", "left"]
+"""starting: its process was started; loading: PyTorch and the job; capturing: the model; joining: meeting the others, getting its state;
+active: it works; silent: it missed heartbeats and gets no work; dead: its process ended; left: it asked to leave and was let go."""
+
+
+class MemberChanged(Event, frozen=True, kw_only=True):
+    """A rank, worker or feeder is in another state than before."""
+
+    name: str
+    state: MemberState
+    before: MemberState | None = None  # None: it was not known
+    role: str = "worker"  # "rank", "worker", "feeder", "coordinator"
+    stages: tuple[int, ...] = ()  # that it works on
+    host: str = ""
+    device: str = ""
+    reason: str = ""
+
+
+class MemberTooSlow(Event, frozen=True, kw_only=True):
+    """A joining worker has not got its stage's state in several steps; commits no longer wait for it."""
+
+    name: str
+    stage: int
+    fetched: float  # of the state, in the last attempt
+
+
+class MembersAwaited(Event, frozen=True, kw_only=True):
+    """The run cannot begin, or cannot go on, before these members have joined."""
+
+    joined: int
+    expected: int
+    missing: tuple[str, ...] = ()  # by name, where names are known
+    stages: tuple[int, ...] = ()  # that nobody works on yet
+    seconds: float = 0.0  # since they are waited for
+    until_unix_seconds: float | None = None  # when those who joined give up; None: never
+
+
+class Wait(msgspec.Struct, frozen=True, kw_only=True):
+    """What one member does while nobody makes progress, and whom it waits for."""
+
+    name: str
+    doing: str
+    seconds: float  # for how long it has been doing just that
+    step: int | None = None
+    stage: str = ""
+    device: str = ""
+    waits_for: tuple[str, ...] = ()  # names; empty: it is not known to wait for anybody
+
+
+class Stalled(Event, frozen=True, kw_only=True):
+    """All members are alive, but nobody has made progress for `seconds`."""
+
+    seconds: float
+    members: tuple[Wait, ...]
+    cause: tuple[str, ...] = ()  # whom the others wait for; empty: it cannot be told
+
+
+class StallEnded(Event, frozen=True, kw_only=True):
+    """Somebody makes progress again."""
+
+    seconds: float  # how long nobody did
+
+
+# ---- the swarm's protocol
+
+
+class CoordinatorStarted(Event, frozen=True, kw_only=True):
+    """A swarm's coordinator leads from `step` steps on; terms are counted from 1."""
+
+    term: int
+    step: int
+
+
+class StepRepaired(Event, frozen=True, kw_only=True):
+    """A step of a swarm lacked gradients when it was summed up, as somebody who had them is gone; they are computed again."""
+
+    step: int
+    micro_batches: tuple[int, ...]  # asked for again, by stage
     reason: str
+
+
+# ---- links and peers
+
+
+class LinkUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What went over one link, in one direction, in an interval."""
+
+    source: str
+    target: str
+    bytes: int  # as sent, encoded
+    seconds: float | None = None  # something was on its way; None: not measured
+    codec: str = ""  # of what was sent; empty: it is not known
+    round_trip_seconds: float | None = None
+
+
+class LinksMeasured(Event, frozen=True, kw_only=True):
+    """What went over links since the last such event; links that carried nothing are left out."""
+
+    seconds: float  # the interval
+    links: tuple[LinkUse, ...]
 
 
 class PeerChanged(Event, frozen=True, kw_only=True):
@@ -189,7 +438,7 @@ class PeerRefused(Event, frozen=True, kw_only=True):
 
     peer: str  # as it calls itself, or its address
     role: str  # empty where it is not known
-    what: Literal["connection", "call", "enrolment", "renewal"]
+    what: Literal["connection", "call", "enrolment", "renewal", "state", "message"]
     reason: str
 
 
@@ -219,15 +468,6 @@ class RenewalFailed(Event, frozen=True, kw_only=True):
     reason: str
 
 
-class CodecChosen(Event, frozen=True, kw_only=True):
-    """A link sends with another codec from now on."""
-
-    link: str  # the peer it leads to, or what is sent to several
-    codec: str
-    before: str  # empty: the first choice
-    reason: str
-
-
 class ReductionFinished(Event, frozen=True, kw_only=True):
     """A reduction among peers ended here; whose contributions are not in all of it."""
 
@@ -239,91 +479,17 @@ class ReductionFinished(Event, frozen=True, kw_only=True):
     message: str = ""  # why something is missing
 
 
-class DonorRefused(Event, frozen=True, kw_only=True):
-    """Something a donor sent of a state is not what it should be, or it could not send it: it is fetched from another."""
-
-    peer: str
-    state: str
-    piece: int | None  # None: the donor as a whole
-    reason: str
-
-
 class StateFetched(Event, frozen=True, kw_only=True):
-    """A whole state arrived and was verified."""
+    """A joining worker has its stage's state and can work."""
 
-    state: str
+    name: str
+    stage: int
+    step: int  # the state is that after so many steps
     size_bytes: int
-    kept_bytes: int  # verified in an earlier attempt
-    seconds: float
-    bytes_by_donor: dict[str, int]
+    seconds: float  # since it was connected
 
 
-class MemberJoined(Event, frozen=True, kw_only=True):
-    """A process came into a swarm, or came back as somebody new. `stage` is -1 for one that feeds."""
-
-    name: str
-    stage: int
-
-
-class MemberLeft(Event, frozen=True, kw_only=True):
-    """A worker of a swarm asked to leave and was let go: nothing was lost with it."""
-
-    name: str
-    stage: int
-
-
-class MemberSilent(Event, frozen=True, kw_only=True):
-    """A process of a swarm was not heard for too long: it died, stands still or is cut off, and gets no work."""
-
-    name: str
-    stage: int
-    seconds: float  # since it was last heard
-
-
-class MemberReturned(Event, frozen=True, kw_only=True):
-    """A silent process of a swarm is heard again, as the one it was."""
-
-    name: str
-    stage: int
-
-
-class MemberTooSlow(Event, frozen=True, kw_only=True):
-    """A worker of a swarm has not got its stage's state in several steps; the others wait for it no longer."""
-
-    name: str
-    stage: int
-    fetched: float  # of the state, in the last attempt
-
-
-class MemberMoved(Event, frozen=True, kw_only=True):
-    """A worker of a swarm changes stage."""
-
-    name: str
-    source: int
-    target: int
-    reason: str
-
-
-class StepRepaired(Event, frozen=True, kw_only=True):
-    """A step of a swarm lacked gradients when it was summed up, as somebody who had them is gone; they are computed again."""
-
-    step: int
-    micro_batches: tuple[int, ...]  # asked for again, by stage
-    reason: str
-
-
-class StageLost(Event, frozen=True, kw_only=True):
-    """Nobody could continue a stage of a swarm: everybody goes on from the checkpoint after `step` steps."""
-
-    stage: int
-    step: int
-
-
-class CoordinatorStarted(Event, frozen=True, kw_only=True):
-    """A swarm's coordinator took over after `step` steps; terms are counted from 1."""
-
-    term: int
-    step: int
+# ---- the lab, and logs of other versions
 
 
 class FaultInjected(Event, frozen=True, kw_only=True):
@@ -342,83 +508,252 @@ class FaultEnded(Event, frozen=True, kw_only=True):
     places: tuple[str, ...]
 
 
+class UnknownEvent(Event, frozen=True, kw_only=True):
+    """What a newer version of Atoll wrote and this one does not know."""
+
+    name: str
+
+    @property
+    def kind(self) -> str:
+        """The name it has on disk."""
+        return self.name
+
+
 AnyEvent: TypeAlias = (
     RunStarted
     | StepFinished
     | Evaluated
+    | EvaluationFailed
+    | NonFinite
+    | StopRequested
+    | RunFinished
+    | Note
+    | Warned
+    | PlanChosen
+    | CheckpointIntervalChosen
+    | CodecChosen
+    | MemberMoved
+    | Restarted
+    | StageLost
+    | CheckpointBegun
     | CheckpointSaved
     | CheckpointFailed
-    | NonFinite
-    | RunFinished
+    | CheckpointRestored
+    | ProcessStarted
+    | ProcessEnded
     | WorkerFailed
-    | Restarted
+    | MemberChanged
+    | MemberTooSlow
+    | MembersAwaited
+    | Stalled
+    | StallEnded
+    | CoordinatorStarted
+    | StepRepaired
+    | LinksMeasured
     | PeerChanged
     | PeerRetried
-    | FaultInjected
-    | FaultEnded
     | PeerRefused
     | CertificateIssued
     | CertificateRevoked
     | RenewalFailed
-    | CodecChosen
     | ReductionFinished
-    | DonorRefused
     | StateFetched
-    | MemberJoined
-    | MemberLeft
-    | MemberSilent
-    | MemberReturned
-    | MemberTooSlow
-    | MemberMoved
-    | StepRepaired
-    | StageLost
-    | CoordinatorStarted
+    | FaultInjected
+    | FaultEnded
+    | UnknownEvent
 )
 Observer: TypeAlias = Callable[[AnyEvent], None]
+
+_KINDS = frozenset(str(kind.__struct_config__.tag) for kind in get_args(AnyEvent))
 
 
 class StopTraining(Exception):  # noqa: N818 - a request, not an error
     """Raise it in a callback to end the run after the current step, politely."""
 
 
+# ---- where events go
+
+
+class EventStream:
+    """Where a process emits: each event is stamped with the run's time, never earlier than the one before, and given to all observers in
+    order. Any thread may emit. What an observer raises is the emitter's to handle.
+    """
+
+    def __init__(self, *observers: Observer, seconds: Callable[[], float]) -> None:
+        """`seconds` is the run's time now."""
+        self.observers: list[Observer] = list(observers)
+        self._seconds, self._last, self._lock = seconds, 0.0, threading.RLock()
+
+    def __call__(self, event: AnyEvent) -> None:
+        with self._lock:
+            self._last = max(self._last, self._seconds())
+            stamped = msgspec.structs.replace(event, at_seconds=self._last)
+            for observer in self.observers:
+                observer(stamped)
+
+
+class _Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="log_opened"):
+    """The first line of a log, and of every time the run was started again: which moment of the run was which on the clock."""
+
+    at_seconds: float
+    format: int
+    unix_seconds: float
+
+
+class _Stamp(msgspec.Struct):
+    event: str = ""
+    at_seconds: float = 0.0
+
+
 class EventLog:
     """Appends events to `events.jsonl` in a run's directory. Each is on disk's way at once: a killed run keeps its past.
 
-    The file must be new, unless a run is continued (`resume`): then a last line that a crash cut short is taken off first.
+    The file must be new, unless a run is continued (`resume`): then its time goes on where it ended. Several processes of a run may append
+    (`join`): lines are whole and in the order of their times. A last line that a crash cut short is taken off. A full disk ends no run:
+    what cannot be written is counted, and told in the log when there is room again.
     """
 
     def __init__(self, directory: Path, *, resume: bool = False) -> None:
         self.path = directory / "events.jsonl"
         if self.path.exists() and not resume:
             raise AtollError(f"{self.path}: holds another run already; choose a new directory or remove this one")
+        self._open(directory)
+        with self._locked():
+            header = _Header(at_seconds=self._last, format=_FORMAT, unix_seconds=time.time())
+            self._append(msgspec.json.encode(header))
+        self._at, self._unix = header.at_seconds, header.unix_seconds
+
+    @classmethod
+    def join(cls, directory: Path) -> Self:
+        """The log of a run under way, for another of its processes; a new one where there is none."""
+        path = directory / "events.jsonl"
+        header = _newest_header(path) if path.exists() else None
+        if header is None:
+            return cls(directory, resume=True)
+        log = cls.__new__(cls)
+        log.path = path
+        log._open(directory)
+        log._at, log._unix = header.at_seconds, header.unix_seconds
+        return log
+
+    def _open(self, directory: Path) -> None:
+        self._size, self._last, self._lock = -1, 0.0, threading.Lock()
+        self._missing, self._why = 0, ""  # events that could not be written
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            if resume and self.path.exists():
-                whole = self.path.read_bytes().rfind(b"\n") + 1
-                os.truncate(self.path, whole)
-            self._file: BinaryIO = self.path.open("ab", buffering=0)
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise AtollError(f"{directory}: cannot write the run there: {error.strerror or error}") from error
 
+    def seconds(self) -> float:
+        """The run's time now: what the log last said of the clock, and what has passed since."""
+        return self._at + max(0.0, time.time() - self._unix)
+
     def __call__(self, event: AnyEvent) -> None:
-        self._file.write(msgspec.json.encode(event) + b"\n")
+        try:
+            with self._locked():
+                self._last = max(self._last, event.at_seconds)
+                if self._missing:
+                    told = f"{self._missing} events before this are not in the log: it could not be written ({self._why})"
+                    self._append(msgspec.json.encode(Warned(at_seconds=self._last, message=told)))
+                    self._missing = 0
+                stamped = event if event.at_seconds == self._last else msgspec.structs.replace(event, at_seconds=self._last)
+                self._append(msgspec.json.encode(stamped))
+        except OSError as error:
+            self._missing, self._why = self._missing + 1, error.strerror or str(error)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Nobody else appends, here or in another process; what others appended since is known."""
+        with self._lock:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            try:
+                size = os.fstat(self._file).st_size
+                if size != self._size:
+                    self._size = self._whole(size)
+                yield
+            finally:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _whole(self, size: int) -> int:
+        """The size without a line cut short, and the time of the last whole one."""
+        start = max(0, size - _TAIL_BYTES)
+        tail = os.pread(self._file, size - start, start)
+        end = tail.rfind(b"\n") + 1
+        if start + end < size and (end or not start):
+            os.ftruncate(self._file, start + end)
+            size = start + end
+        line = tail[: max(0, end - 1)].rpartition(b"\n")[2]
+        with suppress(msgspec.DecodeError):  # whoever reads the log says what is wrong with it
+            self._last = max(self._last, msgspec.json.decode(line, type=_Stamp).at_seconds)
+        return size
+
+    def _append(self, line: bytes) -> None:
+        """All of it, or an error: the next to append takes off what a full disk cut short."""
+        data = line + b"\n"
+        written = os.write(self._file, data)
+        if written != len(data):
+            os.write(self._file, data[written:])
+        self._size += len(data)
+
+    def close(self) -> None:
+        """No more is appended."""
+        os.close(self._file)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._file.close()
+        self.close()
+
+
+def _newest_header(path: Path) -> _Header | None:
+    found = None
+    for line in _lines(path):
+        if b'"log_opened"' in line:
+            with suppress(msgspec.DecodeError):
+                found = msgspec.json.decode(line, type=_Header)
+    return found
+
+
+def _lines(path: Path) -> list[bytes]:
+    try:
+        return path.read_bytes().split(b"\n")[:-1]  # a last line without an end was cut short by a crash
+    except OSError as error:
+        raise AtollError(f"{path}: cannot read it: {error.strerror or error}") from error
+
+
+def steps_after_the_first(events: Sequence[AnyEvent]) -> list[StepFinished]:
+    """Of every time the run was started."""
+    found: list[StepFinished] = []
+    first = True
+    for event in events:
+        if isinstance(event, StepFinished):
+            found += [] if first else [event]
+        first = isinstance(event, RunStarted) or (first and not isinstance(event, StepFinished))
+    return found
 
 
 def read_events(path: Path) -> Iterator[AnyEvent]:
-    """The events of `events.jsonl`, in order. A last line cut short by a crash is left out; any other bad line is an error naming it."""
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise AtollError(f"{path}: cannot read it: {error.strerror or error}") from error
-    decoder = msgspec.json.Decoder(AnyEvent)
-    for number, line in enumerate(lines[:-1], start=1):
+    """The events of `events.jsonl`, in order. A last line cut short by a crash is left out; what a newer version of Atoll wrote and
+    this one does not know is an `UnknownEvent`; any other bad line is an error naming it.
+    """
+    decoder, newer = msgspec.json.Decoder(AnyEvent), False
+    for number, line in enumerate(_lines(path), start=1):
         try:
             yield decoder.decode(line)
         except msgspec.DecodeError as error:
-            raise AtollError(f"{path}:{number}: not an event: {error}") from error
+            stamp = _stamp(line)
+            if stamp is not None and stamp.event == "log_opened":
+                newer = msgspec.json.decode(line, type=_Header).format > _FORMAT
+            elif stamp is not None and stamp.event and (newer or stamp.event not in _KINDS):
+                yield UnknownEvent(at_seconds=stamp.at_seconds, name=stamp.event)
+            else:
+                raise AtollError(f"{path}:{number}: not an event: {error}") from error
+
+
+def _stamp(line: bytes) -> _Stamp | None:
+    try:
+        return msgspec.json.decode(line, type=_Stamp)
+    except msgspec.DecodeError:
+        return None

@@ -20,18 +20,17 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset, default_collate
 
-from atoll.blame import showing_lines, users_code
+from atoll.blame import SentenceIfUncaught, showing_lines, users_code
 from atoll.data import Batch, Dataset, Samples
 from atoll.errors import JobError
 from atoll.events import Evaluated, EventLog, Observer
 from atoll.randomness import mix, own_randomness
-from atoll.uncaught import SentenceIfUncaught
 
 if TYPE_CHECKING:
-    from atoll.runtime.lockstep.ambient import ClusterSource, PlanSource
-    from atoll.runtime.lockstep.role import Role
+    from atoll.runtime.modes.lockstep.role import Role
+    from atoll.runtime.modes.lockstep.torchrun import ClusterSource, PlanSource
 
-__all__ = ["Job", "LossFunction", "LossValue", "RunResult", "read_loss"]
+__all__ = ["Job", "LossFunction", "LossValue", "RunResult", "local_device", "read_loss"]
 
 LossFunction: TypeAlias = Callable[[Any, Batch], Tensor | tuple[Tensor, Tensor | float]]
 _SEEDS = 2**64  # what the mixing of seeds tells apart
@@ -217,54 +216,60 @@ class Job:
         progress: bool = True,
         plan: "PlanSource | None" = None,
         cluster: "ClusterSource | None" = None,
-        resume: bool = False,
+        resume: str | Path | None = None,
         checkpoint_every: int | None = None,
     ) -> RunResult:
         """Train: alone on this machine's accelerator or CPU; or, under torchrun, Slurm or Kubernetes, together with the other processes.
 
-        With `out`, a new directory gets `events.jsonl`, and together with others everything that `atoll run` writes. `plan` or `cluster`
-        (objects or files) say what runs where when there are several processes; without them each takes an equal share of the batch.
-        `resume` continues the run in `out` from its last checkpoint; `checkpoint_every` saves after so many steps.
+        With `out`, a new directory gets everything about the run: `events.jsonl`, and checkpoints at the end, on Ctrl-C and after every
+        `checkpoint_every` steps (None: as often as it costs little). `resume` goes on with the run in that directory from its last
+        checkpoint, whichever mode and plan wrote it. `plan` or `cluster` (objects or files) say what runs where when there are several
+        processes; without them each takes an equal share of the batch.
 
         Ctrl-C ends the run after the current step; whatever ends it, the weights are those after a whole step. What goes wrong is a
         `JobError`, a `JobFailedError` once the run is under way; if the main script lets it pass, the script ends with its sentence and
         its exit code rather than with a traceback.
         """
-        from atoll.runtime.alone import train_alone  # later on the road than this file, and not needed to plan
-        from atoll.runtime.lockstep.role import find_role
+        from atoll.runtime.modes.alone.checkpoints import opened_run
+        from atoll.runtime.modes.alone.trainer import train_alone  # later on the road than this file, and not needed to plan
+        from atoll.runtime.modes.lockstep.role import find_role
         from atoll.watch.progress import Progress
 
-        role = find_role(os.environ)
-        if role is not None:
-            return self._run_among_others(role, out, progress, plan, cluster, resume, checkpoint_every)
         with SentenceIfUncaught(), showing_lines(), ExitStack() as stack:
-            if any(value for value in (plan, cluster, resume, checkpoint_every)):
-                _wrong(
-                    "run",
-                    "plan, cluster, resume and checkpoint_every are for several processes: start them with torchrun, or use `atoll run`",
-                )
+            directory = _run_directory(out, resume)
+            _check_number("checkpoint_every", checkpoint_every, whole=True)
+            role = find_role(os.environ)
+            if role is not None:
+                return self._run_among_others(role, directory, progress, plan, cluster, resume is not None, checkpoint_every)
+            if plan is not None or cluster is not None:
+                _wrong("run", "plan and cluster are for several processes: start them with torchrun, or use `atoll run`")
+            if checkpoint_every is not None and directory is None:
+                _wrong("run", "checkpoint_every: there is nowhere to save; give a directory with out")
             observers: list[Observer] = []
-            if out is not None:
-                observers.append(stack.enter_context(EventLog(Path(out))))
+            saved_in = None
+            if directory is not None:
+                saved_in = stack.enter_context(opened_run(directory, resume=resume is not None, checkpoint_every=checkpoint_every))
+                observers.append(stack.enter_context(EventLog(directory, resume=True)))
             if progress:
                 observers.append(stack.enter_context(Progress()))
-            return train_alone(self, device=_device(device), observers=[*observers, *self.callbacks])
+            return train_alone(self, device=local_device(device), observers=[*observers, *self.callbacks], saved_in=saved_in)
 
     def _run_among_others(
         self,
         role: "Role",
-        out: str | Path | None,
+        out: Path | None,
         progress: bool,
         plan: "PlanSource | None",
         cluster: "ClusterSource | None",
         resume: bool,
         checkpoint_every: int | None,
     ) -> RunResult:
-        from atoll.runtime.lockstep.ambient import run_among_others
+        from atoll.runtime.modes.lockstep.torchrun import run_among_others
         from atoll.watch.progress import Progress
 
-        with SentenceIfUncaught(), showing_lines(), ExitStack() as stack:
-            observers: list[Observer] = [stack.enter_context(Progress())] if progress and role.rank == 0 else []
+        with ExitStack() as stack:
+            shown = stack.enter_context(Progress(quiet=not progress))
+            observers: list[Observer] = [shown] if progress and role.rank == 0 else []
             ended = run_among_others(
                 self,
                 role,
@@ -274,6 +279,7 @@ class Job:
                 resume=resume,
                 checkpoint_every=checkpoint_every,
                 observers=[*observers, *self.callbacks],
+                own=shown,
                 environ=os.environ,
             )
             return RunResult(
@@ -428,13 +434,23 @@ def _meta_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _device(device: torch.device | str | None) -> torch.device:
+def local_device(device: torch.device | str | None = None) -> torch.device:
+    """The device named, or this machine's accelerator, or its CPU."""
     if device is None:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
         return torch.device(device)
     except RuntimeError as error:
         raise JobError(f"run: device {device!r} is not one PyTorch knows; try 'cpu' or 'cuda'") from error
+
+
+def _run_directory(out: str | Path | None, resume: str | Path | None) -> Path | None:
+    if isinstance(resume, bool):
+        _wrong("run", "resume: give the directory of the run to go on with, such as resume='runs/first'")
+    if resume is not None and out is not None and Path(out).resolve() != Path(resume).resolve():
+        _wrong("run", f"out: a resumed run goes on in its own directory, {resume}; leave out out")
+    directory = out if resume is None else resume
+    return None if directory is None else Path(directory)
 
 
 def _kind_of(value: object) -> str:

@@ -52,4 +52,4 @@ def _compared(gpu: str, count: int, points: list[tuple[float, float]], calibrati
 
 
 def _predicted(cluster: Cluster, nbytes: float, calibration: Calibration) -> float:
-    return all_reduce_seconds(span_of(cluster, [cluster.devices], calibration), nbytes, calibration, {})
+    return all_reduce_seconds(span_of(cluster, [cluster.devices], calibration), nbytes, calibration)

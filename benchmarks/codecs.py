@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from report import print_json, print_table
 
-from atoll.codec.tensors import Codec, decode, make_codec, relative_error
+from atoll.codec.base import Codec
+from atoll.codec.registry import decode, make_codec, relative_error
 
 CODECS = ("none", "bf16", "fp16", "int8", "int4", "top-k:0.1", "top-k:0.01", "low-rank:4", "low-rank:16")
 

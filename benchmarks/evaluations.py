@@ -20,9 +20,9 @@ from itertools import pairwise
 
 from atoll.cluster import Cluster, make_cluster, make_site
 from atoll.cost import Evaluator
-from atoll.cost.routing import pair_counts, route
 from atoll.graph import Graph, dense_transformer
 from atoll.plan import Plan, Replica, Stage, validate
+from atoll.plan.division import pair_counts, route
 
 TARGET = 2000.0  # evaluations a second
 

@@ -25,7 +25,7 @@ import msgspec
 import torch
 from report import print_json, print_table
 
-from atoll.fabric import Fabric, Peer, TcpCarrier
+from atoll.fabric import CallingPeer, Fabric, TcpCarrier
 
 TENSOR_BYTES = 16_000_000
 TENSORS = 48
@@ -42,11 +42,11 @@ class Item(msgspec.Struct):
 class Sink:
     """Receives."""
 
-    async def take(self, items: AsyncIterator[Item], peer: Peer) -> int:
+    async def take(self, items: AsyncIterator[Item], peer: CallingPeer) -> int:
         """Counts what it gets."""
         return sum([item.tensor.nbytes async for item in items])
 
-    async def echo(self, data: bytes, peer: Peer) -> bytes:
+    async def echo(self, data: bytes, peer: CallingPeer) -> bytes:
         """Gives back what it gets."""
         return data
 

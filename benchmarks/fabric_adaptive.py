@@ -25,7 +25,7 @@ from atoll.cluster.file import parse_cluster
 from atoll.codec import codec_spec
 from atoll.events import AnyEvent, CodecChosen, ReductionFinished
 from atoll.fabric import Fabric
-from atoll.fabric.collective import AdaptiveCodecs, Collective, Member, equal_network, make_plan
+from atoll.fabric.collective import AdaptiveCodecs, Collective, RoundMember, equal_network, make_plan
 from atoll.lab import Lab
 
 ELEMENTS = 2_000_000
@@ -170,7 +170,7 @@ def work(rank: int, seconds: float, addresses: Sequence[str]) -> Report:
         print("begun", flush=True)
         buffer, number, end = torch.randn(ELEMENTS), 0, time.time() + seconds
         while True:
-            plan = make_plan(f"round {number}", ELEMENTS, [Member(name=host) for host in HOSTS], equal_network(HOSTS, 25e6))
+            plan = make_plan(f"round {number}", ELEMENTS, [RoundMember(name=host) for host in HOSTS], equal_network(HOSTS, 25e6))
             buffer[0] = 1e6 if time.time() > end else 0.0  # a mark among the values, so that both end with the same round
             result = collective.reduce_soon(plan, buffer).result()
             if not result.complete or float(result.value[0]) > 1e5:

@@ -29,7 +29,7 @@ from atoll.codec import codec_spec
 from atoll.cost.calibration import Calibration
 from atoll.cost.communication import all_reduce_seconds, span_of
 from atoll.fabric import Fabric
-from atoll.fabric.collective import Collective, FixedCodecs, Member, Network, PeerRates, RoundPlan, WireRatios, make_plan
+from atoll.fabric.collective import Collective, FixedCodecs, Network, PeerRates, RoundMember, RoundPlan, WireRatios, make_plan
 from atoll.lab import Lab
 
 ELEMENTS = 25_000_000
@@ -148,7 +148,7 @@ def run(lab: Lab, setting: str, codec: str, rounds: int) -> tuple[list[Times], R
 def plan_for(setting: str, hosts: tuple[str, ...], codec: str) -> RoundPlan:
     """Parts by the rates the lab was given."""
     ratio = codec_spec(codec).ratio(4)
-    members = [Member(name=host) for host in hosts]
+    members = [RoundMember(name=host) for host in hosts]
     if setting == "link":
         peers = tuple(PeerRates(name=host, site=host.partition("-")[0], up_bytes_per_s=LAN, down_bytes_per_s=LAN) for host in hosts)
         links = {("oslo", "rome"): WAN, ("rome", "oslo"): WAN}
@@ -163,7 +163,7 @@ def predict(cluster: Cluster, codec: str) -> float:
     """What the cost model says of the same all-reduce."""
     calibration = Calibration()
     span = span_of(cluster, [[device for host in cluster.hosts for device in host.devices]], calibration)
-    return all_reduce_seconds(span, 4.0 * ELEMENTS, calibration, {link.name: codec for link in span.wan_links})
+    return all_reduce_seconds(span, 4.0 * ELEMENTS * codec_spec(codec).ratio(4.0), calibration)
 
 
 def work(task: Task) -> Times:

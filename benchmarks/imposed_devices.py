@@ -6,7 +6,7 @@ from pathlib import Path
 from atoll.cluster import dump_cluster, parse_cluster
 from atoll.cluster.cluster import Cluster
 from atoll.graph import Graph
-from atoll.runtime.swarm.pacing import Imposed, Pace
+from atoll.runtime.imposed_speed import Imposed, pace_of_worker
 
 __all__ = ["imposed", "speed_for"]
 
@@ -31,7 +31,7 @@ def speed_for(
     flops, stages = 1e9, range(len(bounds) - 1)
     for _ in range(3):  # time is not quite proportional
         file.write_text(dump_cluster(cluster(flops)))
-        pace = Pace(Imposed(str(file), device), graph, bounds, [(0, samples)])
+        pace = pace_of_worker(Imposed(str(file), device), graph, bounds, [(0, samples)])
         taken = sum(pace.seconds(stage, 0, backward=back) for stage in stages for back in (False, True)) / len(stages)
         flops *= taken / seconds
     return flops

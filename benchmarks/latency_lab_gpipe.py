@@ -8,8 +8,6 @@ One step of every setting is not timed. The last rank prints a JSON line for eac
 import json
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,34 +17,26 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
+from atoll.cluster.memory import keep_freed_memory
 from atoll.graph.capture import capture_program
 from atoll.job import Job
-from atoll.runtime.memory import keep_freed_memory
-from atoll.runtime.swarm.pacing import Imposed, Pace
+from atoll.runtime.imposed_speed import Imposed, Pace, pace_of_worker
 from atoll.script import load_job
 
 SCRIPT = Path(__file__).with_name("latency_lab_job.py")
 
 
 class PacedStage(PipelineStage):
-    """Computes a chunk no faster than the pace says. What one takes too long, since sleepers wake late, the next ones make good."""
+    """Computes a chunk no faster than the pace says."""
 
     pace: Pace
-    _late = 0.0
-
-    @contextmanager
-    def _imposed(self, *, backward: bool) -> Iterator[None]:
-        due = time.perf_counter() + self.pace.seconds(self.stage_index, 0, backward=backward) - self._late
-        yield
-        time.sleep(max(0.0, due - time.perf_counter()))
-        self._late = min(1.0, max(0.0, time.perf_counter() - due))
 
     def forward_one_chunk(self, *arguments: Any, **named: Any) -> Any:
-        with self._imposed(backward=False):
+        with self.pace.imposed(self.stage_index, 0, False):
             return super().forward_one_chunk(*arguments, **named)
 
     def backward_one_chunk(self, *arguments: Any, **named: Any) -> Any:
-        with self._imposed(backward=True):
+        with self.pace.imposed(self.stage_index, 0, True):
             return super().backward_one_chunk(*arguments, **named)
 
 
@@ -83,13 +73,13 @@ def main() -> None:
     """All settings, one after the other."""
     rank, file, device, steps, batch, micro_batch, settings = sys.argv[1:8]
     torch.set_num_threads(1)
-    keep_freed_memory()
+    keep_freed_memory(2**31 - 1, one_arena=True)
     job = load_job(SCRIPT, (steps, batch, micro_batch))
     module = sys.modules[type(job.dataset).__module__]
     graph = capture_program(job).graph
     dist.init_process_group("gloo", rank=int(rank), world_size=module.STAGES)
     for chunks in map(int, settings.split(",")):
-        pace = Pace(Imposed(file, device), graph, module.bounds(len(graph.layers)), [(0, int(batch) // chunks)])
+        pace = pace_of_worker(Imposed(file, device), graph, module.bounds(len(graph.layers)), [(0, int(batch) // chunks)])
         found = train(job, module, pace, chunks, int(steps))
         if dist.get_rank() == module.STAGES - 1:
             print(json.dumps(found), flush=True)

@@ -9,7 +9,7 @@ import numpy as np
 from atoll.cluster import Device, DeviceKind
 from atoll.cluster.kinds import device_kind
 from atoll.cost import Calibration, read_layer_times
-from atoll.cost.compute import Compute
+from atoll.cost.compute import ComputeTimes
 from atoll.errors import PlanError
 from atoll.graph import Graph, dense_transformer
 
@@ -40,7 +40,7 @@ def compare_layers(path: Path) -> list[dict[str, object]]:
                 continue
             kind, calibration = _tensor_units(device_kind(measured.kind))
             device = Device(name="d", kind=kind, host="h", site="s", memory_bytes=kind.memory_bytes)
-            table = Compute(graph, calibration, 28.0).table(device, measured.samples)
+            table = ComputeTimes(graph, calibration, 28.0).table(device, measured.samples)
             forward, backward = (column[3] - column[2] for column in (table.forward, table.backward))
             ratios[measured.kind].append((forward / measured.forward_seconds, backward / measured.backward_seconds))
         for kind_name, found in ratios.items():

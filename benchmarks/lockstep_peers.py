@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from atoll import Job
 from atoll.graph.capture import Captured
 from atoll.plan import Plan
-from atoll.runtime.lockstep.layout import Layout
-from atoll.runtime.lockstep.rank import assemble
-from atoll.runtime.lockstep.trainer import Trainer
+from atoll.runtime.modes.lockstep.layout import Layout
+from atoll.runtime.modes.lockstep.rank import assemble
+from atoll.runtime.modes.lockstep.trainer import Trainer
 
 __all__ = ["Atoll", "Ddp", "Fsdp", "Pipeline", "Runner"]
 

@@ -201,7 +201,7 @@ def compare(seed: int) -> dict[str, object]:
     evaluator = Evaluator(graph, cluster)
     started = time.perf_counter()
     try:
-        planned = make_plans(graph, cluster, batch_size=batch)
+        planned = make_plans(graph, cluster, batch_size=batch, codecs=CODECS)
         ours, exact = planned.candidates[0].cost.step_seconds, planned.exact
     except NoPlanError:
         ours, exact = INFINITE, True

@@ -19,7 +19,7 @@ import msgspec
 from safetensors.torch import load_file
 from swarm_faults_setup import SITE_BYTES_PER_S, Setup, reference
 
-from atoll.control.journal import Epoch, decode
+from atoll.control.journal import Epoch, read_records
 from atoll.control.messages import Committed
 from atoll.lab import Lab
 from atoll.lab.lab import LabProcess
@@ -131,7 +131,7 @@ class SwarmRun:
     def _take(self, event: dict[str, Any], now: float) -> None:
         if event["event"] == "step_finished":
             self.commits.append((now, event["step"]))
-        elif event["event"] == "member_joined" and event["name"] in self.workers:
+        elif event["event"] == "member_changed" and event["state"] == "active" and event["name"] in self.workers:
             worker = self.workers[event["name"]]
             worker.joined = worker.joined or now
 
@@ -292,7 +292,7 @@ def judge(run: SwarmRun) -> Measurements:
 
 
 def _records(path: Path) -> list[Any]:
-    return list(decode(path.read_bytes())[0])
+    return list(read_records(path.read_bytes())[0])
 
 
 def _lineage(path: Path) -> dict[int, Committed]:

@@ -31,8 +31,8 @@ from atoll.cluster import dump_cluster
 from atoll.graph.capture import capture_program
 from atoll.lab.lab import LabProcess
 from atoll.plan import Plan, Replica, Stage, to_text
+from atoll.runtime.modes.swarm.measured import Measured, read_members
 from atoll.runtime.run_directory import RunDirectory
-from atoll.runtime.swarm.measured import Measured, read_members
 from atoll.script import load_job
 
 SCRIPT = Path(__file__).with_name("latency_lab_job.py")

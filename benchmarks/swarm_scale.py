@@ -13,8 +13,8 @@ import time
 from report import print_json, print_table
 
 from atoll.control import Settings
+from atoll.simulate.fuzz import Pulse
 from atoll.simulate.peers import PeerModel, PeerSwarm
-from atoll.simulate.pulse import Pulse
 
 TARGET_SECONDS = 300.0
 STAGES = 4

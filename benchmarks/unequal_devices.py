@@ -3,7 +3,8 @@
     python benchmarks/unequal_devices.py [--json] [--rounds 5] [--speeds 3:1 3:3:1:1] [--layouts data pipeline]
 
 Every device is a process; it computes a small model in earnest and sleeps until the time has passed that the cost model says its device
-would need (`atoll.runtime.lockstep.pacing`). Shares and cuts are the planner's. Both plans live in the same processes and take turns.
+would need (`atoll.runtime.imposed_speed`). Shares and cuts are the planner's. Both plans live in the same processes and take
+turns.
 
 The ideal gain is that of work which can be divided at will: 2 for speeds of 3:1 as for 3:3:1:1. What is lost of it is real: samples and
 layers that come whole, the pipeline's filling, exchanges, and what the runtime adds. Limit: 90% of the ideal gain.
@@ -31,7 +32,7 @@ from atoll import Job, capture
 from atoll.cost import Evaluator
 from atoll.graph.capture import Captured, capture_program
 from atoll.plan import Plan
-from atoll.runtime.lockstep.pacing import Pace
+from atoll.runtime.imposed_speed import Pace
 
 LIMIT = 0.90
 LAYOUTS = ("data", "pipeline")
@@ -42,7 +43,10 @@ _CPU = torch.device("cpu")
 def runner(job: Job, captured: Captured, plan: Plan, evaluator: Evaluator) -> Atoll:
     """A plan under imposed speeds."""
     atoll = Atoll(job, captured, plan)
-    atoll.work.executor.pace = Pace(plan, atoll.work.layout.places(atoll.work.rank), evaluator, _CPU)
+    layout = atoll.work.layout
+    places = layout.places(atoll.work.rank)
+    homes = {place.stage: (plan.stages[place.stage], plan.stages[place.stage].replicas[place.replica]) for place in places}
+    atoll.work.runner.pace = Pace(evaluator, homes, [stop - start for start, stop in layout.micro_batches], _CPU)
     return atoll
 
 

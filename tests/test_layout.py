@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 import atoll
+from atoll.plan.modes import mode_names
 
 ROOT = Path(atoll.__file__).parent
 ROAD = (
-    "errors", "blame", "uncaught", "units", "randomness", "events", "data", "job", "script", "graph", "cluster", "codec", "plan", "cost",
+    "errors", "blame", "units", "randomness", "events", "data", "job", "script", "graph", "cluster", "codec", "plan", "cost",
     "planner", "fabric", "control", "runtime", "simulate", "lab", "watch", "cli",
 )  # fmt: skip
 """A file or folder imports only from those before it: docs/layout.md."""
@@ -20,6 +21,15 @@ LATER_ON_PURPOSE = {("job", "runtime"), ("job", "watch")}
 """`Job.run()` is where the user starts, so it loads what runs and shows the job; inside the function, when it is called."""
 
 MODULES = sorted(path for path in ROOT.rglob("*.py"))
+
+NAMED_TWICE = {
+    "main": "what `python -m` of a module runs",
+    "diff": "the command `atoll diff` and what it calls",
+    "export": "the command `atoll export` and what it calls",
+    "plan": "the command `atoll plan` and what it calls",
+    "run": "the command `atoll run`, and running any command",
+}
+"""Public classes and functions that may be defined in several modules, and why. All others have one meaning."""
 
 
 def place(path: Path) -> str:
@@ -72,6 +82,33 @@ def test_functions_stay_small_and_public_names_are_documented(path: Path) -> Non
             assert overload or ast.get_docstring(node), f"{path}:{node.lineno}: {node.name} has no docstring"
 
 
+def test_a_public_name_has_one_meaning() -> None:
+    """A reader who finds a noun in one module may take it for the same noun in another."""
+    places: dict[str, set[str]] = {}
+    for path in MODULES:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                places.setdefault(node.name, set()).add(str(path.relative_to(ROOT)))
+    twice = {name: sorted(where) for name, where in places.items() if len(where) > 1}
+    assert not {name: where for name, where in twice.items() if name not in NAMED_TWICE}, "rename one, or say in NAMED_TWICE why not"
+    assert not NAMED_TWICE.keys() - twice.keys(), "defined once by now: leave them out of NAMED_TWICE"
+
+
+SILENT = ("control", "fabric", "runtime")
+"""What runs emits events; whoever watches shows them. No line is printed there."""
+
+
+def printing(tree: ast.AST) -> list[int]:
+    """Lines where `print` is called or handed on."""
+    return [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "print"]
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if place(path) in SILENT], ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_runs_emits_events_and_prints_nothing(path: Path) -> None:
+    lines = printing(ast.parse(path.read_text(encoding="utf-8")))
+    assert not lines, f"{path}: lines {lines} print; emit an event (docs/events.md) and let the terminal show it"
+
+
 def test_the_test_of_directions_sees_a_wrong_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "atoll" / "cost").mkdir(parents=True)
     bad = tmp_path / "atoll" / "cost" / "bad.py"
@@ -100,3 +137,53 @@ def test_the_command_line_starts_without_pytorch() -> None:
     """It takes seconds to load, and `--help` and mistakes need not wait for it."""
     code = "import sys, atoll.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def name_comparisons(source: str) -> list[int]:
+    """Lines that compare something with a mode's name, or look it up among names, or match it."""
+    names = set(mode_names())
+
+    def is_name(node: ast.AST) -> bool:
+        if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+            return any(map(is_name, node.elts))
+        if isinstance(node, ast.Dict):
+            return any(key is not None and is_name(key) for key in node.keys)
+        return isinstance(node, ast.Constant) and node.value in names
+
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        compared = isinstance(node, ast.Compare) and any(map(is_name, (node.left, *node.comparators)))
+        matched = isinstance(node, ast.MatchValue) and is_name(node.value)
+        looked_up = isinstance(node, ast.Subscript) and isinstance(node.value, ast.Dict) and is_name(node.value)
+        if compared or matched or looked_up:
+            found.append(node.lineno)
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nobody_compares_the_name_of_a_mode(path: Path) -> None:
+    """Whoever needs to know something of a mode asks its rules; docs/decisions/0015-modes.md."""
+    lines = name_comparisons(path.read_text(encoding="utf-8"))
+    assert not lines, f"{path.relative_to(ROOT.parent)}: lines {lines} compare a mode's name: ask its rules (atoll.plan.modes)"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'if plan.mode == "swarm": pass',
+        'kept = [one for one in runs if "alone" != one.mode]',
+        'odd = mode not in ("lockstep", "islands")',
+        'odd = mode in {"swarm"}',
+        'match mode:\n    case "swarm" | "other":\n        pass',
+        'price = {"swarm": 1, "other": 2}[mode]',
+    ],
+)
+def test_the_test_of_names_sees_a_comparison(source: str) -> None:
+    assert name_comparisons(source)
+
+
+@pytest.mark.parametrize(
+    "source", ['started(mode="alone")', 'extra["swarm"] = 1', "plan.mode == ALONE.name", 'x == "islands"', 'names = {"swarm": "a:b"}']
+)
+def test_naming_a_mode_is_not_comparing(source: str) -> None:
+    assert not name_comparisons(source)

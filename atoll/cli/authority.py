@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from atoll.cli.join import describe_event
 from atoll.errors import AtollError
 from atoll.events import AnyEvent
 from atoll.units import parse_seconds
+from atoll.watch.describe import describe_event
 
 __all__ = ["authority"]
 
@@ -49,6 +49,4 @@ def authority(
 
 
 def _tell(event: AnyEvent) -> None:
-    line = describe_event(event)
-    if line is not None:
-        print(f"  {time.strftime('%H:%M:%S', time.gmtime())} {line}", file=sys.stderr, flush=True)
+    print(f"  {time.strftime('%H:%M:%S', time.gmtime())} {describe_event(event)}", file=sys.stderr, flush=True)

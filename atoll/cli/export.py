@@ -31,7 +31,7 @@ def export(
     if before and not overwrite:
         raise CheckpointError(f"--to {to}: {before[0]} is there already; give another name, or --overwrite to replace it")
     with working(f"exporting {run}"):
-        from atoll.runtime.checkpoint import export as write  # PyTorch takes seconds to load: mistakes are told before
+        from atoll.runtime.checkpoint.export import export as write  # PyTorch takes seconds to load: mistakes are told before
 
         exported = write(run, to, step=step)
         for path in set(before) - set(exported.files):  # parts of other weights, which a reader would take for these

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from atoll.lab.environment import find_lab
 from atoll.runtime.run_directory import SPEEDS
+from atoll.runtime.supervise.hosts import find_lab
 
 if TYPE_CHECKING:
-    from atoll.runtime.swarm.pacing import Imposed
+    from atoll.runtime.imposed_speed import Imposed
 
 __all__ = ["imposed_speed"]
 
@@ -17,6 +17,6 @@ def imposed_speed(environ: Mapping[str, str]) -> "Imposed | None":
     lab = find_lab(environ)
     if lab is None or not environ.get(SPEEDS):
         return None
-    from atoll.runtime.swarm.pacing import Imposed
+    from atoll.runtime.imposed_speed import Imposed
 
     return Imposed(environ[SPEEDS], f"{lab.host}/0")

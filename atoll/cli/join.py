@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atoll.errors import RefusedError
-from atoll.events import AnyEvent, CertificateIssued, CertificateRevoked, PeerChanged, PeerRefused, PeerRetried, RenewalFailed
+from atoll.events import AnyEvent, Note, PeerChanged, PeerRetried, Warned
 from atoll.fabric.address import split_address
 from atoll.fabric.security.token import Token
 from atoll.units import format_seconds, plural
+from atoll.watch.describe import describe_event
 
 if TYPE_CHECKING:
     from atoll.fabric import Remote
-    from atoll.fabric.security import Credentials, Member
-    from atoll.runtime.swarm.spec import SwarmSpec
-    from atoll.runtime.swarm.taking_part import Ending
+    from atoll.fabric.security import Credentials, RunMember
+    from atoll.runtime.modes.swarm.member_process import Ending
+    from atoll.runtime.modes.swarm.spec import SwarmSpec
 
-__all__ = ["describe_event", "farewell", "join"]
+__all__ = ["farewell", "join"]
 
 _CONNECT_SECONDS = 30.0
 _INTERRUPTED = 130
@@ -60,16 +61,19 @@ def join(
     Token.parse(text)
     for one in address.split(","):
         split_address(one)
-    _print(f"loads PyTorch, then enrols at {address}")
-    from atoll.fabric.security import Member, enrol  # PyTorch takes seconds to load: `--help` does not wait for it
-    from atoll.runtime.swarm.own_devices import check_devices, devices_here
+    news = _News()
+    news(Note(message=f"loading PyTorch, then enrolling at {address}"))
+    from atoll.fabric.security import RunMember, enrol  # PyTorch takes seconds to load: `--help` does not wait for it
+    from atoll.runtime.modes.swarm.own_devices import check_devices, devices_here
 
-    _print(check_devices(devices, *devices_here()))
-    credentials = enrol(address, text, name or _own_name(), patience_seconds=timeout, say=_print)
+    short = check_devices(devices, *devices_here())
+    if short is not None:
+        news(Warned(message=short))
+    credentials = enrol(address, text, name or _own_name(), patience_seconds=timeout, observer=news)
     if keys is not None:
         credentials.save(keys)
     print(_enrolled(credentials), flush=True)
-    with _not_begun(credentials.name), Member(credentials, observer=lambda event: _print(describe_event(event))) as member:
+    with _not_begun(credentials.name), RunMember(credentials, observer=news) as member:
         coordinator = member.join(address)
         member.fabric.run(coordinator.connected(_CONNECT_SECONDS))
         print(f"Connected to {coordinator.name} at {address}", flush=True)
@@ -82,7 +86,7 @@ def join(
         if spec is None:
             _stay(member, coordinator)
             return
-    _work(credentials, address, spec, script, dialled=not behind_nat, devices=devices, stages=stages)
+    _work(credentials, address, spec, script, news, dialled=not behind_nat, devices=devices, stages=stages)
 
 
 @contextmanager
@@ -97,7 +101,7 @@ def _not_begun(name: str) -> Iterator[None]:
 
 def _spec(coordinator: "Remote") -> "SwarmSpec | None":
     """What the run trains; None where it has nothing for those who join."""
-    from atoll.runtime.swarm.spec import JobService, Nothing
+    from atoll.runtime.modes.swarm.spec import JobService, Nothing
 
     try:
         return coordinator.call_sync(JobService.describe, Nothing(), timeout_seconds=_CONNECT_SECONDS)
@@ -107,20 +111,28 @@ def _spec(coordinator: "Remote") -> "SwarmSpec | None":
 
 def _check_stages(stages: int, spec: "SwarmSpec") -> None:
     """Before the script is run and the model is captured, which may take long."""
-    from atoll.runtime.swarm.taking_part import check_hosted
+    from atoll.runtime.modes.swarm.member_process import check_hosted
 
     check_hosted(stages, spec)
 
 
 def _work(
-    credentials: "Credentials", address: str, spec: "SwarmSpec", script: Path | None, *, dialled: bool, devices: int, stages: int
+    credentials: "Credentials",
+    address: str,
+    spec: "SwarmSpec",
+    script: Path | None,
+    news: "_News",
+    *,
+    dialled: bool,
+    devices: int,
+    stages: int,
 ) -> None:
     """Until the run is over."""
     with _not_begun(credentials.name):
         from atoll.cli.imposed import imposed_speed
-        from atoll.runtime.swarm.own_devices import OwnDevices
-        from atoll.runtime.swarm.spec import load_spec_job
-        from atoll.runtime.swarm.taking_part import take_part
+        from atoll.runtime.modes.swarm.member_process import run_member
+        from atoll.runtime.modes.swarm.own_devices import OwnDevices
+        from atoll.runtime.modes.swarm.spec import load_spec_job
         from atoll.script import load_job
 
         job = load_spec_job(spec) if script is None else load_job(script, spec.arguments)
@@ -128,18 +140,16 @@ def _work(
     whole = f"{plural(settings.stages, 'stage')}, {plural(settings.steps, 'step')}"
     print(f"Working for {job.name}: {whole}; the model is captured first. Ctrl-C leaves", flush=True)
     try:
-        ending = take_part(
+        ending = run_member(
             credentials,
             address,
             spec,
             job,
-            observer=_News(),
+            observer=news,
             dialled=dialled,
             imposed=imposed_speed(os.environ),
-            say=_print,
             polite=True,
             devices=OwnDevices(tuple(range(devices)), stages=stages),
-            warn=_print,
         )
     except KeyboardInterrupt:
         print(f"{credentials.name} leaves at once: what it was doing is done again by others", flush=True)
@@ -176,7 +186,7 @@ def _enrolled(credentials: "Credentials") -> str:
     )
 
 
-def _stay(member: "Member", coordinator: "Remote") -> None:
+def _stay(member: "RunMember", coordinator: "Remote") -> None:
     """Until Ctrl-C, or until the run is over or does not want us."""
     never = threading.Event()
     try:
@@ -199,34 +209,14 @@ class _News:
         match event:
             case PeerChanged(state="dead") if " left: " in event.reason:
                 self._left.add(event.peer)
-                _print(f"{event.peer} has left")
+                self._show(Note(message=f"{event.peer} has left"))
                 return
             case PeerRetried() if event.peer in self._left:
                 return
             case PeerChanged(state="alive"):
                 self._left.discard(event.peer)
-        _print(describe_event(event))
+        self._show(event)
 
-
-def describe_event(event: AnyEvent) -> str | None:
-    """One line for people about what happened among the members; None for what they need not know."""
-    match event:
-        case PeerChanged():
-            return f"{event.peer}: {event.state} ({event.reason})"
-        case PeerRefused():
-            return f"refused: {event.peer}: {event.reason}"
-        case PeerRetried():
-            what = "given up" if event.delay_seconds is None else f"dialled again in {format_seconds(event.delay_seconds)}"
-            return f"{event.peer}: {what}: {event.reason}"
-        case CertificateIssued():
-            return f"{event.how}: {event.peer} ({event.role}) for {format_seconds(event.lifetime_seconds)}"
-        case CertificateRevoked():
-            return f"shut out: {event.peer}: {event.reason}"
-        case RenewalFailed():
-            return f"certificate not renewed, {format_seconds(max(event.expires_seconds, 0))} left: {event.reason}"
-    return None
-
-
-def _print(line: str | None) -> None:
-    if line is not None:
-        print(f"  {time.strftime('%H:%M:%S', time.gmtime())} {line}", file=sys.stderr, flush=True)
+    @staticmethod
+    def _show(event: AnyEvent) -> None:
+        print(f"  {time.strftime('%H:%M:%S', time.gmtime())} {describe_event(event)}", file=sys.stderr, flush=True)

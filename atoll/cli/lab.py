@@ -14,7 +14,7 @@ from atoll.events import EventLog, FaultEnded, FaultInjected
 
 if TYPE_CHECKING:
     from atoll.events import AnyEvent
-    from atoll.lab import Fault
+    from atoll.lab import LabFault
 
 __all__ = ["lab"]
 
@@ -59,7 +59,7 @@ def _run(
     command: tuple[str, ...],
     spread: str,
     host: str,
-    faults: "tuple[Fault, ...]",
+    faults: "tuple[LabFault, ...]",
     log: EventLog | None,
     impose_speeds: bool,
     loopback: bool,
@@ -85,7 +85,7 @@ def _run(
         return code or int(bool(running.problems))
 
 
-def _faults(cluster: Cluster, file: Path | None, texts: list[str]) -> "tuple[Fault, ...]":
+def _faults(cluster: Cluster, file: Path | None, texts: list[str]) -> "tuple[LabFault, ...]":
     from atoll.lab import load_faults, parse_fault
 
     return (*(load_faults(file, cluster) if file is not None else ()), *(parse_fault(text, cluster) for text in texts))

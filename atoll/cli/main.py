@@ -21,6 +21,7 @@ from atoll.cli.diff import diff
 from atoll.cli.export import export
 from atoll.cli.join import join
 from atoll.cli.lab import lab
+from atoll.cli.mode_options import with_modes
 from atoll.cli.output import show_what_the_terminal_can
 from atoll.cli.plan import plan
 from atoll.cli.presets import presets
@@ -59,8 +60,8 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_options)
     app.command()(probe)
-    app.command()(plan)
-    app.command("run")(run_command)
+    app.command()(with_modes(plan))
+    app.command("run")(with_modes(run_command))
     app.command()(report)
     app.command()(export)
     app.command()(presets)

@@ -1,7 +1,7 @@
 """`atoll plan TARGET --cluster FILE`: make a plan, explain it, and write it down."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import RenderableType
@@ -13,19 +13,18 @@ from atoll.cli.status import say, working
 from atoll.cli.target import Target, load_target
 from atoll.cli.why import alternatives_table, why_view
 from atoll.cluster import Cluster, load_cluster
+from atoll.codec import CodecChoice
 from atoll.cost import Calibration, Cost, Evaluator, load_calibration, staleness_effect
 from atoll.errors import PlanError
 from atoll.plan import Plan, load_plan, save_plan, validate
-from atoll.plan.swarm import swarm_notes
+from atoll.plan.link_codecs import allowed_codecs, codec_notes
+from atoll.plan.modes import mode_rules
 from atoll.units import format_bytes, plural
 
 if TYPE_CHECKING:
     from atoll.planner import Planned
 
-__all__ = ["RunMode", "make_plan_for", "plan", "priced"]
-
-RunMode = Literal["lockstep", "swarm"]  # what can be run
-PlannedMode = Literal["lockstep", "swarm", "islands"]  # a plan may have more modes than the planner makes plans of
+__all__ = ["make_plan_for", "plan", "priced"]
 
 
 def plan(
@@ -42,14 +41,16 @@ def plan(
     ] = None,
     why: Annotated[bool, typer.Option("--why", help="Explain at length.")] = False,
     batch_size: Annotated[int | None, typer.Option(help="Samples in a step, instead of the target's own.", min=1)] = None,
-    mode: Annotated[PlannedMode | None, typer.Option(help="Only plans of this execution mode.")] = None,
-    lossless: Annotated[bool, typer.Option("--lossless", help="Only plans that send tensors as they are, without codecs.")] = False,
+    mode: Annotated[str | None, typer.Option(help="Only plans of this execution mode.")] = None,
+    codec: Annotated[
+        CodecChoice, typer.Option(help="How activations are sent between sites: as they are, with a codec, or `auto`: what saves time.")
+    ] = "none",
     calibration: Annotated[Path | None, typer.Option(help="Measured constants of the cost model.", metavar="FILE")] = None,
     check: Annotated[Path | None, typer.Option(help="Instead of planning, check this plan and predict its cost.", metavar="FILE")] = None,
 ) -> None:
     """Choose which layers run where, and say why. What follows `--` are the script's own arguments."""
     if check is not None:
-        _refuse_with_check({"--output": output, "--why": why, "--mode": mode, "--lossless": lossless})
+        _refuse_with_check({"--output": output, "--why": why, "--mode": mode, "--codec": codec != "none"})
     if output is not None:
         _check_writable(output)
     devices = load_cluster(cluster)
@@ -59,7 +60,7 @@ def plan(
     if check is not None:
         _check(check, model, devices, constants, as_json, batch_size)
         return
-    planned = _make(model, devices, constants, top, mode, lossless)
+    planned = _make(model, devices, constants, top, mode, codec)
     if output is not None:
         save_plan(planned.candidates[0].plan, output)
     if as_json:
@@ -84,14 +85,12 @@ def _check_writable(path: Path) -> None:
         raise PlanError(f"-o {path}: there is no directory {path.resolve().parent}")
 
 
-def make_plan_for(model: Target, cluster: Cluster, calibration: Calibration | None, mode: RunMode) -> "Planned":
+def make_plan_for(model: Target, cluster: Cluster, calibration: Calibration | None, mode: str, codec: CodecChoice) -> "Planned":
     """The best plan that can be run, with progress on stderr."""
-    return _make(model, cluster, calibration or _here(model, cluster), 1, mode, True)
+    return _make(model, cluster, calibration or _here(model, cluster), 1, mode, codec)
 
 
-def _make(
-    model: Target, cluster: Cluster, calibration: Calibration | None, top: int, mode: PlannedMode | None, lossless: bool
-) -> "Planned":
+def _make(model: Target, cluster: Cluster, calibration: Calibration | None, top: int, mode: str | None, codec: CodecChoice) -> "Planned":
     with working(f"planning {model.graph.name} on {plural(len(cluster.devices), 'device')}") as update:
         from atoll.planner import plan as make_plans  # it needs scipy, which takes a moment to load
 
@@ -103,7 +102,7 @@ def _make(
             mode=mode,
             optimizer=model.optimizer,
             calibration=calibration,
-            codecs=("none",) if lossless else ("none", "bf16", "int8"),
+            codecs=allowed_codecs(codec),
             progress=lambda what, done, total: update(f"{what}, {done:,} of {total:,}"),
         )
 
@@ -111,7 +110,8 @@ def _make(
 def _show(planned: "Planned", model: Target, cluster: Cluster, long: bool) -> None:
     best = planned.candidates[0]
     others = [alternatives_table(planned, long=long)] if len(planned.candidates) > 1 else []
-    show(plan_view(best.plan, best.cost, model.graph, cluster), why_view(planned, long=long), *_notes(model.notes), *others)
+    notes = _notes((*model.notes, *codec_notes(best.plan)))
+    show(plan_view(best.plan, best.cost, model.graph, cluster), why_view(planned, long=long), *notes, *others)
 
 
 def _notes(sentences: tuple[str, ...]) -> list[RenderableType]:
@@ -121,8 +121,8 @@ def _notes(sentences: tuple[str, ...]) -> list[RenderableType]:
 def priced(plan: Plan, model: Target, cluster: Cluster, calibration: Calibration | None) -> tuple[Cost, tuple[str, ...]]:
     """What a plan costs that was not just made, and what there is to say of it in sentences."""
     evaluator = Evaluator(model.graph, cluster, optimizer=model.optimizer, calibration=calibration or _here(model, cluster))
-    said = swarm_notes(plan) if plan.mode == "swarm" else ()
-    if plan.mode == "swarm" and plan.staleness > 0:
+    said = (*codec_notes(plan), *mode_rules(plan.mode).notes(plan))
+    if plan.staleness > 0:
         said = (*said, f"staleness=1: {staleness_effect(evaluator, plan)}")
     return evaluator.cost(plan), said
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from atoll.cli.output import print_json
 from atoll.cli.render import show
 from atoll.graph import PRESETS
-from atoll.graph.preset_entry import PresetEntry
+from atoll.graph.presets import PresetEntry
 from atoll.units import format_count
 
 __all__ = ["presets"]

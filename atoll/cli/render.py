@@ -58,8 +58,6 @@ def heading(plan: Plan, graph: Graph, cluster: Cluster) -> Text:
         f" · batch {plan.batch_size:,} in micro-batches of {plan.micro_batch_size:,}",
         f" · {plural(len(used), 'device')}" if everything else f" · {len(used):,} of {len(cluster.devices):,} devices",
     )
-    if plan.mode == "islands":
-        text.append(f" · islands exchange every {plan.outer_steps} steps")
     if plan.staleness:
         text.append(f" · staleness {plan.staleness}")
     return text

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -12,14 +11,14 @@ from rich.text import Text
 
 from atoll.cli.output import notes_view, print_json
 from atoll.cli.render import show
-from atoll.cli.swarm_report import swarm_view
-from atoll.cli.tables import apart, figures, section, table_of
-from atoll.units import format_bytes, format_seconds, plural
+from atoll.runtime.report import apart
+from atoll.units import format_seconds, plural
 
 if TYPE_CHECKING:
+    from atoll.runtime.report import ReportSection, ReportTable
     from atoll.watch.report import RunReport
 
-__all__ = ["report", "report_view", "short_view"]
+__all__ = ["report", "report_view", "section_view", "short_view"]
 
 _STATES = {
     "done": "done",
@@ -30,7 +29,6 @@ _STATES = {
     "silent": "ended without a word, or stands still",
     "not started": "no step yet",
 }
-_MOST_DEVICES = 16
 
 
 def report(
@@ -42,7 +40,7 @@ def report(
 
     found = read_report(run)
     if as_json:
-        print_json(msgspec.json.format(msgspec.json.encode(found), indent=1).decode())
+        print_json(found.to_json())
     else:
         show(report_view(found))
 
@@ -50,18 +48,8 @@ def report(
 def report_view(found: "RunReport") -> RenderableType:
     """The whole report."""
     parts: list[RenderableType] = [_heading(found)]
-    if found.swarm is not None:
-        parts.append(swarm_view(found.swarm))
-    if found.breakdown:
-        parts.append(section("A step, on the busiest device", _breakdown(found)))
-    if any(stage.forward_seconds.measured is not None for stage in found.stages):
-        parts.append(section("Stages: a micro-batch forward and backward, and waiting in a step", _stages(found)))
-    if found.collectives:
-        parts.append(section("Collectives of a step", _collectives(found)))
-    if found.links:
-        parts.append(section("Links, a step", _links(found)))
-    if found.memory_bytes:
-        parts.append(section("Memory at the peak (on a CPU, of the whole process)", _memory(found)))
+    for section in found.sections:
+        parts += section_view(section)
     if found.events:
         parts.append(Text.assemble(("Events  ", "bold"), ", ".join(f"{count} {kind}" for kind, count in found.events.items()) + "\n"))
     if found.conclusion:
@@ -71,14 +59,35 @@ def report_view(found: "RunReport") -> RenderableType:
     return Group(*parts)
 
 
+def section_view(section: "ReportSection") -> list[RenderableType]:
+    """What a mode says: its lines, then its tables under their titles."""
+    parts: list[RenderableType] = []
+    if section.lines:
+        title = (f"{section.title}  ", "bold") if section.title else ""
+        parts.append(Text.assemble(title, "\n".join(section.lines) + "\n"))
+    return [*parts, *(Group(Text(table.title, style="bold"), Padding(_table(table), (0, 0, 1, 2))) for table in section.tables)]
+
+
+def _table(content: "ReportTable") -> Table:
+    """The first column to the left, the others to the right; names come from files and scripts, so nothing in it is markup."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for index, column in enumerate(content.columns):
+        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+    for row in content.rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
 def short_view(found: "RunReport", directory: Path) -> RenderableType:
-    """What `atoll run` says at its end: the step, the busiest device's breakdown, and where to read more."""
+    """What `atoll run` says at its end: the step, what the mode holds most important, and where to read more."""
     parts: list[RenderableType] = [_step_line(found)]
-    if found.breakdown:
-        parts.append(Padding(_breakdown(found), (0, 0, 0, 2)))
+    for section in found.sections:
+        if section.brief:
+            parts += [*map(Text, section.lines), *(Padding(_table(table), (0, 0, 0, 2)) for table in section.tables)]
     if found.conclusion:
         parts.append(Text(found.conclusion))
-    parts.append(Text(f"`atoll report {directory}` says more; trace.json there is for ui.perfetto.dev", style="dim"))
+    trace = "; trace.json there is for ui.perfetto.dev" if (directory / "trace.json").exists() else ""
+    parts.append(Text(f"`atoll report {directory}` says more{trace}", style="dim"))
     return Group(*parts)
 
 
@@ -104,49 +113,7 @@ def _step_line(found: "RunReport") -> Text:
         return Text(
             f"nothing was left to do: all {found.steps:,} steps had been made before, the last ones in {format_seconds(step.median)} each"
         )
-    text = Text.assemble(("Step ", "bold"), (format_seconds(step.median), "bold green"), "" if found.swarm is None else " (the median)")
+    text = Text.assemble(("Step ", "bold"), (format_seconds(step.median), "bold green"), " (the median)")
     if step.predicted is not None:
         text.append(f", predicted {format_seconds(step.predicted)} ({apart(step.median, step.predicted)})")
     return text
-
-
-def _breakdown(found: "RunReport") -> Table:
-    table = table_of("", "measured", "predicted", "")
-    for name, row in found.breakdown.items():
-        if row.measured or row.predicted:
-            table.add_row(name, *figures(row))
-    return table
-
-
-def _stages(found: "RunReport") -> Table:
-    table = table_of("stage", "samples", "forward", "predicted", "", "backward", "predicted", "", "waiting", "predicted")
-    for stage in found.stages:
-        wait = figures(stage.wait_seconds)[:2]
-        size = f"{stage.micro_batches} × {stage.micro_batch_samples}"
-        table.add_row(str(stage.stage), size, *figures(stage.forward_seconds), *figures(stage.backward_seconds), *wait)
-    return table
-
-
-def _collectives(found: "RunReport") -> Table:
-    table = table_of("", "", "devices", "calls", "bytes", "measured", "predicted", "", "not hidden")
-    for row in found.collectives:
-        exposed = "" if row.exposed_seconds is None else format_seconds(row.exposed_seconds)
-        kind = row.kind.replace("_", "-")
-        table.add_row(row.what, kind, str(len(row.devices)), f"{row.calls:,}", format_bytes(row.bytes), *figures(row.seconds), exposed)
-    return table
-
-
-def _links(found: "RunReport") -> Table:
-    table = table_of("", "bytes", "predicted", "", "busy", "predicted", "")
-    for link in found.links:
-        table.add_row(Text(link.name), *figures(link.bytes, format_bytes), *figures(link.seconds))
-    return table
-
-
-def _memory(found: "RunReport") -> Table:
-    table = table_of("", "measured", "predicted", "")
-    for device, row in list(found.memory_bytes.items())[:_MOST_DEVICES]:
-        table.add_row(Text(device), *figures(row, format_bytes))
-    if len(found.memory_bytes) > _MOST_DEVICES:
-        table.add_row(f"… and {len(found.memory_bytes) - _MOST_DEVICES} more", "", "", "")
-    return table

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from atoll.cli.status import say
 from atoll.errors import JobError
+from atoll.plan.modes.swarm import SWARM, SwarmOptions
 from atoll.runtime.run_directory import RunDirectory
 
 __all__ = ["standby"]
@@ -22,14 +22,14 @@ def standby(
     """
     directory = RunDirectory(run)
     settings = directory.settings()
-    if settings.mode != "swarm" or settings.nats is None:
+    if settings.mode != SWARM.name or settings.options_as(SwarmOptions).nats is None:
         raise JobError(f"{run}: nothing to stand by for; start the run with `atoll run … --mode swarm --nats URL --standby {listen}`")
-    from atoll.runtime.swarm.coordinating import coordinate  # PyTorch takes seconds to load: mistakes above are told before
-    from atoll.runtime.swarm.run_files import read_spec
-    from atoll.runtime.swarm.spec import load_spec_job
+    from atoll.runtime.modes.swarm.coordinator_process import coordinate  # PyTorch takes seconds to load: mistakes above are told before
+    from atoll.runtime.modes.swarm.run_files import read_spec
+    from atoll.runtime.modes.swarm.spec import load_spec_job
     from atoll.watch.progress import Progress
 
     spec = read_spec(directory.path)
     job = load_spec_job(spec)
     with Progress() as progress:
-        coordinate(directory, spec, job, listen, observers=(progress, *job.callbacks), recall=progress.recall, say=say)
+        coordinate(directory, spec, job, listen, observers=(progress, *job.callbacks), recall=progress.recall)

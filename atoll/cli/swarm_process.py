@@ -3,12 +3,20 @@
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from atoll.cli.output import show_what_the_terminal_can
 from atoll.errors import AtollError
+from atoll.events import AnyEvent, Warned
 from atoll.runtime.run_directory import RunDirectory
+from atoll.watch.describe import describe_event
+
+if TYPE_CHECKING:
+    from atoll.fabric.security import Credentials
+    from atoll.runtime.modes.swarm.spec import SwarmSpec
 
 __all__ = ["main"]
 
@@ -24,16 +32,16 @@ def main(arguments: Sequence[str]) -> int:
         elif role == "evaluate":
             _evaluate(RunDirectory(run), address)
         else:
-            _take_part(RunDirectory(run), address, name, *devices)
+            _take_part(run, address, name, *devices)
     except AtollError as error:
-        print(f"error: {name}: {error}" if role != "coordinator" else f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     return 0
 
 
 def _coordinate(directory: RunDirectory, address: str) -> bool:
-    from atoll.runtime.swarm.coordinating import coordinate
-    from atoll.runtime.swarm.run_files import read_spec
+    from atoll.runtime.modes.swarm.coordinator_process import coordinate
+    from atoll.runtime.modes.swarm.run_files import read_spec
     from atoll.script import load_job
     from atoll.watch.progress import Progress
 
@@ -43,37 +51,53 @@ def _coordinate(directory: RunDirectory, address: str) -> bool:
         return coordinate(directory, read_spec(directory.path), job, address, observers=(progress, *job.callbacks), recall=progress.recall)
 
 
-def _evaluate(directory: RunDirectory, keys: str) -> None:
-    from atoll.runtime.swarm.evaluating import evaluate_state
-    from atoll.runtime.swarm.files import Key
+def _evaluate(directory: RunDirectory, step: str) -> None:
+    from atoll.runtime.modes.swarm.evaluation import evaluate_state
     from atoll.script import load_job
 
     settings = directory.settings()
     job = load_job(settings.script, settings.arguments)
-    found = evaluate_state(directory, job, msgspec.json.decode(keys, type=list[Key]))
+    found = evaluate_state(directory, job, int(step))
     print(msgspec.json.encode(found).decode(), flush=True)
 
 
-def _take_part(directory: RunDirectory, address: str, name: str, devices: str = "{}") -> None:
+def _take_part(source: str, address: str, name: str, devices: str = "{}") -> None:
+    """`source` is the run's directory, or the script on a host that does not see it: then the coordinator describes the job."""
     from atoll.cli.imposed import imposed_speed
     from atoll.fabric.security import enrol
-    from atoll.runtime.swarm.launching import TOKEN
-    from atoll.runtime.swarm.own_devices import OwnDevices
-    from atoll.runtime.swarm.run_files import read_spec
-    from atoll.runtime.swarm.taking_part import take_part
+    from atoll.runtime.modes.swarm.member_process import run_member
+    from atoll.runtime.modes.swarm.own_devices import OwnDevices
+    from atoll.runtime.modes.swarm.run_files import read_spec
+    from atoll.runtime.modes.swarm.supervisor import TOKEN
     from atoll.script import load_job
 
     token = os.environ.pop(TOKEN)
-    settings = directory.settings()
-    job = load_job(settings.script, settings.arguments)
 
-    def say(line: str) -> None:
-        print(f"{name}: {line}", flush=True)
+    def show(event: AnyEvent) -> None:
+        print(describe_event(event), flush=True)
 
-    credentials = enrol(address, token, name, patience_seconds=_PATIENCE_SECONDS, say=say)
+    credentials = enrol(address, token, name, patience_seconds=_PATIENCE_SECONDS, observer=show)
     own = msgspec.json.decode(devices, type=OwnDevices)
-    spec, imposed = read_spec(directory.path), imposed_speed(os.environ)
-    take_part(credentials, address, spec, job, imposed=imposed, polite=True, devices=own, warn=say)
+    spec = _described(credentials, address) if Path(source).is_file() else read_spec(Path(source))
+    job = load_job(source if Path(source).is_file() else RunDirectory(source).settings().script, spec.arguments)
+    imposed = imposed_speed(os.environ)
+
+    def warn(event: AnyEvent) -> None:
+        if isinstance(event, Warned):
+            show(event)
+
+    run_member(credentials, address, spec, job, imposed=imposed, polite=True, devices=own, observer=warn)
+
+
+def _described(credentials: "Credentials", address: str) -> "SwarmSpec":
+    """What the coordinator says of the job."""
+    from atoll.fabric.security import RunMember
+    from atoll.runtime.modes.swarm.spec import JobService, Nothing
+
+    with RunMember(credentials) as member:
+        coordinator = member.join(address)
+        member.fabric.run(coordinator.connected(_PATIENCE_SECONDS))
+        return coordinator.call_sync(JobService.describe, Nothing(), timeout_seconds=_PATIENCE_SECONDS)
 
 
 if __name__ == "__main__":

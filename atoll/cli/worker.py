@@ -1,14 +1,16 @@
-"""`python -m atoll.cli.worker RUN`: one rank of a run, as `atoll run` starts it for every device. Not for people."""
+"""`python -m atoll.cli.worker RUN [SCRIPT]`: one rank of a run, as `atoll run` starts it for every device. Not for people."""
 
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+import msgspec
+
 from atoll.cli.output import show_what_the_terminal_can
 from atoll.errors import AtollError
 from atoll.events import Observer
-from atoll.runtime.lockstep.role import Role, find_role
+from atoll.runtime.modes.lockstep.role import Role, find_role
 from atoll.runtime.run_directory import RunDirectory
 from atoll.watch.progress import Progress
 
@@ -16,25 +18,27 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the rank that the launcher named in the environment; the run's directory says the rest."""
+    """Run the rank that the launcher named in the environment; the run's directory says the rest, but where this host has the script."""
     role = find_role(os.environ)
     assert role is not None, "the launcher says which rank this is"
     try:
-        return _run(RunDirectory(arguments[0]), role)
+        return _run(RunDirectory(arguments[0]), role, *arguments[1:])
     except AtollError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
 
 
-def _run(directory: RunDirectory, role: Role) -> int:
-    from atoll.runtime.lockstep.worker import run_rank  # PyTorch takes seconds to load: a wrong directory is told before
+def _run(directory: RunDirectory, role: Role, script: str | None = None) -> int:
+    from atoll.runtime.modes.lockstep.worker import run_rank  # PyTorch takes seconds to load: a wrong directory is told before
     from atoll.script import load_job, seen_arguments
 
     settings = directory.settings()
+    settings = settings if script is None else msgspec.structs.replace(settings, script=script)
     job = load_job(settings.script, settings.arguments)
     with seen_arguments(settings.script, settings.arguments), ExitStack() as stack:
-        observers: list[Observer] = [stack.enter_context(Progress()), *job.callbacks] if role.rank == 0 else []
-        run_rank(job, directory.plan(), role, directory=directory, settings=settings, observers=observers)
+        progress = stack.enter_context(Progress())
+        observers: list[Observer] = [progress, *job.callbacks] if role.rank == 0 else []
+        run_rank(job, directory.plan(), role, directory=directory, settings=settings, observers=observers, own=progress)
     return 0
 
 

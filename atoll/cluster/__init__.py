@@ -16,8 +16,7 @@ from atoll.cluster.cluster import (
     Site,
     UpdateTime,
 )
-from atoll.cluster.dump import dump_cluster
-from atoll.cluster.file import load_cluster, parse_cluster
+from atoll.cluster.file import dump_cluster, load_cluster, parse_cluster
 from atoll.cluster.kinds import catalogue, device_kind
 
 __all__ = [

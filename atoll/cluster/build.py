@@ -15,7 +15,7 @@ from atoll.cluster.kinds import find_kind
 from atoll.cluster.reader import BANDWIDTH, LATENCY, MEMORY, NAME, PREEMPTIONS, PRICE_PER_HOUR, Quantity
 from atoll.errors import ClusterError
 
-__all__ = ["DEFAULT_RESERVE", "MAXIMUM_DEVICES", "Terms", "assemble", "build_host", "host_names", "make_cluster", "make_site"]
+__all__ = ["DEFAULT_RESERVE", "MAXIMUM_DEVICES", "Terms", "build_cluster", "build_host", "host_names", "make_cluster", "make_site"]
 
 DEFAULT_RESERVE = 0.05  # of a device's memory: the driver's context, error-correcting bits, the allocator's fragments
 MAXIMUM_DEVICES = 1_000_000
@@ -82,7 +82,7 @@ def _typical_link(kinds: Sequence[DeviceKind], devices: int, where: str) -> floa
     return slowest.memory_bytes_per_s  # one device alone: it meets only its own memory
 
 
-def assemble(name: str, sites: Sequence[Site], links: Sequence[Link], default: Link | None, where: str) -> Cluster:
+def build_cluster(name: str, sites: Sequence[Site], links: Sequence[Link], default: Link | None, where: str) -> Cluster:
     """A cluster whose names are unique and in which every pair of sites has its link, in the order of the sites."""
     _check_names(sites, where)
     _check_kinds(sites, where)
@@ -200,7 +200,7 @@ def make_cluster(
     for pair in links or {}:
         if len(pair) != 2 or pair[0] == pair[1] or not known.issuperset(pair):
             raise ClusterError(f"{where}: link {pair}: must name two of the sites {', '.join(sorted(known))}")
-    return assemble(
+    return build_cluster(
         name,
         sites,
         [_wan(pair, figures, where) for pair, figures in (links or {}).items()],

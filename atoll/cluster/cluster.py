@@ -152,12 +152,16 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
-    """Devices behind one network interface; `link` is what joins them to each other."""
+    """Devices behind one network interface; `link` is what joins them to each other. With an `address` it is reached over ssh."""
 
     name: str
     site: str
     devices: tuple[Device, ...]
     link: Link
+    address: str = ""  # as ssh knows it: a name, an IP address or a `Host` of the user's ssh configuration
+    user: str = ""  # as ssh decides, if not given; so it is for the others
+    python: str = ""  # the interpreter with Atoll there
+    workdir: str = ""  # where processes are started there, and where the script's directory is copied to
 
 
 class Site(msgspec.Struct, frozen=True, kw_only=True):

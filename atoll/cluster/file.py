@@ -1,20 +1,27 @@
-"""Cluster files: TOML in, a checked Cluster out. docs/cluster.md describes the format."""
+"""Cluster files: TOML in, a checked Cluster out (docs/cluster.md), and a Cluster as TOML that reads back equal, like hosts written once."""
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from atoll.cluster.build import MAXIMUM_DEVICES, Terms, assemble, build_host, host_names
-from atoll.cluster.cluster import Cluster, DeviceKind, Host, Link, Site
-from atoll.cluster.kinds import find_kind, read_kind
+import msgspec
+
+from atoll import units
+from atoll.cluster.build import DEFAULT_RESERVE, MAXIMUM_DEVICES, Terms, build_cluster, build_host, host_names
+from atoll.cluster.cluster import Cluster, ConvRate, Device, DeviceKind, Host, Link, Measurements, Site
+from atoll.cluster.kinds import catalogue, find_kind, read_kind
 from atoll.cluster.reader import BANDWIDTH, LATENCY, MEMORY, PREEMPTIONS, PRICE_PER_BYTE, PRICE_PER_HOUR, Table, nearest
 from atoll.errors import ClusterError
 
-__all__ = ["load_cluster", "parse_cluster"]
+__all__ = ["dump_cluster", "load_cluster", "parse_cluster"]
 
 _TERMS = ("speed", "memory", "memory_reserve", "preemptions", "price")
 _LINK = ("bandwidth", "latency")
+_LOGIN = ("user", "python", "workdir")
+_ADDRESS = re.compile(r"[A-Za-z0-9_:\[][A-Za-z0-9_.:%\[\]\-]*")
+_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@\\\-]*")
 _LARGEST_FILE = 64 * 2**20
 _DEVICES_EXAMPLE = 'devices = [{ kind = "A100-80GB", count = 8 }]'
 
@@ -66,7 +73,7 @@ def _cluster(table: Table, where: str, default_name: str) -> Cluster:
     default = None
     if "default_link" in table:
         default = _link(table.table("default_link", (*_LINK, "price"), "{ … }"), ("", ""))
-    return assemble(table.text("name", "my cluster", default_name if "name" not in table else None), sites, links, default, where)
+    return build_cluster(table.text("name", "my cluster", default_name if "name" not in table else None), sites, links, default, where)
 
 
 def _place(where: str, noun: str, values: object, position: int) -> str:
@@ -110,7 +117,7 @@ def _site(values: object, where: str, kinds: Mapping[str, DeviceKind], room: int
 def _hosts(
     values: object, where: str, site: str, already: int, kinds: Mapping[str, DeviceKind], site_terms: Terms, room: int
 ) -> list[Host]:
-    table = Table(values, where, ("name", "count", "devices", "link", *_TERMS))
+    table = Table(values, where, ("name", "count", "devices", "link", "address", *_LOGIN, *_TERMS))
     name = table.name("name", "o") if "name" in table else None
     count = table.integer("count", 1, MAXIMUM_DEVICES, 1)
     terms = _terms(table, site_terms)
@@ -123,7 +130,46 @@ def _hosts(
     if "link" in table:
         link = table.table("link", _LINK, "{ … }")
         inside = (link.quantity("bandwidth", BANDWIDTH), link.quantity("latency", LATENCY) if "latency" in link else None)
-    return [build_host(site, host, groups, inside, where) for host in host_names(site, name, count, already)]
+    hosts = [build_host(site, host, groups, inside, where) for host in host_names(site, name, count, already)]
+    login, addresses = _login(table), _addresses(table, count)
+    return [msgspec.structs.replace(host, address=address, **login) for host, address in zip(hosts, addresses, strict=True)]
+
+
+def _addresses(table: Table, count: int) -> list[str]:
+    """Of each of the hosts; empty where none is given."""
+    if "address" not in table:
+        return [""] * count
+    given = table.required("address", "")
+    values: list[object] = given if isinstance(given, list) else [given]
+    if len(values) != count:
+        example = ", ".join(f'"10.0.0.{number + 1}"' for number in range(min(count, 2)))
+        raise table.wrong("address", f"must be one for each of {count} hosts, like [{example}{', …' if count > 2 else ''}]")
+    addresses: list[str] = []
+    for address in values:
+        if isinstance(address, str) and "@" in address:
+            user, _, rest = address.partition("@")
+            raise table.wrong("address", f"is a host without a user: write address = {rest!r} and user = {user!r}")
+        if not isinstance(address, str) or not _ADDRESS.fullmatch(address):
+            raise table.wrong("address", f"must be a host's name or IP address, like 'gpu1.example.org', got {address!r}")
+        addresses.append(address)
+    if len(set(addresses)) < count:
+        raise table.wrong("address", "is there twice; hosts alike are different machines")
+    return addresses
+
+
+def _login(table: Table) -> dict[str, str]:
+    """How one gets to work on a host with an address."""
+    login = {key: table.text(key, example) for key, example in zip(_LOGIN, ("me", "python3", "~/atoll"), strict=True) if key in table}
+    for key in login:
+        if "address" not in table:
+            raise table.wrong(key, "is for hosts that are reached over ssh; give the host an address too")
+    if "user" in login and not _USER.fullmatch(login["user"]):
+        raise table.wrong("user", f"must be a user's name, got {login['user']!r}")
+    if "workdir" in login and not login["workdir"].startswith(("/", "~/")):
+        raise table.wrong("workdir", f"must begin with / or ~/, got {login['workdir']!r}")
+    if any(not value.isprintable() for value in login.values()):
+        raise table.wrong(next(key for key, value in login.items() if not value.isprintable()), "must be one line of printable characters")
+    return login
 
 
 def _devices(values: object, where: str, kinds: Mapping[str, DeviceKind], terms: Terms) -> tuple[DeviceKind, int, Terms]:
@@ -169,3 +215,182 @@ def _wan(values: object, where: str, position: int, sites: list[str]) -> Link:
     if ends[0] == ends[1]:
         raise table.wrong("between", f"must be two different sites; what joins the hosts of {ends[0]!r} is that site's network")
     return _link(table, (ends[0], ends[1]))
+
+
+_ESCAPES = {'"': '\\"', "\\": "\\\\"}
+
+
+def dump_cluster(cluster: Cluster) -> str:
+    """TOML that `parse_cluster` reads back equal, for any cluster that was loaded or made by `make_cluster`."""
+    lines = [f"name = {_text(cluster.name)}"]
+    for site in cluster.sites:
+        lines += ["", *_site_lines(site)]
+    lines += _links(cluster.links)
+    kinds = {device.kind.name: device.kind for device in cluster.devices}
+    for kind in kinds.values():
+        if catalogue().get(kind.name) != kind:
+            lines += ["", *_kind(kind)]
+    return "\n".join(lines) + "\n"
+
+
+def _text(value: str) -> str:
+    """A TOML basic string."""
+    return '"' + "".join(_ESCAPES.get(c) or (c if c.isprintable() else f"\\U{ord(c):08X}") for c in value) + '"'
+
+
+def _figures(bytes_per_s: float, latency_s: float) -> str:
+    return f'{{ bandwidth = "{units.exact_rate(bytes_per_s)}", latency = "{units.exact_seconds(latency_s)}" }}'
+
+
+def _site_lines(site: Site) -> list[str]:
+    lines = ["[[site]]", f"name = {_text(site.name)}"]
+    inside = site.hosts[0].link
+    if len(site.hosts) > 1 or (site.link.bytes_per_s, site.link.latency_s) != (inside.bytes_per_s, inside.latency_s):
+        lines.append(f"network = {_figures(site.link.bytes_per_s, site.link.latency_s)}")
+    numbered = all(host.name == f"{site.name}-{i}" for i, host in enumerate(site.hosts))
+    position = 0
+    while position < len(site.hosts):
+        count = _alike(site.hosts[position:], numbered)
+        lines += _host(site.hosts[position], count, named=not numbered)
+        position += count
+    return lines
+
+
+def _host_without_names(host: Host) -> tuple[object, ...]:
+    terms = tuple((d.kind, d.memory_bytes, d.speed, d.preemptions_per_hour, d.price_per_hour) for d in host.devices)
+    return (terms, host.link.bytes_per_s, host.link.latency_s, host.address)
+
+
+def _alike(hosts: Sequence[Host], numbered: bool) -> int:
+    """How many hosts from the first on can be written as one table with a count."""
+    stem = hosts[0].name.removesuffix("-0")
+    if hosts[0].address or (not numbered and stem == hosts[0].name):
+        return 1
+    first = _host_without_names(hosts[0])
+    count = 1
+    while count < len(hosts) and (numbered or hosts[count].name == f"{stem}-{count}") and _host_without_names(hosts[count]) == first:
+        count += 1
+    return count
+
+
+def _host(host: Host, count: int, named: bool) -> list[str]:
+    lines = ["", "  [[site.host]]"]
+    if named:
+        lines.append(f"  name = {_text(host.name.removesuffix('-0') if count > 1 else host.name)}")
+    if count > 1:
+        lines.append(f"  count = {count}")
+    reached = {"address": host.address, "user": host.user, "python": host.python, "workdir": host.workdir}
+    lines += [f"  {key} = {_text(value)}" for key, value in reached.items() if value]
+    groups: list[tuple[str, int]] = []
+    for terms in map(_device, host.devices):
+        if groups and groups[-1][0] == terms:
+            groups[-1] = (terms, groups[-1][1] + 1)
+        else:
+            groups.append((terms, 1))
+    written = [f"{{ {terms} }}" if devices == 1 else f"{{ {terms}, count = {devices} }}" for terms, devices in groups]
+    lines.append(f"  devices = [{', '.join(written)}]")
+    if not _usual_link(host):
+        latency = units.exact_seconds(host.link.latency_s)
+        lines.append(f'  link = {{ bandwidth = "{_bytes_rate(host.link.bytes_per_s)}", latency = "{latency}" }}')
+    return lines
+
+
+def _usual_link(host: Host) -> bool:
+    """Whether the host's link is what it would be if nothing were said of it."""
+    bandwidths = {device.kind.link_bytes_per_s for device in host.devices}
+    latency_s = max(device.kind.link_latency_s for device in host.devices)
+    return min(bandwidths) == host.link.bytes_per_s and latency_s == host.link.latency_s
+
+
+def _device(device: Device) -> str:
+    parts = [f"kind = {_text(device.kind.name)}"]
+    if device.memory_bytes != device.kind.memory_bytes * (1.0 - DEFAULT_RESERVE):
+        parts.append(f'memory = "{units.exact_bytes(device.memory_bytes)}"')
+    if device.speed != 1.0:
+        parts.append(f"speed = {device.speed!r}")
+    if device.preemptions_per_hour:
+        parts.append(f'preemptions = "{units.exact_per_hour(device.preemptions_per_hour)}"')
+    if device.price_per_hour:
+        parts.append(f'price = "{units.exact_price_per_hour(device.price_per_hour)}"')
+    return ", ".join(parts)
+
+
+def _link_lines(link: Link) -> list[str]:
+    lines = [f'bandwidth = "{units.exact_rate(link.bytes_per_s)}"', f'latency = "{units.exact_seconds(link.latency_s)}"']
+    return [*lines, f'price = "{units.exact_price_per_byte(link.price_per_byte)}"'] if link.price_per_byte else lines
+
+
+def _links(links: Sequence[Link]) -> list[str]:
+    """Links between sites; figures that at least two of them share become the default."""
+    if not links:
+        return []
+    common, times = Counter(tuple(_link_lines(link)) for link in links).most_common(1)[0]
+    lines = ["", "[default_link]", *common] if times > 1 else []
+    for link in links:
+        if times == 1 or tuple(_link_lines(link)) != common:
+            lines += ["", "[[link]]", f"between = [{_text(link.between[0])}, {_text(link.between[1])}]", *_link_lines(link)]
+    return lines
+
+
+def _kind(kind: DeviceKind) -> list[str]:
+    flops = ", ".join(f'{precision} = "{units.exact_flops(rate)}"' for precision, rate in kind.flops.items())
+    lines = [
+        "[[device_kind]]",
+        f"name = {_text(kind.name)}",
+        f'memory = "{units.exact_bytes(kind.memory_bytes)}"',
+        f'memory_bandwidth = "{_bytes_rate(kind.memory_bytes_per_s)}"',
+        f"flops = {{ {flops} }}",
+    ]
+    if kind.cpu:
+        lines.append("cpu = true")
+    if kind.link_bytes_per_s:
+        lines.append(
+            f'link = {{ bandwidth = "{_bytes_rate(kind.link_bytes_per_s)}", latency = "{units.exact_seconds(kind.link_latency_s)}" }}'
+        )
+    if kind.source:
+        lines.append(f"source = {_text(kind.source)}")
+    return lines + _measured(kind.measured) if kind.measured else lines
+
+
+def _bytes_rate(bytes_per_s: float) -> str:
+    """Memory bandwidths are spoken of in bytes."""
+    nice = f"{units.format_bytes(bytes_per_s)}/s"
+    return nice if units.parse_rate(nice) == bytes_per_s else f"{bytes_per_s!r} B/s"
+
+
+def _measured(measured: Measurements) -> list[str]:
+    tables = {
+        "matmul": [
+            f'precision = "{m.precision}", rows = {m.rows}, columns = {m.columns}, depth = {m.depth}, '
+            f'rate = "{units.exact_flops(m.flops_per_s)}"'
+            for m in measured.matmul
+        ],
+        "conv": [_conv(rate) for rate in measured.conv],
+        "memory": [f'size = "{units.exact_bytes(m.bytes)}", rate = "{_bytes_rate(m.bytes_per_s)}"' for m in measured.memory],
+        "operators": [
+            f'name = {_text(o.operator)}, size = "{units.exact_bytes(o.bytes)}", rate = "{_bytes_rate(o.bytes_per_s)}", '
+            f'backward = "{_bytes_rate(o.backward_bytes_per_s)}"'
+            for o in measured.operators
+        ],
+        "attention": [
+            f'variant = "{a.variant}", heads = {a.heads}, sequence = {a.sequence}, depth = {a.depth}, '
+            f'rate = "{units.exact_flops(a.flops_per_s)}", backward = "{units.exact_flops(a.backward_flops_per_s)}"'
+            for a in measured.attention
+        ],
+        "updates": [
+            f'optimizer = {_text(u.optimizer)}, elements = {u.elements}, time = "{units.exact_seconds(u.seconds)}"'
+            for u in measured.updates
+        ],
+    }
+    lines = ["[device_kind.measured]", f"threads = {measured.threads}", f'operator = "{units.exact_seconds(measured.operator_seconds)}"']
+    for key, rows in tables.items():
+        if rows:
+            lines += [f"{key} = [", *(f"  {{ {row} }}," for row in rows), "]"]
+    return lines
+
+
+def _conv(rate: ConvRate) -> str:
+    sides = f"batch = {rate.batch}, inputs = {rate.inputs}, outputs = {rate.outputs}, size = {rate.size}, kernel = {rate.kernel}"
+    groups = f", groups = {rate.groups}" if rate.groups > 1 else ""
+    backward = f', backward = "{units.exact_flops(rate.backward_flops_per_s)}"' if rate.backward_flops_per_s else ""
+    return f'precision = "{rate.precision}", {sides}{groups}, rate = "{units.exact_flops(rate.flops_per_s)}"{backward}'

@@ -12,12 +12,12 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from atoll.cluster import training
+from atoll.cluster import timing
 from atoll.cluster.cluster import AttentionRate, ConvRate, MatmulRate, Measurements, MemoryRate, OperatorRate, UpdateTime
 from atoll.cluster.kinds import ATTENTION_VARIANTS
 from atoll.cluster.timing import Case, Timing, interleaved
 
-__all__ = ["Measured", "measure", "one_way_copy"]
+__all__ = ["DeviceMeasurement", "measure_device", "one_way_copy"]
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _RESULTS_BYTES = 64e6  # more than the caches of a core and what it shares with others
@@ -72,7 +72,7 @@ _CHAIN = 32  # operators in the chain that tells what the smallest one costs
 
 
 @dataclass(frozen=True)
-class Measured:
+class DeviceMeasurement:
     """What was measured of a device. `busy` is how many times slower than undisturbed the usual turn was: 1 on a quiet machine."""
 
     measurements: Measurements
@@ -80,14 +80,14 @@ class Measured:
     busy: float
 
 
-def measure(
+def measure_device(
     device: torch.device,
     available_bytes: float,
     *,
     quick: bool = False,
     budget_s: float | None = None,
     tick: Callable[[float], None] = lambda share: None,
-) -> Measured:
+) -> DeviceMeasurement:
     """What a device with so much free memory does. Takes about 40 s, quick 7 s, or the budget given; each case is run in any event."""
     on_cpu = device.type == "cpu"
     synchronize = (lambda: None) if on_cpu else torch.accelerator.synchronize
@@ -144,14 +144,16 @@ class _Agenda:
     def _with_backward(self, device: torch.device, quick: bool) -> None:
         """What is timed forward and backward, and the optimizers."""
         self.convolutions = [(shape, self._pair(_convolution(device, *shape))) for shape in (_CONVOLUTIONS[:3] if quick else _CONVOLUTIONS)]
-        elements = training.OPERATOR_ELEMENTS[-1:] if quick else training.OPERATOR_ELEMENTS
-        cases = [case for size in elements for case in training.operators(device, size)]
+        elements = timing.OPERATOR_ELEMENTS[-1:] if quick else timing.OPERATOR_ELEMENTS
+        cases = [case for size in elements for case in timing.operators(device, size)]
         self.operators = [(case, self._pair((case.forward, case.backward))) for case in cases]
-        shapes = training.ATTENTION_SHAPES[:1] if quick else training.ATTENTION_SHAPES
+        shapes = timing.ATTENTION_SHAPES[:1] if quick else timing.ATTENTION_SHAPES
         self.attention = [
-            (variant, shape, self._pair(training.attention(device, variant, *shape))) for variant in ATTENTION_VARIANTS for shape in shapes
+            (variant, shape, self._pair(timing.attention_cases(device, variant, *shape)))
+            for variant in ATTENTION_VARIANTS
+            for shape in shapes
         ]
-        updates = [(name, size, training.update(device, name, size)) for name in training.OPTIMIZERS for size in training.UPDATE_ELEMENTS]
+        updates = [(name, size, timing.update(device, name, size)) for name in timing.OPTIMIZERS for size in timing.UPDATE_ELEMENTS]
         self.updates = [(name, size, tensors, self._add(case)) for name, size, (case, tensors) in updates]
 
     def _add(self, case: Case) -> int:
@@ -161,7 +163,7 @@ class _Agenda:
     def _pair(self, cases: tuple[Case, Case]) -> tuple[int, int]:
         return self._add(cases[0]), self._add(cases[1])
 
-    def measured(self, seconds: Sequence[float], busy: float) -> Measured:
+    def measured(self, seconds: Sequence[float], busy: float) -> DeviceMeasurement:
         """What the times of the cases mean."""
         measurements = Measurements(
             operator_seconds=seconds[self.chain] / (2 * _CHAIN),
@@ -173,7 +175,7 @@ class _Agenda:
             updates=tuple(UpdateTime(optimizer=n, elements=size, seconds=seconds[i] / tensors) for n, size, tensors, i in self.updates),
             threads=self.threads,
         )
-        return Measured(measurements=measurements, memory_bytes_per_s=self.copied_bytes / seconds[self.copy], busy=busy)
+        return DeviceMeasurement(measurements=measurements, memory_bytes_per_s=self.copied_bytes / seconds[self.copy], busy=busy)
 
 
 def _products(device: torch.device, quick: bool, pilot: Callable[[Case], Timing]) -> list[tuple[str, int, int, int]]:
@@ -208,7 +210,7 @@ def _convolution_rate(shape: Shape, forward: float, backward: float) -> ConvRate
     )
 
 
-def _operator_rate(case: training.OperatorCase, forward: float, backward: float) -> OperatorRate:
+def _operator_rate(case: timing.OperatorCase, forward: float, backward: float) -> OperatorRate:
     rate = case.bytes / forward
     back = case.backward_bytes / backward if case.backward_bytes else rate  # a view of the gradient: nothing is moved
     return OperatorRate(operator=case.name, bytes=case.bytes, bytes_per_s=rate, backward_bytes_per_s=back)
@@ -240,7 +242,7 @@ def _convolution(device: torch.device, batch: int, inputs: int, outputs: int, si
     images = torch.randn(batch, inputs, size, size, device=device, requires_grad=True)
     weight = torch.randn(outputs, inputs // groups, kernel, kernel, device=device, requires_grad=True)
     run = partial(torch.nn.functional.conv2d, images, weight, padding=kernel // 2, groups=groups)
-    return Case(run), training.backward(run, [images, weight])
+    return Case(run), timing.backward_case(run, [images, weight])
 
 
 def _elementwise(device: torch.device, size: float) -> Case:

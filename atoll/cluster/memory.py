@@ -1,4 +1,4 @@
-"""How much memory this process may use: the machine's, or less where a control group limits it."""
+"""Memory of this process: how much it may use (the machine's, or less where a control group limits it), and keeping what it freed."""
 
 import ctypes
 import os
@@ -9,8 +9,8 @@ from atoll.errors import ClusterError
 
 __all__ = ["HostMemory", "host_memory", "keep_freed_memory"]
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
-_LARGEST_IN_HEAP = 32 * 2**20  # the most that mallopt accepts
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # mallopt(3)
+_LARGEST_BLOCK = 32 * 2**20  # the most that older C libraries accept
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,17 @@ def _statistic(file: Path, name: str) -> float:
         return 0.0
 
 
-def keep_freed_memory() -> bool:
-    """Have this process keep the memory of freed tensors for the next ones; False where its C library has no such setting.
+def keep_freed_memory(largest_bytes: int = _LARGEST_BLOCK, one_arena: bool = False) -> bool:
+    """Have this process keep the memory of freed tensors up to that size for the next ones; False where its C library has no such setting.
 
     Every training step frees its activations and asks for as many again. By default glibc hands them back to the system in between, and
     touching fresh pages costs as much as computing on them: steps on a CPU take 5 to 20% longer, by chance of what was freed before.
+    `one_arena` is for processes whose threads free what others allocated: what is freed is then there for all of them.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_IN_HEAP)) and bool(mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
+    if one_arena:
+        mallopt(_M_ARENA_MAX, 1)
+    return bool(mallopt(_M_MMAP_THRESHOLD, largest_bytes)) and bool(mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))

@@ -14,10 +14,10 @@ import msgspec
 import torch
 
 from atoll import units
-from atoll.cluster.build import DEFAULT_RESERVE, assemble
+from atoll.cluster.build import DEFAULT_RESERVE, build_cluster
 from atoll.cluster.cluster import Cluster, Device, DeviceKind, Host, Link, Site
 from atoll.cluster.file import parse_cluster
-from atoll.cluster.measure import Measured, measure, one_way_copy
+from atoll.cluster.measure import DeviceMeasurement, measure_device, one_way_copy
 from atoll.cluster.memory import host_memory, keep_freed_memory
 from atoll.cluster.peer import PeerLink, measure_loopback
 from atoll.cluster.timing import interleaved
@@ -29,7 +29,7 @@ _NEAR_S = 2e-3  # a round trip shorter than this is a network inside a site
 _FALLBACK_LATENCY_S = 5e-6
 
 Tick = Callable[[float], None]
-Effort = Callable[[torch.device, float], Measured]
+Effort = Callable[[torch.device, float], DeviceMeasurement]
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ def probe_host(*, quick: bool = False, budget_s: float | None = None, processes:
     """Measure this machine: its accelerators if PyTorch sees any, else its CPU, as one device or as one for each of several processes."""
     name = _host_name()
 
-    def effort(device: torch.device, available_bytes: float) -> Measured:
-        return measure(device, available_bytes, quick=quick, budget_s=budget_s, tick=tick)
+    def effort(device: torch.device, available_bytes: float) -> DeviceMeasurement:
+        return measure_device(device, available_bytes, quick=quick, budget_s=budget_s, tick=tick)
 
     devices, busy = _accelerators(name, effort) if torch.accelerator.is_available() else _cpu(name, effort, processes)
     link = _inside_link(name, devices)
@@ -91,7 +91,7 @@ def _accelerators(host: str, effort: Effort) -> tuple[list[Device], float]:
     return devices, busy
 
 
-def _kind(name: str, memory_bytes: float, measured: Measured) -> DeviceKind:
+def _kind(name: str, memory_bytes: float, measured: DeviceMeasurement) -> DeviceKind:
     flops: dict[str, float] = {}
     for rate in measured.measurements.matmul:
         flops[rate.precision] = max(flops.get(rate.precision, 0.0), rate.flops_per_s)
@@ -164,7 +164,7 @@ def join_peers(here: Cluster, peers: Sequence[PeerLink]) -> Cluster:
     links = [_link((site.name, place), peer.bytes_per_s, peer.round_trip_s / 2) for place, peer in far.items()]
     for (a, one), (b, other) in combinations(far.items(), 2):
         links.append(_link((a, b), min(one.bytes_per_s, other.bytes_per_s), (one.round_trip_s + other.round_trip_s) / 2))
-    return rounded(assemble(here.name, [Site(name=site.name, hosts=tuple(hosts), link=own), *sites], links, None, "probe"))
+    return rounded(build_cluster(here.name, [Site(name=site.name, hosts=tuple(hosts), link=own), *sites], links, None, "probe"))
 
 
 def rounded(cluster: Cluster) -> Cluster:

@@ -1,8 +1,8 @@
 """Codec: what a tensor looks like on a link.
 
-What planning needs to know of codecs is here, without PyTorch; the codecs themselves are in `atoll.codec.tensors`.
+What planning needs to know of codecs is here, without PyTorch; the codecs themselves are in `atoll.codec.registry` and what it names.
 """
 
-from atoll.codec.codec import CODECS, CodecSpec, SwarmCodec, codec_spec
+from atoll.codec.spec import CODECS, CodecChoice, CodecSpec, codec_spec
 
-__all__ = ["CODECS", "CodecSpec", "SwarmCodec", "codec_spec"]
+__all__ = ["CODECS", "CodecChoice", "CodecSpec", "codec_spec"]

@@ -1,24 +1,93 @@
-"""Codec: the interface all codecs share, and the one that leaves tensors as they are."""
+"""Codec: the interface all codecs share, the one that leaves tensors as they are, and feedback of what was left out.
+
+Error feedback: what an encoding left out is added to the next tensor, so that over time everything arrives.
+
+Sums of gradients then converge to the sums of what was computed, however coarse the codec (Seide et al., "1-bit stochastic gradient
+descent", 2014; Karimireddy et al., "Error feedback fixes SignSGD", 2019).
+"""
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import ClassVar, NamedTuple
 
 import torch
 
-from atoll.codec.chunks import one_thread
-from atoll.codec.codec import CODECS, CodecSpec
-from atoll.codec.encoded import DTYPES, Encoded, Header, Part, dtype_of
-from atoll.codec.feedback import ErrorFeedback
+from atoll.codec.encoded import DTYPES, Encoded, EncodedPart, Header, dtype_of
+from atoll.codec.spec import CODECS, CodecSpec
 from atoll.errors import CodecError
 
-__all__ = ["Codec", "Given", "NoCodec", "Parts"]
+__all__ = ["Codec", "ErrorFeedback", "Given", "NoCodec", "Parts", "one_thread"]
+
+
+class ErrorFeedback:
+    """What one tensor still owes one peer. The sender holds one for each (peer, tensor) and gives it to every `encode` of them.
+
+    An encode that raises leaves it as it was. NaN and Inf are never owed: where they were sent they arrived, and that debt is forgotten.
+    """
+
+    def __init__(self) -> None:
+        self.residual: torch.Tensor | None = None  # in fp32, or fp64 for fp64 tensors
+        self.basis: torch.Tensor | None = None  # where low-rank starts its next search
+        self.relative_error = 0.0  # of the last encoding: root mean square of what stayed here over that of what was to be sent
+
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor with what was left out before, in the residual's precision: a new tensor."""
+        work = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        if self.residual is None:
+            return tensor.to(work, copy=True)
+        if self.residual.shape != tensor.shape or self.residual.dtype != work:
+            raise CodecError(
+                f"error feedback of a tensor {list(self.residual.shape)} was given one {list(tensor.shape)} of {tensor.dtype}; "
+                "keep one ErrorFeedback for each peer and tensor"
+            )
+        return self.residual + tensor
+
+    def keep(self, total: torch.Tensor, arrived: torch.Tensor) -> None:
+        """What of the total did not arrive is owed from now on. Takes `arrived` over, never `total`: an encoding may share its memory."""
+        out = arrived if arrived.dtype == total.dtype else None
+        self.residual = _forget_non_finite(torch.sub(total, arrived, out=out))
+        norm = torch.linalg.vector_norm(total)
+        self.relative_error = float(torch.linalg.vector_norm(self.residual) / norm) if norm else 0.0
+
+    def undelivered(self, arrived: torch.Tensor) -> None:
+        """An encoding that was made never reached the peer: what it decodes to is owed again."""
+        if self.residual is not None:
+            self.residual.add_(_forget_non_finite(arrived.to(self.residual.dtype, copy=True)))
+
+    def reset(self) -> None:
+        """Nothing is owed: the peer got the whole state some other way."""
+        self.residual = self.basis = None
+        self.relative_error = 0.0
+
+
+def _forget_non_finite(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
 
 Parts = Mapping[str, torch.Tensor]
 
 _NARROWED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """The element types codecs change; integers, booleans, complex numbers and fp8 always travel as they are."""
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, PyTorch's operators do not divide their work in this thread; afterwards they do as before.
+
+    Dividing operators of a few microseconds makes threads wait for each other thousands of times a tensor: on two busy cores it was 25
+    times slower. Whoever has cores to spare encodes several tensors, or parts of one, in threads of their own: operators let them run.
+    """
+    before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    torch.set_num_threads(1)  # of the calling thread; others keep theirs
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Given(NamedTuple):
@@ -77,17 +146,17 @@ class Codec(ABC):
 
     def decode(self, encoded: Encoded, out: torch.Tensor | None = None) -> torch.Tensor:
         """The tensor, in `out` if given: `atoll.codec.decode`. Decodes what any codec made."""
-        from atoll.codec.decoding import decode  # it knows all codecs, which are made of this class
+        from atoll.codec.registry import decode  # it knows all codecs, which are made of this class
 
         return decode(encoded, out)
 
     def ratio(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> float:
         """Bytes on the wire over bytes in memory for an ordinary (finite) tensor of this shape."""
-        header = self._header(tuple(shape), dtype)
+        header = self.header_of(tuple(shape), dtype)
         nbytes = sum(part.nbytes for part in self.parts(header)) if header else 0
         return nbytes / header.decoded_bytes if header else 1.0
 
-    def _header(self, shape: tuple[int, ...], dtype: torch.dtype) -> Header | None:
+    def header_of(self, shape: tuple[int, ...], dtype: torch.dtype) -> Header | None:
         """The header an ordinary tensor gets; None where it would travel as it is."""
         if dtype not in _NARROWED or 0 in shape:
             return None
@@ -95,7 +164,7 @@ class Codec(ABC):
         return header if header and sum(part.nbytes for part in self.parts(header)) < header.decoded_bytes else None
 
     def _encode_one(self, tensor: torch.Tensor, feedback: ErrorFeedback | None, reuse: Encoded | None) -> Encoded:
-        header = self._header(tuple(tensor.shape), tensor.dtype)
+        header = self.header_of(tuple(tensor.shape), tensor.dtype)
         if header is None:
             return _encode_exactly(tensor)
         header, found = self._encode(header, Given(tensor, feedback, reuse.parts if reuse else ()))
@@ -111,7 +180,7 @@ class Codec(ABC):
 
     @classmethod
     @abstractmethod
-    def parts(cls, header: Header) -> tuple[Part, ...]:
+    def parts(cls, header: Header) -> tuple[EncodedPart, ...]:
         """What follows a header, widest elements first. Raises CodecError for a header no encoder writes."""
 
     @classmethod
@@ -132,8 +201,8 @@ class NoCodec(Codec):
         raise AssertionError("tensors without a header travel as they are")
 
     @classmethod
-    def parts(cls, header: Header) -> tuple[Part, ...]:
-        return (Part("values", dtype_of(header), header.elements),)
+    def parts(cls, header: Header) -> tuple[EncodedPart, ...]:
+        return (EncodedPart("values", dtype_of(header), header.elements),)
 
     @classmethod
     def decode_flat(cls, header: Header, parts: Parts, flat: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from atoll.errors import CodecError
 
-__all__ = ["DTYPES", "Encoded", "Header", "Part", "Role", "dtype_of"]
+__all__ = ["DTYPES", "Encoded", "EncodedPart", "Header", "Role", "dtype_of"]
 
 Role: TypeAlias = Literal["activation", "gradient", "parameter"]
 """What a tensor is for: gradients may be sent late (error feedback), activations and parameters are lost where they are not sent."""
@@ -51,7 +51,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
         return self.elements * dtype_of(self).itemsize
 
 
-class Part(msgspec.Struct, frozen=True):
+class EncodedPart(msgspec.Struct, frozen=True):
     """One of the flat tensors that follow a header: what it holds, its element type and number of elements."""
 
     name: str

@@ -12,8 +12,8 @@ import msgspec
 import torch
 
 from atoll.codec.base import Codec, Given, Parts
-from atoll.codec.codec import CodecSpec
-from atoll.codec.encoded import Header, Part
+from atoll.codec.encoded import EncodedPart, Header
+from atoll.codec.spec import CodecSpec
 from atoll.errors import CodecError, NonFiniteTensorError
 
 __all__ = ["LowRank"]
@@ -81,7 +81,7 @@ class LowRank(Codec):
         return header, {"left": left.to(torch.int16), "right": right.to(torch.int16)}
 
     @classmethod
-    def parts(cls, header: Header) -> tuple[Part, ...]:
+    def parts(cls, header: Header) -> tuple[EncodedPart, ...]:
         if len(header.shape) < 2:
             raise CodecError(f"low-rank: a header has the shape {list(header.shape)}, which is no matrix")
         rows, columns = _matrix_shape(header.shape)
@@ -89,7 +89,7 @@ class LowRank(Codec):
             raise CodecError(f"low-rank: a header has rank {header.rank} for a matrix of {rows} × {columns}")
         if not math.isfinite(header.scale):
             raise CodecError(f"low-rank: a header has the scale {header.scale}")
-        return (Part("left", torch.int16, rows * header.rank), Part("right", torch.int16, columns * header.rank))
+        return (EncodedPart("left", torch.int16, rows * header.rank), EncodedPart("right", torch.int16, columns * header.rank))
 
     @classmethod
     def decode_flat(cls, header: Header, parts: Parts, flat: torch.Tensor) -> None:

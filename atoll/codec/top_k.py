@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from atoll.codec.base import Codec, Given, Parts
-from atoll.codec.codec import CodecSpec
-from atoll.codec.encoded import Header, Part, dtype_of
+from atoll.codec.encoded import EncodedPart, Header, dtype_of
+from atoll.codec.spec import CodecSpec
 from atoll.errors import CodecError, NonFiniteTensorError
 
 __all__ = ["TopK"]
@@ -59,13 +59,13 @@ class TopK(Codec):
         }
 
     @classmethod
-    def parts(cls, header: Header) -> tuple[Part, ...]:
+    def parts(cls, header: Header) -> tuple[EncodedPart, ...]:
         if not 0 <= header.kept <= header.elements:
             raise CodecError(f"top-k: a header keeps {header.kept} of {header.elements} values")
         found = [
-            Part("values", dtype_of(header), header.kept),
-            Part("counts", torch.int32, _segments(header.elements)),
-            Part("index", torch.int16, header.kept),
+            EncodedPart("values", dtype_of(header), header.kept),
+            EncodedPart("counts", torch.int32, _segments(header.elements)),
+            EncodedPart("index", torch.int16, header.kept),
         ]
         return tuple(sorted(found, key=lambda part: -part.dtype.itemsize))
 

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Sequence
 
-__all__ = ["clip_factor", "why_refused"]
+__all__ = ["clip_coefficient", "clip_or_skip", "why_refused"]
 
 NORM_MARGIN = 1e-6  # what `torch.nn.utils.clip_grad_norm_` adds to the norm, so that a clipped run equals a single process's
 
 
-def clip_factor(norms_squared: Sequence[float], weight: float, max_norm: float | None) -> tuple[float, bool]:
+def clip_or_skip(norms_squared: Sequence[float], weight: float, max_norm: float | None) -> tuple[float, bool]:
     """(what gradients are multiplied by, whether the step is skipped). Norms are of undivided sums; `weight` is what they are divided by.
 
     With `max_norm` the factor is the one of `torch.nn.utils.clip_grad_norm_`. A gradient that is not finite makes the whole step one that
@@ -18,9 +18,12 @@ def clip_factor(norms_squared: Sequence[float], weight: float, max_norm: float |
     if not math.isfinite(total) or weight == 0:
         return 0.0, True
     norm = math.sqrt(total) / abs(weight)
-    if max_norm is None:
-        return 1.0, False
-    return min(1.0, max_norm / (norm + NORM_MARGIN)), False
+    return clip_coefficient(norm, max_norm), False
+
+
+def clip_coefficient(norm: float, max_norm: float | None) -> float:
+    """What a gradient of this norm is multiplied by so that its norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
+    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + NORM_MARGIN))
 
 
 def why_refused(loss: float, weight: float, norms_squared: Sequence[float], skips_overflows: bool) -> tuple[str, float] | None:

@@ -9,26 +9,15 @@ from collections.abc import Callable
 from heapq import nsmallest
 from typing import Any
 
-from atoll.control.catching_up import DONORS
-from atoll.control.checks import ALL_CHECKS, Checks
-from atoll.control.clipping import clip_factor, why_refused
+import msgspec
+
+from atoll.control.adaptive_timeout import AdaptiveTimeout
+from atoll.control.checkpoint_schedule import CheckpointRound, CheckpointSchedule
+from atoll.control.clipping import clip_or_skip, why_refused
 from atoll.control.decision import Choice, choose_stages
-from atoll.control.happenings import (
-    Happening,
-    Joined,
-    Refused,
-    Repaired,
-    Resealed,
-    RolledBack,
-    Saved,
-    StepCommitted,
-    TookOver,
-)
-from atoll.control.holding import too_slow, waits_for_joiners
-from atoll.control.hosting import processes
 from atoll.control.journal import Checkpointed, Epoch, FencedError, Record, Term, replay
 from atoll.control.leases import Leases
-from atoll.control.membership import Member, Members
+from atoll.control.membership import Member, Members, MissedHeartbeats
 from atoll.control.messages import (
     Announce,
     Assignment,
@@ -40,22 +29,45 @@ from atoll.control.messages import (
     Phase,
     Reduce,
     Reduced,
+    Round,
     Run,
     Seal,
     View,
     WorkerBeat,
 )
-from atoll.control.patience import Patience
-from atoll.control.rearranging import Rearranging
+from atoll.control.multi_stage import process_of, processes
+from atoll.control.notices import (
+    Happening,
+    Joined,
+    Refused,
+    Repaired,
+    Resealed,
+    RolledBack,
+    Saved,
+    Silent,
+    StateRefused,
+    StatesDiffer,
+    StepCommitted,
+    TookOver,
+)
+from atoll.control.reduction_round import ReductionRound, stage_reduction, too_slow, waits_for_joiners
 from atoll.control.settings import Settings
-from atoll.control.silence import Silence
-from atoll.control.storing import Storing
-from atoll.control.summing import Summing, stage_reduction
-from atoll.control.world import Journal, Node
+from atoll.control.stage_moves import StageMoves
+from atoll.control.state_transfer import DONORS
+from atoll.control.world import Journal, SwarmProcess
 
 __all__ = ["Coordinator"]
 
 TICK = object()
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    """The coordinator's own store has got a state."""
+
+    epoch: int
+    version: int
+    stage: int
+    digest: str
 
 
 class Coordinator:
@@ -63,16 +75,15 @@ class Coordinator:
 
     def __init__(
         self,
-        node: Node,
+        node: SwarmProcess,
         journal: Journal,
         settings: Settings,
-        checks: Checks = ALL_CHECKS,
         observe: Callable[[Happening], None] | None = None,
+        discard: Callable[[int, int, int], None] | None = None,
     ) -> None:
         self.node = node
         self.journal = journal
         self.settings = settings
-        self.checks = checks
         self.deposed = False
         self.finished = False
         self.refused: Refused | None = None  # why the run ends before its last step, where a step must not be made
@@ -84,11 +95,13 @@ class Coordinator:
         self.trailing: Reduce | None = None  # with staleness: how the step before it is summed
         self.members = Members(settings, 0)
         self._observe = observe or (lambda happening: None)
+        self._discard = discard or (lambda epoch, version, stage: None)  # has the store remove a state
         self._all = frozenset(range(settings.micro_batches))
         self._origin = Epoch(0, 0, 0)
         self._commit: Committed | None = None
         self._last_checkpoint: Checkpointed | None = None
-        self._storing = Storing()
+        self.checkpoint_round = CheckpointRound()
+        self._checkpoint_schedule = CheckpointSchedule()
         self._beat = 0
         self._entered = 0.0
         self._deadline = 0.0
@@ -97,25 +110,25 @@ class Coordinator:
         self._gathered_at = 0.0
         self._awaited: set[str] = set()
         self._manifests: dict[str, Manifest] = {}
-        self._summing: Summing | None = None
+        self._reduction_round: ReductionRound | None = None
         self._barred: set[str] = set()
         self._routes: tuple[tuple[Peer, ...], ...] = ()
-        self._routed: set[tuple[str, int]] = set()  # workers in the routes since this RUN began
+        self._routed: dict[tuple[str, int], float] = {}  # workers in the routes since this RUN began, and since when
         self._lost: tuple[tuple[str, int], ...] = ()
         self._lost_since: dict[int, float] = {}
         self._step_seconds = 0.0
-        self._rearranging = Rearranging(settings, node.random, self._observe)
+        self._stage_moves = StageMoves(settings, node.random, self._observe)
         self._stopping = False
         self._dismissed: dict[str, Member] = {}  # those let go; a late heart-beat does not bring them back
-        self._silence = Silence()
+        self._missed_heartbeats = MissedHeartbeats()
         beat = settings.heartbeat_seconds
-        self._seal_patience = Patience(settings.patience_seconds, 2 * beat)
-        self._reduce_patience = Patience(settings.patience_seconds, 2 * beat)
-        self._leases = Leases(Patience(settings.patience_seconds, 3 * beat))
+        self._seal_patience = AdaptiveTimeout(settings.patience_seconds, 2 * beat)
+        self._reduce_patience = AdaptiveTimeout(settings.patience_seconds, 2 * beat)
+        self._leases = Leases(AdaptiveTimeout(settings.patience_seconds, 3 * beat))
 
     def move(self, worker: str, stage: int) -> None:
         """Asks that a worker change stage after this step; it is not done where it would leave too few behind."""
-        self._rearranging.wish(worker, stage)
+        self._stage_moves.wish(worker, stage)
 
     def stop(self) -> None:
         """Asks that the run end early: after the step under way, once its state is stored. `stopped` tells that it did."""
@@ -160,9 +173,10 @@ class Coordinator:
         self.members = Members(self.settings, self.term)
         now = self.node.clock.now()
         self._committed_at = now
-        self._rearranging.begin(now)
+        self._stage_moves.begin(now)
+        self._checkpoint_schedule.begin(now)
         self._observe(TookOver(self.term, self.version))
-        if self.version >= self.settings.steps:
+        if self.version >= self.settings.steps and history.stored:
             self._finish()
             return
         self._enter_seal("a coordinator took over")
@@ -196,6 +210,8 @@ class Coordinator:
             self._on_manifest(message)
         elif kind is Reduced:
             await self._on_reduced(message)
+        elif kind is _Stored:
+            await self._on_stored(message)
 
     async def _on_worker_beat(self, beat: WorkerBeat) -> None:
         before = self.members.get(beat.worker)
@@ -207,7 +223,7 @@ class Coordinator:
             return
         if before is None and beat.incarnation == 0 and self.node.clock.now() < self._gathered_at:
             return  # where it helps is known once those who have a stage were heard
-        summing = self._summing
+        summing = self._reduction_round
         contributed = before is not None and summing is not None and summing.contributes(before.name, before.incarnation)
         member, new = self.members.hear(beat, self.node.clock.now())
         if member is None:
@@ -215,14 +231,19 @@ class Coordinator:
         if new:
             if beat.incarnation != member.incarnation:  # else it was here before this coordinator
                 self._observe(Joined(member.name, member.incarnation, member.stage))
-            if contributed and self.checks.incarnation:
-                self._give_up_summing(f"{member.name} came back with nothing")
+            if contributed:
+                self._on_contributor_back(member)
         if new or beat.incarnation != member.incarnation:
             self._announce(member, self._view())
-        if beat.stored == self._storing.version >= 0 and beat.epoch == self.epoch:
+        if beat.attests is not None and beat.attests[0] == self.checkpoint_round.version and beat.epoch == self.epoch:
+            self.checkpoint_round.hear(member, beat.attests[1])
             await self._note_stored()
         if not ready and type(self.phase) is Run and self._has_state(member):
             self._tell_feeders()
+
+    def _on_contributor_back(self, member: Member) -> None:
+        """It has lost what it had summed."""
+        self._give_up_summing(f"{member.name} came back with nothing")
 
     def _on_feeder_beat(self, beat: FeederBeat) -> None:
         now = self.node.clock.now()
@@ -240,21 +261,26 @@ class Coordinator:
         self._beat += 1
         self.members.forget(now)
         if type(self.phase) is not Finished:
-            for change in self._silence.look(self.members, now):
+            for change in self._missed_heartbeats.look(self.members, now):
+                if isinstance(change, Silent) and process_of(change.name) == change.name and change.stage >= 0:
+                    self._checkpoint_schedule.died()
                 self._observe(change)
+            self._look_at_checkpoint(now)
         await self._look_for_lost_stages(now)
-        if self._stopping:
+        await self._note_stored()
+        if self._stopping or self.version >= self.settings.steps:
             await self._stop_when_stored(now)
         phase = type(self.phase)
         if phase is Run:
+            self._move_at_once(now)
             self._look_at_leases(now, True)
         elif phase is Seal and now >= self._deadline:
             if self.trailing is None:  # those who move would be missing in its sums
-                for moved in self._rearranging.fill_empty_stages(self.members, now):
+                for moved in self._stage_moves.fill_empty_stages(self.members, now):
                     self._manifests.pop(moved.name, None)
             self._decide()
-        if self._summing is not None:
-            await self._look_at_reduction(self._summing)
+        if self._reduction_round is not None:
+            await self._look_at_reduction(self._reduction_round)
         elif phase is Finished and now - self._entered > self.settings.silent_beats * self.settings.heartbeat_seconds:
             self.finished = True
         self._broadcast()
@@ -264,7 +290,7 @@ class Coordinator:
     def _view(self) -> View:
         origin = (self._origin.from_epoch, self._origin.version)
         where = (self.epoch, self.version, origin, self._commit)
-        return View(self.term, self.seq, self._beat, *where, self.phase, self._storing.version, self.trailing)
+        return View(self.term, self.seq, self._beat, *where, self.phase, self.checkpoint_round.version, self.trailing)
 
     @property
     def step(self) -> int:
@@ -290,7 +316,8 @@ class Coordinator:
         usable = self._answering(now)  # who wants to leave works until it is let go, after the step: what it has begun counts
         self._routes = Members.peers(usable, self.settings.stages)
         if type(self.phase) is Run:
-            self._routed.update((member.name, member.incarnation) for member in usable)
+            for member in usable:
+                self._routed.setdefault((member.name, member.incarnation), now)
             self._lost = tuple(sorted(pair for pair in self._routed if not self._there(*pair, now)))
 
     def _there(self, name: str, incarnation: int, now: float) -> bool:
@@ -310,7 +337,8 @@ class Coordinator:
         donors: tuple[str, ...] = ()
         if member.stage >= 0 and not self._has_state(member):
             donors = self._donors(member)
-        return Assignment(member.nonce, member.incarnation, member.stage, donors, self._storing.writes(member))
+        storing = self.checkpoint_round
+        return Assignment(member.nonce, member.incarnation, member.stage, donors, storing.writes(member), storing.attests(member))
 
     def _window(self) -> int:
         """Three micro-batches for every process: one in hand, one waiting, one on its way. A feeder has more where the way is long."""
@@ -381,7 +409,7 @@ class Coordinator:
         now = self.node.clock.now()
         self.seq += 1
         self._leases.divide(sorted(frozenset().union(*missing)), self._live_feeders(now), now)
-        self._routed, self._lost = set(), ()
+        self._routed, self._lost = {}, ()
         self._enter(Run(missing, keep, (self.term, self.seq)))
 
     def _run_or_seal(self) -> None:
@@ -392,6 +420,13 @@ class Coordinator:
             self._enter_run((self._all,) * self.settings.stages, frozenset())
         else:
             self._enter_seal("a stage or the feeders are not there")
+
+    def _move_at_once(self, now: float) -> None:
+        """Where somebody was lost, one that has done little yet takes the place: the step need not crawl to its end first."""
+        assert type(self.phase) is Run
+        if self.trailing is None and not self._stopping:  # those who move would be missing in its sums
+            remaining = self._leases.remaining(self.members, self.phase.opened)
+            self._stage_moves.rebalance_at_once(self.members, lambda: self._usable(now), now, self._routed, remaining)
 
     def _look_at_leases(self, now: float, ticking: bool) -> None:
         """Seals when all is done, when nobody is left who could do the rest, or when nothing moves."""
@@ -410,9 +445,13 @@ class Coordinator:
         if reason:
             self._observe(Resealed(self.step, reason))
         if self.trailing is None:
-            self._summing = None
+            self._reduction_round = None
         self._await_manifests(now)
-        self._enter(Seal((self.term, self.seq) if self.checks.term_digest else (0, self._rounds)))
+        self._enter(Seal(self._next_round()))
+
+    def _next_round(self) -> Round:
+        """A name that no round had before, under any coordinator."""
+        return self.term, self.seq
 
     def _await_manifests(self, now: float) -> None:
         self._manifests = {}
@@ -426,12 +465,7 @@ class Coordinator:
             return
         if (manifest.epoch, manifest.version, manifest.stage) != (self.epoch, self.step, member.stage):
             return
-        if self.checks.survived and manifest.state != self.version:
-            return
-        if self.checks.incarnation:
-            if manifest.incarnation != member.incarnation:
-                return
-        elif manifest.worker in self._manifests:
+        if not self._survives(manifest) or not self._is_from(manifest, member):
             return
         member.epoch, member.version = self.epoch, self.version
         self._manifests[manifest.worker] = manifest
@@ -440,24 +474,34 @@ class Coordinator:
             self._seal_patience.measured(self.node.clock.now() - self._entered)
             self._decide()
 
+    def _survives(self, manifest: Manifest) -> bool:
+        """Whether the worker's sums are not lost with a state that lacks the last commit."""
+        return manifest.state == self.version
+
+    def _is_from(self, manifest: Manifest, member: Member) -> bool:
+        return manifest.incarnation == member.incarnation
+
+    def _is_still(self, member: Member, incarnation: int) -> bool:
+        return member.incarnation == incarnation
+
     def _responders(self) -> list[Manifest]:
         found = []
         for manifest in self._manifests.values():
             member = self.members.get(manifest.worker)
-            if member is not None and (member.incarnation == manifest.incarnation or not self.checks.incarnation):
+            if member is not None and self._is_still(member, manifest.incarnation):
                 found.append(manifest)
         return found
 
     def _decide(self) -> None:
         """Every micro-batch in exactly one chosen buffer of every stage: reduce. Otherwise run what is missing."""
         now = self.node.clock.now()
-        if self.refused is not None or (self._stopping and self._storing.version == self.version):
+        storing = self._stopping and self.checkpoint_round.version == self.version
+        if self.refused is not None or storing or self.version >= self.settings.steps:
             self._deadline = now + self.settings.heartbeat_seconds  # no more steps: the state is being stored
             return
         responders = self._responders()
-        choices = choose_stages(responders, self.settings.stages, self._all, self.checks)
-        incomplete = any(choice.missing for choice in choices)
-        if not incomplete or (not self.checks.completeness and all(choice.buffers for choice in choices)):
+        choices = self._choose(responders)
+        if self._is_complete(choices):
             if self.trailing is None:
                 self._enter_reduce(choices, responders)
             else:
@@ -470,6 +514,12 @@ class Coordinator:
         else:
             self._deadline = now + self.settings.heartbeat_seconds
             self._awaited = {""}
+
+    def _choose(self, responders: list[Manifest]) -> tuple[Choice, ...]:
+        return choose_stages(responders, self.settings.stages, self._all)
+
+    def _is_complete(self, choices: tuple[Choice, ...]) -> bool:
+        return not any(choice.missing for choice in choices)
 
     # --- REDUCE ---------------------------------------------------------------------------------------------------------------
 
@@ -484,7 +534,7 @@ class Coordinator:
             for some in together
         )
         order = Reduce(self.phase.round, stages)
-        self._summing = Summing(order, choices, self._rounds, now, now + self._reduce_patience.seconds())
+        self._reduction_round = ReductionRound(order, choices, self._rounds, now, now + self._reduce_patience.seconds())
         if self._may_overlap(now):
             self.trailing = order
             self._rounds = 0
@@ -497,23 +547,23 @@ class Coordinator:
         """Whether the next step may begin. Who leaves or moves does so between steps, so there one must end before the next begins."""
         if not self.settings.staleness or self.version + 1 >= self.settings.steps or self._stopping:
             return False
-        return not self._rearranging.pending(self.members, now, self._step_seconds) and self._can_run(now)
+        return not self._stage_moves.pending(self.members, now, self._step_seconds) and self._can_run(now)
 
     def _give_up_summing(self, reason: str) -> None:
         """Seals its step again. What was done of the next one meanwhile is done anew: its turn comes when this one is summed."""
-        if self.trailing is not None and self._summing is not None:
-            self._rounds = self._summing.rounds
+        if self.trailing is not None and self._reduction_round is not None:
+            self._rounds = self._reduction_round.rounds
             self.trailing = None
         self._enter_seal(reason)
 
     async def _on_reduced(self, reduced: Reduced) -> None:
-        summing = self._summing
+        summing = self._reduction_round
         member = self.members.get(reduced.worker)
         if summing is None or reduced.round != summing.order.round or member is None:
             return
         if (reduced.epoch, reduced.version, reduced.stage) != (self.epoch, self.version, member.stage):
             return
-        if self.checks.incarnation and reduced.incarnation != member.incarnation:
+        if not self._is_still(member, reduced.incarnation):
             return
         if not summing.hear(reduced):
             return
@@ -523,13 +573,12 @@ class Coordinator:
         if not summing.awaited:
             await self._look_at_reduction(summing)
 
-    async def _look_at_reduction(self, summing: Summing) -> None:
+    async def _look_at_reduction(self, summing: ReductionRound) -> None:
         now = self.node.clock.now()
         late = now >= summing.deadline
         if summing.awaited and not late:
             return
-        covered = all(summing.reports)
-        if covered or (late and not self.checks.all_stages and any(summing.reports)):
+        if self._is_covered(summing, late):
             if summing.disagree():
                 self._give_up_summing("members of a stage disagree about the sum")
             elif not waits_for_joiners(
@@ -545,9 +594,13 @@ class Coordinator:
                 self._barred.add(blamed)
             self._give_up_summing("the reduction did not finish")
 
+    def _is_covered(self, summing: ReductionRound, late: bool) -> bool:
+        """Whether every stage has a sum."""
+        return all(summing.reports)
+
     # --- COMMIT ---------------------------------------------------------------------------------------------------------------
 
-    async def _write_commit(self, summing: Summing) -> None:
+    async def _write_commit(self, summing: ReductionRound) -> None:
         reports = [next(iter(row.values()), None) for row in summing.reports]
         weight = summing.choices[-1].weight
         norms = [report.norm_squared if report is not None else 0.0 for report in reports]
@@ -556,7 +609,7 @@ class Coordinator:
         if why is not None:
             self._refuse(*why)
             return
-        clip, skipped = clip_factor(norms, weight, self.settings.max_norm)
+        clip, skipped = clip_or_skip(norms, weight, self.settings.max_norm)
         record = Committed(
             self.epoch,
             self.version,
@@ -567,12 +620,12 @@ class Coordinator:
             loss,
             weight,
         )
-        if self.checks.journal_first:
-            await self.journal.append(self.term, record)
-            await self._committed(record, summing)
-        else:
-            await self._committed(record, summing)
-            await self.journal.append(self.term, record)
+        await self._commit_durably(record, summing)
+
+    async def _commit_durably(self, record: Committed, summing: ReductionRound) -> None:
+        """Nobody hears of a commit before it is durable."""
+        await self.journal.append(self.term, record)
+        await self._committed(record, summing)
 
     def _refuse(self, what: str, value: float) -> None:
         """The step is not made, here or by whoever coordinates next: the run ends once the state before it is stored."""
@@ -581,27 +634,29 @@ class Coordinator:
         self.refused = Refused(self.version, what, value)
         self._observe(self.refused)
         self._stopping = True
-        self._storing.begin(self.version, self._usable(self.node.clock.now()))
+        self._store(self.node.clock.now())
         self._give_up_summing(f"its {what} is {value}")
 
-    async def _committed(self, record: Committed, summing: Summing) -> None:
+    async def _committed(self, record: Committed, summing: ReductionRound) -> None:
         now = self.node.clock.now()
         overlapped = self.trailing is not None
         self._commit = record
-        self._summing = self.trailing = None
+        self._reduction_round = self.trailing = None
         self.version += 1
         seconds = self._step_seconds = now - self._committed_at
         self._observe(StepCommitted(record.epoch, record.version, record.loss, record.weight, record.skipped, seconds, summing.rounds))
         for one in too_slow(self.members, self.settings, now):
             self._observe(one)
         self._committed_at = now
+        self._checkpoint_schedule.committed(seconds)
         self._barred.clear()
         if overlapped:
             self._go_on_with_step(now)
             return
         self._rounds = 0
         if self.version >= self.settings.steps:
-            self._finish()
+            self._store(now)
+            self._enter_seal("")  # until the last state is stored, those who have it stay
             return
         self._rearrange(now)
         self._begin_checkpoint(now)
@@ -615,33 +670,59 @@ class Coordinator:
         self.seq += 1
         self._begin_checkpoint(now)
         if type(self.phase) is Seal:
-            if self.checks.survived:
-                self._await_manifests(now)
-            elif not self._awaited:
-                self._decide()
+            self._on_commit_in_seal(now)
         self._broadcast()
+
+    def _on_commit_in_seal(self, now: float) -> None:
+        """Some manifests may be of states that could not apply the commit."""
+        self._await_manifests(now)
 
     def _finish(self) -> None:
         self.seq += 1
-        self._summing = self.trailing = None
+        self._reduction_round = self.trailing = None
         self._enter(Finished())
 
     def _rearrange(self, now: float) -> None:
         def usable() -> list[Member]:
             return self._usable(now)
 
-        for member in self._rearranging.let_go(self.members, usable):
+        for member in self._stage_moves.let_go(self.members, usable):
             self._announce(member, self._view())
             self._dismissed[member.name] = member
-        self._rearranging.grant_wishes(self.members, usable)
-        self._rearranging.rebalance(self.members, usable, now, self._step_seconds)
+        self._stage_moves.grant_wishes(self.members, usable)
+        self._stage_moves.rebalance(self.members, usable, now, self._step_seconds)
 
     # --- checkpoints and epochs -------------------------------------------------------------------------------------------------
 
     def _begin_checkpoint(self, now: float) -> None:
-        every = self.settings.checkpoint_every
-        if self._stopping or (every and self.version % every == 0):
-            self._storing.begin(self.version, self._usable(now))
+        settings, version = self.settings, self.version
+        asked = settings.checkpoint_every > 0 and version % settings.checkpoint_every == 0
+        evaluated = settings.evaluate_every > 0 and version % settings.evaluate_every == 0
+        by_itself = settings.checkpoint_every == 0 and self._may_store(now) and self._checkpoint_schedule.due(now)
+        if self._stopping or asked or evaluated or by_itself:
+            self._store(now)
+
+    def _store(self, now: float) -> None:
+        """The state of this version: by one worker of every stage, while training goes on."""
+        self.checkpoint_round.begin(self.version, self._usable(now), now)
+        self._checkpoint_schedule.started(now)
+
+    def _may_store(self, now: float) -> bool:
+        """Whether no round is under way that will end: one that is superseded again and again stores nothing."""
+        heard = (member for member in self.members if self.members.heard(member, now))
+        return self.checkpoint_round.version < 0 or self._checkpoint_schedule.given_up(self.checkpoint_round, heard, now)
+
+    def _look_at_checkpoint(self, now: float) -> None:
+        """A stage that is down to its last process is stored in the middle of a step, if nothing asks for another interval."""
+        schedule, saved = self._checkpoint_schedule, self._last_checkpoint
+        usable = self._usable(now)
+        schedule.look(usable, now)
+        if self.settings.checkpoint_every or self._stopping or not schedule.urgent(now) or self.version == self._origin.version:
+            return
+        stored = saved is not None and (saved.epoch, saved.version) == (self.epoch, self.version)
+        served = len({member.stage for member in usable}) == self.settings.stages
+        if not stored and served and self._may_store(now):
+            self._store(now)
 
     async def _stop_when_stored(self, now: float) -> None:
         """Ends the run when nothing would be lost; a writer that is gone is replaced, since no next checkpoint supersedes this one."""
@@ -650,8 +731,10 @@ class Coordinator:
             if type(self.phase) is not Finished:
                 await self._check_that_it_leads()
                 self._finish()
-        elif self._storing.version == self.version:
-            self._storing.replace_lost(self._usable(now))
+        elif self.checkpoint_round.version == self.version:
+            self.checkpoint_round.replace_lost(self._usable(now))
+        elif self.version >= self.settings.steps and now >= self._gathered_at:
+            self._store(now)
 
     async def _check_that_it_leads(self) -> None:
         """Ending writes no record that the journal could refuse: another may have taken over, and then it is not this one's to end."""
@@ -659,10 +742,44 @@ class Coordinator:
         if newest > self.term:
             raise FencedError(f"the journal is at term {newest}: another coordinator has taken over")
 
+    def why_not_stored(self, process: str, epoch: int, version: int, stage: int, size: int) -> str | None:
+        """Why the store must not take a state that a process sends, which is told; None: it takes it."""
+        quota = self.settings.state_quota
+        why = self.checkpoint_round.why_not(process, version, stage) if epoch == self.epoch else "it is of another epoch"
+        if why is None and stage < len(quota) and size > quota[stage]:
+            why = f"it has {size:,} bytes, and a state of this stage at most {quota[stage]:,}"
+        if why is not None:
+            self._observe(StateRefused(process, version, stage, why))
+        return why
+
+    def stored(self, epoch: int, version: int, stage: int, digest: str) -> None:
+        """The store has a state, with this digest."""
+        self.node.inbox.put(_Stored(epoch, version, stage, digest))
+
+    async def _on_stored(self, stored: "_Stored") -> None:
+        if (stored.epoch, stored.version) == (self.epoch, self.checkpoint_round.version):
+            self.checkpoint_round.stored(stored.stage, stored.digest, self.node.clock.now())
+            await self._note_stored()
+
     async def _note_stored(self) -> None:
-        if self._storing.complete(self.members, self.epoch, self.settings.stages):
-            record = Checkpointed(self.epoch, self._storing.version)
-            self._storing.end()
+        """Looks at what is stored of the round; the journal has it once all of it is what the stages' workers have."""
+        storing, now = self.checkpoint_round, self.node.clock.now()
+        if storing.version < 0:
+            return
+        heard = {member.identity for member in self.members if self.members.heard(member, now)}
+        every = range(self.settings.stages)
+        verdicts = [storing.verdict(stage, heard, now, self.settings.patience_seconds) for stage in every]
+        for stage, verdict in zip(every, verdicts, strict=True):
+            if verdict is not None and not verdict.taken:
+                self._discard(self.epoch, storing.version, stage)
+                self._observe(StateRefused(storing.reject(stage), storing.version, stage, "most workers of its stage have another"))
+        if all(verdict is not None and verdict.taken for verdict in verdicts):
+            for stage, verdict in zip(every, verdicts, strict=True):
+                if verdict is not None and not verdict.agreed:
+                    self._observe(StatesDiffer(storing.version, stage))
+            record = Checkpointed(self.epoch, self.checkpoint_round.version)
+            self._checkpoint_schedule.saved(self.checkpoint_round, self.node.clock.now())
+            self.checkpoint_round.end()
             await self.journal.append(self.term, record)
             self._last_checkpoint = record
             self._observe(Saved(record.epoch, record.version))
@@ -681,16 +798,17 @@ class Coordinator:
 
     async def _roll_back(self, stage: int) -> None:
         """Nobody can continue a stage: everybody starts again from the last checkpoint, under a new epoch."""
-        checkpoint = self._last_checkpoint or Checkpointed(0, 0)
+        checkpoint, made = self._last_checkpoint or Checkpointed(0, 0), self.version
         record: Record = Epoch(self.epoch + 1, checkpoint.version, checkpoint.epoch)
         await self.journal.append(self.term, record)
         assert isinstance(record, Epoch)
         self._origin = record
         self.epoch, self.version = record.epoch, record.version
         self._commit = None
-        self._storing.end()
+        self.checkpoint_round.end()
         self._barred.clear()
         self._lost_since.clear()
         self.trailing = None
-        self._observe(RolledBack(self.epoch, self.version, stage))
+        self._checkpoint_schedule.lost_stage(self.node.clock.now())
+        self._observe(RolledBack(self.epoch, self.version, stage, made - self.version))
         self._enter_seal("a stage was lost")

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 import msgspec
 
-from atoll.control.checks import ALL_CHECKS, Checks
 from atoll.control.messages import BufferId, BufferManifest, Manifest
 
 __all__ = ["Choice", "choose", "choose_stages"]
@@ -22,7 +21,7 @@ class Choice(msgspec.Struct, frozen=True):
     weight: float
 
 
-def choose(manifests: Iterable[Manifest], micro_batches: frozenset[int], checks: Checks = ALL_CHECKS) -> Choice:
+def choose(manifests: Iterable[Manifest], micro_batches: frozenset[int]) -> Choice:
     """Keeps disjoint buffers greedily, largest first; equal ones by name, so that everybody would choose alike."""
     found: list[tuple[BufferManifest, BufferId]] = [
         (buffer, (manifest.worker, manifest.incarnation, buffer.index)) for manifest in manifests for buffer in manifest.buffers
@@ -34,7 +33,7 @@ def choose(manifests: Iterable[Manifest], micro_batches: frozenset[int], checks:
     for buffer, identity in found:
         if not buffer.micro_batches or not buffer.micro_batches <= micro_batches:
             continue
-        if checks.disjointness and not held.isdisjoint(buffer.micro_batches):
+        if not held.isdisjoint(buffer.micro_batches):
             continue
         held |= buffer.micro_batches
         chosen.append(identity)
@@ -43,11 +42,9 @@ def choose(manifests: Iterable[Manifest], micro_batches: frozenset[int], checks:
     return Choice(buffers=tuple(chosen), missing=micro_batches - held, loss=loss, weight=weight)
 
 
-def choose_stages(
-    manifests: Iterable[Manifest], stages: int, micro_batches: frozenset[int], checks: Checks = ALL_CHECKS
-) -> tuple[Choice, ...]:
+def choose_stages(manifests: Iterable[Manifest], stages: int, micro_batches: frozenset[int]) -> tuple[Choice, ...]:
     """The choice of every stage."""
     by_stage: list[list[Manifest]] = [[] for _ in range(stages)]
     for manifest in manifests:
         by_stage[manifest.stage].append(manifest)
-    return tuple(choose(row, micro_batches, checks) for row in by_stage)
+    return tuple(choose(row, micro_batches) for row in by_stage)

@@ -1,21 +1,58 @@
 """Feeder: starts the micro-batches leased to it, sends each along a path of its own, and tries again where no answer comes.
 
-Acknowledgements are hints: they tell the feeder what need not be tried again and the coordinator when to seal. If one is lost or wrong,
-work is done twice or a round more is needed; the sum is exact all the same.
+How many are under way at once follows from how long they take and how many come back in a second. Acknowledgements are hints: they tell
+the feeder what need not be tried again and the coordinator when to seal. If one is lost or wrong, work is done twice or a round more is
+needed; the sum is exact all the same.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable
 
-from atoll.control.checks import ALL_CHECKS, Checks
+from atoll.control.adaptive_timeout import AdaptiveTimeout
 from atoll.control.messages import Ack, Announce, Assignment, Attempt, FeederBeat, Finished, Forward, Order, Round, Run
-from atoll.control.patience import Patience
 from atoll.control.router import Router
 from atoll.control.settings import BACKWARD_WORK, Settings
-from atoll.control.window import Window
-from atoll.control.world import Feed, Node
+from atoll.control.world import MicroBatchSource, SwarmProcess
 
-__all__ = ["Feeder"]
+__all__ = ["Feeder", "Window"]
+
+
+class Window:
+    """One waiting at every process, and those in hand or on their way: by Little's law the rate at which micro-batches come back, times
+    what one takes when nothing is queued. More would only queue, and hide who is slow.
+
+    `given` is three for every process and the least there is: enough where ways are short. What one takes unqueued is told by the quickest
+    of a RUN, as that begins with nothing queued anywhere.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.given = 1
+        self._under_way = 0.0
+        self._quickest = math.inf  # of this RUN
+        self._ends: deque[float] = deque()  # of the last ones of this RUN
+
+    def begin(self) -> None:
+        """A RUN opens."""
+        self._quickest = math.inf
+        self._ends.clear()
+
+    def measured(self, now: float, seconds: float) -> None:
+        """A micro-batch came back at the first try, after so long."""
+        self._quickest = min(self._quickest, seconds)
+        self._ends.append(now)
+        while len(self._ends) > self.given + 1:
+            self._ends.popleft()
+        elapsed = now - self._ends[0]
+        if len(self._ends) > self.given and elapsed > 0:
+            self._under_way = self.given / elapsed * self._quickest
+
+    @property
+    def size(self) -> int:
+        """Of the window."""
+        return max(1, min(self._most, max(self.given, math.ceil(self._under_way + self.given / 3))))
+
 
 WORK = 1.0 + BACKWARD_WORK
 
@@ -44,11 +81,10 @@ class Feeder:
 
     def __init__(
         self,
-        node: Node,
-        feed: Feed,
+        node: SwarmProcess,
+        feed: MicroBatchSource,
         settings: Settings,
         coordinators: tuple[str, ...],
-        checks: Checks = ALL_CHECKS,
         on_owned: Callable[["Feeder", Ack], None] | None = None,
     ) -> None:
         self.node = node
@@ -56,12 +92,11 @@ class Feeder:
         self.feed = feed
         self.settings = settings
         self.coordinators = coordinators
-        self.checks = checks
         self.finished = False
         self.incarnation = 0
         self.retries = 0
         self.round: Round | None = None
-        self.patience = Patience(settings.patience_seconds, settings.heartbeat_seconds)
+        self.patience = AdaptiveTimeout(settings.patience_seconds, settings.heartbeat_seconds)
         self.router = Router(settings.stages, node.random)
         self._order: Order = (0, 0)
         self._echo = (0, 0)
@@ -104,7 +139,7 @@ class Feeder:
         if yours.nonce != self.node.nonce or yours.incarnation < self.incarnation:
             return
         order = (view.term, view.seq)
-        if order < self._order and self.checks.message_order:
+        if self._is_outdated(order):
             return
         self._order = order
         self._echo = max(self._echo, (view.term, view.beat))
@@ -180,7 +215,7 @@ class Feeder:
         sample = self._active.get(ack.micro_batch)
         if sample is None or sample.attempt is None:
             return
-        if self.checks.token and (ack.attempt != sample.attempt or ack.epoch != self._epoch or ack.version != self._version):
+        if not self._is_current(sample, ack):
             self._learn_from_late(sample, ack)
             return
         work = 1.0 if ack.forward else WORK if ack.stage == self.settings.stages - 1 else BACKWARD_WORK
@@ -195,6 +230,12 @@ class Feeder:
         sample.owners[ack.stage] = (ack.worker, ack.incarnation)
         if len(sample.owned) == self.settings.stages:
             self._finish(sample)
+
+    def _is_outdated(self, order: Order) -> bool:
+        return order < self._order
+
+    def _is_current(self, sample: _Sample, ack: Ack) -> bool:
+        return (ack.attempt, ack.epoch, ack.version) == (sample.attempt, self._epoch, self._version)
 
     def _learn_from_late(self, sample: _Sample, ack: Ack) -> None:
         """An attempt given up was only slow: the next ones are given as long."""

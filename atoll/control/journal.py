@@ -14,7 +14,7 @@ import msgspec
 from atoll.control.messages import Committed
 from atoll.errors import AtollError
 
-__all__ = ["Checkpointed", "Epoch", "FencedError", "History", "Record", "Term", "admit", "decode", "encode", "replay"]
+__all__ = ["Checkpointed", "Epoch", "FencedError", "History", "Record", "Term", "admit", "read_records", "encode", "replay"]
 
 
 class FencedError(AtollError):
@@ -104,7 +104,7 @@ def encode(record: Record) -> bytes:
     return b"%08x %s\n" % (zlib.crc32(body), body)
 
 
-def decode(data: bytes) -> tuple[Sequence[Record], int]:
+def read_records(data: bytes) -> tuple[Sequence[Record], int]:
     """The records in a journal's file and how many bytes of it are good; a torn end is not counted.
 
     Torn is a last line that was not written whole when a machine died: its end is missing, or something before it is still zeros.

@@ -1,16 +1,46 @@
-"""Kernels: forwards and backwards of a worker's micro-batches, one at a time, and the sums of their gradients (docs/swarm.md, rule 4)."""
+"""Kernels: forwards and backwards of a worker's micro-batches, one at a time, and the sums of their gradients (docs/swarm.md, rule 4).
+
+Workers of one process share its device and take turns on it. Whoever shares a device is rated at its share: a kernel counts as having
+taken as many times as long as there are workers. So what a swarm's workers add up to is what its devices can do, however many stages each
+hosts, and routing, which goes by the same numbers, fits.
+"""
 
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from atoll.control.device import Device
 from atoll.control.messages import Ack, Attempt, Backward, Forward, Message, Round
 from atoll.control.settings import BACKWARD_WORK
-from atoll.control.standing import NEVER, Standing
-from atoll.control.world import Clock
+from atoll.control.worker_state import Buffer, WorkerState
+from atoll.control.world import Clock, Mailbox
 
-__all__ = ["Kernels"]
+__all__ = ["DeviceTurns", "Kernels"]
+
+
+class DeviceTurns:
+    """Taken in turns, in the order it was asked for."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.workers = 0
+        self._clock = clock
+        self._taken = False
+        self._waiting: deque[Mailbox] = deque()
+
+    async def take(self) -> None:
+        """Comes back when nobody else computes."""
+        if self._taken:
+            turn = self._clock.mailbox()
+            self._waiting.append(turn)
+            await turn.take()
+        self._taken = True
+
+    def give(self) -> None:
+        """To whoever waited longest."""
+        if self._waiting:
+            self._waiting.popleft().put(None)  # it stays taken: nobody comes in between
+        else:
+            self._taken = False
+
 
 EARLY_LIMIT = 4096
 
@@ -23,9 +53,9 @@ class Kernels:
 
     def __init__(
         self,
-        at: Standing,
+        at: WorkerState,
         clock: Clock,
-        device: Device,
+        device: DeviceTurns,
         send: Callable[[str, Message], None],
         on_kernel: Callable[[float, float], None],
         on_landed: Callable[[], None],
@@ -113,15 +143,20 @@ class Kernels:
 
     def _superseded(self, message: Forward | Backward) -> bool:
         attempt = message.attempt
-        token = (attempt.round if self._at.checks.token else NEVER, attempt.number)
+        token = self._token(attempt)
         latest = self._latest.get(message.micro_batch)
         if latest is not None and token < latest:
             return True
         self._latest[message.micro_batch] = token
         return False
 
+    def _token(self, attempt: Attempt) -> tuple[Round, int]:
+        """By which a later attempt is known; numbers begin anew with every lease."""
+        return attempt.round, attempt.number
+
     def _key(self, message: Forward | Backward) -> tuple[int, Attempt | None]:
-        return message.micro_batch, message.attempt if self._at.checks.token else None
+        """Under which a forward waits for its backward."""
+        return message.micro_batch, message.attempt
 
     async def _run_forward(self, message: Forward) -> None:
         if not self._at.matches(message) or self._superseded(message):
@@ -180,23 +215,30 @@ class Kernels:
         at, micro_batch = self._at, message.micro_batch
         if message.stage in message.owned or not at.matches(message):
             return False
-        if at.checks.once and at.buffers.holds(micro_batch):
+        if self._is_summed(micro_batch):
             return True
-        if (at.frozen is not None and at.checks.freeze) or micro_batch not in at.missing:
+        if self._is_frozen() or micro_batch not in at.missing:
             return False
         first = message.attempt.number == 0 and message.attempt.round == at.run_round
         buffer = at.buffers.get(0 if first else 1, at.stage)
         at.landing = buffer
-        if at.checks.atomic_manifest:
-            await at.compute.accumulate(buffer.value, contribution)
-        else:
-            self._clock.spawn(at.compute.accumulate(buffer.value, contribution))
+        await self._land(buffer, contribution)
         at.landing = None
         buffer.micro_batches.add(micro_batch)
         buffer.loss += loss
         buffer.weight += weight
         self._on_landed()
         return at.matches(message) and at.buffers.holds(micro_batch)
+
+    def _is_summed(self, micro_batch: int) -> bool:
+        return self._at.buffers.holds(micro_batch)
+
+    def _is_frozen(self) -> bool:
+        return self._at.frozen is not None
+
+    async def _land(self, buffer: Buffer, contribution: Any) -> None:
+        """Comes back when the sum is there: only then the manifest may list it."""
+        await self._at.compute.accumulate(buffer.value, contribution)
 
     def _pass_back(self, message: Forward, gradient: Any, owns: bool, seconds: float) -> None:
         """The gradient goes back along the path, no further than a stage still needs it."""

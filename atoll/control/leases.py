@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from atoll.control.adaptive_timeout import AdaptiveTimeout
 from atoll.control.membership import Member, Members
 from atoll.control.messages import FeederBeat, Round
-from atoll.control.patience import Patience
 
 __all__ = ["Leases"]
 
@@ -12,8 +12,8 @@ __all__ = ["Leases"]
 class Leases:
     """Of one RUN at a time."""
 
-    def __init__(self, patience: Patience) -> None:
-        self._patience = patience
+    def __init__(self, patience: AdaptiveTimeout) -> None:
+        self._timeout = patience
         self._leases: dict[str, tuple[int, tuple[int, ...]]] = {}  # by feeder: its incarnation and micro-batches
         self._progress_at = 0.0
         self._progress: dict[str, int] = {}
@@ -35,11 +35,16 @@ class Leases:
         """How many have something to start; 1 where nobody has."""
         return sum(1 for _, lease in self._leases.values() if lease) or 1
 
+    def remaining(self, members: Members, round: Round) -> int:
+        """Micro-batches of the RUN that are not finished, as far as was heard."""
+        there = [(members.get(name), len(lease)) for name, (_, lease) in self._leases.items()]
+        return sum(count - (member.done if member is not None and member.round == round else 0) for member, count in there)
+
     def hear(self, beat: FeederBeat, now: float) -> None:
         """A feeder tells how far it is."""
         if beat.progress > self._progress.get(beat.feeder, -1):
             self._progress[beat.feeder] = beat.progress
-            self._patience.measured(now - self._progress_at)
+            self._timeout.measured(now - self._progress_at)
             self._progress_at = now
 
     def pending(self, members: Members, round: Round, now: float) -> bool:
@@ -54,7 +59,7 @@ class Leases:
 
     def stuck(self, now: float) -> bool:
         """Whether nothing has moved for longer than it takes."""
-        if now - self._progress_at <= self._patience.seconds():
+        if now - self._progress_at <= self._timeout.seconds():
             return False
-        self._patience.failed()
+        self._timeout.failed()
         return True

@@ -1,16 +1,27 @@
-"""Membership: who is in the swarm, under which incarnation, and who can be relied on now. No decisions about steps are made here."""
+"""Membership: who is in the swarm, under which incarnation, and who can be relied on now. No decisions about steps are made here.
+
+Missed heartbeats and returns are reported; nothing is decided by them.
+
+
+Missed heartbeats and returns are reported; nothing is decided by them.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 
-from atoll.control.hosting import hosted_number, process_of, processes
 from atoll.control.messages import Committed, FeederBeat, Order, Peer, Round, WorkerBeat
+from atoll.control.multi_stage import hosted_number, process_of, processes
+from atoll.control.notices import Returned, Silent
 from atoll.control.rebalancing import RatedPeer, place
 from atoll.control.settings import Settings
 
-__all__ = ["Member", "Members"]
+__all__ = ["Member", "Members", "MissedHeartbeats", "WorkerIdentity"]
 
 INCARNATIONS_OF_A_TERM = 1 << 32
+
+WorkerIdentity: TypeAlias = tuple[str, int]
+"""(name, incarnation)."""
 
 
 class Member:
@@ -18,7 +29,7 @@ class Member:
 
     __slots__ = (
         "name", "worker", "incarnation", "nonce", "stage", "heard_at", "echo", "epoch", "version", "fetched", "speed", "holds", "digest",
-        "stored", "leaving", "held_until", "held_at_most", "held_with", "too_slow", "missed", "donors", "done", "progress", "round",
+        "leaving", "held_until", "held_at_most", "held_with", "too_slow", "missed", "donors", "done", "progress", "round",
     )  # fmt: skip
 
     def __init__(self, name: str, worker: bool, incarnation: int, nonce: int, stage: int, now: float) -> None:
@@ -35,7 +46,6 @@ class Member:
         self.speed = 0.0
         self.holds: Round | None = None
         self.digest = ""
-        self.stored = -1
         self.leaving = False
         self.held_until = 0.0
         self.held_at_most = 0.0
@@ -46,6 +56,11 @@ class Member:
         self.done = 0
         self.progress = 0
         self.round: Round | None = None
+
+    @property
+    def identity(self) -> WorkerIdentity:
+        """Who it is for good."""
+        return self.name, self.incarnation
 
     def wait_no_more(self) -> None:
         """It has what it needs, or is somebody new: whether commits wait for it is decided from the beginning."""
@@ -126,7 +141,6 @@ class Members:
             member.fetched, member.speed = beat.fetched, beat.speed
             if beat.holds is not None:
                 member.holds, member.digest = beat.holds, beat.digest
-            member.stored = beat.stored
             member.leaving = beat.leaving
         elif beat.round is not None:
             member.round, member.done = beat.round, beat.done
@@ -139,7 +153,6 @@ class Members:
         member.version = -1
         member.holds = None
         member.fetched = -1
-        member.stored = -1  # what it has stored is of the stage it leaves
         member.donors = ()
         member.wait_no_more()
 
@@ -216,3 +229,20 @@ class Members:
         for member in members:
             rows[member.stage].append(Peer(member.name, member.incarnation, member.speed))
         return tuple(tuple(row) for row in rows)
+
+
+class MissedHeartbeats:
+    """Those not heard lately."""
+
+    def __init__(self) -> None:
+        self._silent: dict[str, int] = {}  # incarnations, by name
+
+    def look(self, members: Members, now: float) -> Iterator[Silent | Returned]:
+        """What has changed."""
+        for member in members:
+            if members.heard(member, now):
+                if self._silent.pop(member.name, None) == member.incarnation:
+                    yield Returned(member.name, member.stage)
+            elif self._silent.get(member.name) != member.incarnation:
+                self._silent[member.name] = member.incarnation
+                yield Silent(member.name, member.stage, now - member.heard_at)

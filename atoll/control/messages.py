@@ -26,11 +26,10 @@ __all__ = [
     "Manifest",
     "Message",
     "Order",
-    "Pull",
-    "PullSum",
-    "Part",
     "Peer",
     "Phase",
+    "Pull",
+    "PullSum",
     "Reduce",
     "Reduced",
     "Round",
@@ -39,6 +38,7 @@ __all__ = [
     "StageReduction",
     "StateChunk",
     "SumChunk",
+    "SumPart",
     "View",
     "WorkerBeat",
 ]
@@ -161,7 +161,8 @@ class Assignment(msgspec.Struct, frozen=True, gc=False):
     incarnation: int
     stage: int
     donors: tuple[str, ...] = ()
-    store: bool = False  # writes its stage's checkpoints
+    store: bool = False  # writes its stage's state of the version that is stored
+    attest: bool = False  # and this one says what its digest should be
     lease: tuple[int, ...] = ()
     window: int = 1  # micro-batches a feeder has under way at once
     routes: tuple[tuple[Peer, ...], ...] = ()
@@ -191,7 +192,7 @@ class WorkerBeat(Message, frozen=True, gc=False):
     speed: float  # forwards a second, 0: not measured
     holds: Round | None  # the round of the reduced gradient it holds
     digest: str
-    stored: int  # the newest version of this epoch it has stored
+    attests: tuple[int, str] | None  # of a version that is stored: what the digest of its stage's state is
     leaving: bool = False
     planned: int = -1  # the stage a plan means it for; -1: any
 
@@ -286,7 +287,7 @@ class Pull(Message, frozen=True, gc=False):
     buffers: tuple[int, ...]
 
 
-class Part(Message, frozen=True, gc=False):
+class SumPart(Message, frozen=True, gc=False):
     """Contributor → owner."""
 
     round: Round

@@ -8,15 +8,18 @@ count as one replica. Their speeds are those of their share of the device (`atol
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from atoll.control.hosting import process_of, processes
+from atoll.control.multi_stage import process_of, processes
+from atoll.control.settings import BACKWARD_WORK
 
-__all__ = ["Move", "RatedPeer", "best_throughput", "place", "plan_moves", "throughput"]
+__all__ = ["Move", "RatedPeer", "best_throughput", "move_at_once", "place", "plan_moves", "throughput"]
 
 NEARLY = 1.1  # stages with so many times the weakest's capacity are as good a place, if they are next to what a process hosts
+AT_ONCE = 0.05  # of what is left of a step must be gained by a move in the middle of it
+MICRO_BATCH_WORK = 1.0 + BACKWARD_WORK  # in forwards
 CANDIDATES = 8  # peers of a stage that are tried for a move: those of distinct speeds, spread from slow to fast
 
 
@@ -109,6 +112,44 @@ def plan_moves(
     return best
 
 
+def move_at_once(
+    stages: Sequence[Sequence[RatedPeer]],
+    work: Sequence[float],
+    summed: Mapping[str, float],
+    remaining: float,
+    *,
+    migration_seconds: float,
+    minimum_replicas: int = 1,
+) -> Move | None:
+    """A move that pays within the step under way: of `remaining` micro-batches, of which a peer that moves leaves behind what it has
+    `summed`, for others to do again. None where no move is worth it, or where the weakest stage has nobody to give its state.
+
+    Speeds are in forwards a second.
+    """
+    capacities = _capacities(stages, work)
+    target = place(capacities)
+    before = throughput(capacities) / MICRO_BATCH_WORK
+    if not any(peer.ready for peer in stages[target]) or before <= 0:
+        return None
+    best: tuple[float, Move] | None = None
+    for source in range(len(stages)):
+        for peer in _movable(stages, source, target, max(1, minimum_replicas)) if source != target else ():
+            away = list(capacities)
+            away[source] -= peer.speed / work[source]
+            after = list(away)
+            after[target] += peer.speed / work[target]
+            rate, meanwhile = throughput(after) / MICRO_BATCH_WORK, throughput(away) / MICRO_BATCH_WORK
+            if rate <= before:
+                continue
+            again = summed.get(peer.worker, 0.0)
+            seconds = (remaining + again) / rate + migration_seconds * (1 - meanwhile / rate)
+            gain = remaining / before - seconds
+            if gain > AT_ONCE * remaining / before and (best is None or gain > best[0]):
+                reason = f"this step is expected to end {gain:.0f} s sooner"
+                best = gain, Move(peer.worker, source, target, reason)
+    return best[1] if best is not None else None
+
+
 def _expected(before: float, after: float, moves: int) -> str:
     """What moves bring, for people: stages are as fast as they are measured to be, so it is expected, not known."""
     how = "once this move is made" if moves == 1 else f"once these {moves} moves are made"
@@ -153,11 +194,7 @@ def _clearly_greater(first: Sequence[float], second: Sequence[float]) -> bool:
 
 def _candidates(rows: Sequence[Sequence[RatedPeer]], source: int, target: int, minimum: int) -> list[RatedPeer]:
     """Peers that may move, one of each speed: of equals one whose process hosts a stage next to the target and none next to the source."""
-    ready = [peer for peer in rows[source] if peer.ready]
-    there = processes(peer.worker for peer in rows[target])
-    counts = Counter(process_of(peer.worker) for peer in ready)
-    staying = {name: len(counts) - (count == 1) for name, count in counts.items()}  # processes, when one worker of `name` goes
-    movable = [peer for peer in ready if (name := process_of(peer.worker)) not in there and staying[name] >= minimum]
+    movable = [peer for peer in _movable(rows, source, target, minimum) if peer.ready]
     around = [_processes_around(rows, stage, source) for stage in (target, source)]
 
     def order(peer: RatedPeer) -> tuple[float, int, str]:
@@ -168,6 +205,14 @@ def _candidates(rows: Sequence[Sequence[RatedPeer]], source: int, target: int, m
     if len(peers) <= CANDIDATES:
         return peers
     return [peers[round(i * (len(peers) - 1) / (CANDIDATES - 1))] for i in range(CANDIDATES)]
+
+
+def _movable(rows: Sequence[Sequence[RatedPeer]], source: int, target: int, minimum: int) -> list[RatedPeer]:
+    """Whose process is not on the target yet, and without whom enough processes that are ready stay on the source."""
+    there = processes(peer.worker for peer in rows[target])
+    counts = Counter(process_of(peer.worker) for peer in rows[source] if peer.ready)
+    staying = {name: len(counts) - (count == 1) for name, count in counts.items()}  # processes, when one worker of `name` goes
+    return [peer for peer in rows[source] if (name := process_of(peer.worker)) not in there and staying.get(name, len(counts)) >= minimum]
 
 
 def _processes_around(rows: Sequence[Sequence[RatedPeer]], stage: int, left: int) -> set[str]:

@@ -5,15 +5,15 @@ buffers, so that a round that fails can be repeated with the same buffers.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from atoll.control.buffers import Buffers
-from atoll.control.checks import Checks
-from atoll.control.messages import Message, Part, Pull, PullSum, Reduce, Round, StageReduction, SumChunk
+from atoll.control.messages import Message, Pull, PullSum, Reduce, Round, StageReduction, SumChunk, SumPart
 from atoll.control.settings import Settings
+from atoll.control.worker_state import Buffers
 from atoll.control.world import Compute
 
-__all__ = ["Reduction"]
+__all__ = ["Reduction", "SumSection"]
 
 
 class _Owned:
@@ -28,7 +28,7 @@ class _Owned:
         self.done = False
 
 
-class _Section:
+class SumSection:
     """One sum: the stage's own, or what it shares with tied stages."""
 
     def __init__(
@@ -37,16 +37,16 @@ class _Section:
         round: Round,
         position: tuple[int, int, int],  # epoch, version, number of the sum
         plan: StageReduction,
+        fits: Callable[[int, Any], bool],
         compute: Compute,
-        checks: Checks,
         send: Callable[[str, Message], None],
     ) -> None:
         self._worker = worker
         self._round = round
         self._position = position
         self._plan = plan
+        self._fits = fits
         self._compute = compute
-        self._checks = checks
         self._send = send
         self.sums: dict[int, Any] = {}
         self._owned: dict[int, _Owned] = {}
@@ -57,9 +57,11 @@ class _Section:
 
     @property
     def complete(self) -> bool:
+        """Whether all chunks of the sum are here."""
         return len(self.sums) == len(self._plan.owners)
 
     def ask(self) -> None:
+        """Asks for what is not here yet."""
         for chunk, owner in enumerate(self._plan.owners):
             owned = self._owned.get(chunk)
             if owned is None:
@@ -71,6 +73,7 @@ class _Section:
                     self._send(who.worker, Pull(self._round, *self._position, chunk, self._worker, who.incarnation, who.buffers))
 
     def missing(self) -> set[str]:
+        """Who has not sent what is missing."""
         names: set[str] = set()
         for chunk, owner in enumerate(self._plan.owners):
             owned = self._owned.get(chunk)
@@ -80,12 +83,12 @@ class _Section:
                 names.add(owner)
         return names
 
-    def on_part(self, part: Part) -> Any:
+    def on_part(self, part: SumPart) -> Any:
         """The chunk's sum where this was the last part of it, else None."""
         owned = self._owned.get(part.chunk)
-        if owned is None or owned.done:
+        if owned is None or owned.done or not self._fits(part.chunk, part.payload):
             return None
-        if part.worker not in owned.waiting_for and self._checks.duplicate_filter:
+        if not self._counts(part, owned.waiting_for):
             return None
         owned.waiting_for.discard(part.worker)
         owned.total = self._compute.add(owned.total, part.payload)
@@ -97,7 +100,12 @@ class _Section:
             self._send(worker, SumChunk(self._round, *self._position, part.chunk, owned.total))
         return owned.total
 
+    def _counts(self, part: SumPart, waiting_for: set[str]) -> bool:
+        """Once from every contributor."""
+        return part.worker in waiting_for
+
     def on_pull_sum(self, pull: PullSum) -> None:
+        """Sends the sum, now or when it is there."""
         owned = self._owned.get(pull.chunk)
         if pull.chunk in self.sums:  # its own, or asked for by one who catches up and has heard of the commit before this worker
             self._send(pull.worker, SumChunk(self._round, *self._position, pull.chunk, self.sums[pull.chunk]))
@@ -105,14 +113,19 @@ class _Section:
             owned.wanted_by.add(pull.worker)
 
     def on_sum(self, message: SumChunk) -> None:
-        self.sums.setdefault(message.chunk, message.payload)
+        """An owner's sum."""
+        if self._fits(message.chunk, message.payload):
+            self.sums.setdefault(message.chunk, message.payload)
 
     def result(self) -> list[Any]:
+        """All chunks, in order."""
         return [self.sums[chunk] for chunk in range(len(self._plan.owners))]
 
 
 class Reduction:
     """A worker's state of one round: the sums its stage needs, its own first."""
+
+    section_type = SumSection
 
     def __init__(
         self,
@@ -122,7 +135,6 @@ class Reduction:
         order: Reduce,
         compute: Compute,
         buffers: Buffers,
-        checks: Checks,
         send: Callable[[str, Message], None],
     ) -> None:
         self.round: Round = order.round
@@ -131,11 +143,19 @@ class Reduction:
         self.norm_squared = 0.0
         self._compute = compute
         self._buffers = buffers
-        self._checks = checks
         self._settings = settings
+        stage = position[2]
         self._sections = {
-            number: _Section(worker, order.round, (position[0], position[1], number), order.stages[number], compute, checks, send)
-            for number in settings.sections(position[2])
+            number: self.section_type(
+                worker,
+                order.round,
+                (position[0], position[1], number),
+                order.stages[number],
+                partial(compute.fits, stage, place),
+                compute,
+                send,
+            )
+            for place, number in enumerate(settings.sections(stage))
         }
 
     @property
@@ -152,14 +172,11 @@ class Reduction:
         """Whom this worker is waiting for."""
         return tuple(sorted(set().union(*(section.missing() for section in self._sections.values()))))
 
-    def on_part(self, part: Part) -> None:
+    def on_part(self, part: SumPart) -> None:
         """A contributor's chunk. Each is added once, in the order of arrival."""
         total = self._sections[part.stage].on_part(part)
-        if total is None:
-            return
-        if not self._checks.out_of_place and part.stage == self.position[2]:
-            self._compute.store(self._buffers.get(0, self.position[2]).value, part.chunk, total)
-        self._look()
+        if total is not None:
+            self._look()
 
     def on_pull_sum(self, pull: PullSum) -> None:
         """Somebody wants a chunk this worker has, or owns: now, or when it is summed."""

@@ -13,8 +13,8 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from atoll.control.hosting import process_of
 from atoll.control.messages import Peer
+from atoll.control.multi_stage import process_of
 
 __all__ = ["Router", "StageRouter"]
 

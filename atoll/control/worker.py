@@ -8,13 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from atoll.control.buffers import Buffers
-from atoll.control.catching_up import ENOUGH, sums_from
-from atoll.control.checks import ALL_CHECKS, Checks
-from atoll.control.device import Device
-from atoll.control.fetching import Fetch
-from atoll.control.kernels import Kernels
-from atoll.control.lending import Lending
+from atoll.control.adaptive_timeout import AdaptiveTimeout
+from atoll.control.kernels import DeviceTurns, Kernels
 from atoll.control.messages import (
     Announce,
     Assignment,
@@ -25,7 +20,7 @@ from atoll.control.messages import (
     Forward,
     Manifest,
     Message,
-    Part,
+    Order,
     Pull,
     PullSum,
     Reduce,
@@ -35,14 +30,16 @@ from atoll.control.messages import (
     Seal,
     StateChunk,
     SumChunk,
+    SumPart,
     View,
     WorkerBeat,
 )
-from atoll.control.patience import Patience
 from atoll.control.reduction import Reduction
 from atoll.control.settings import Settings
-from atoll.control.standing import NEVER, Standing
-from atoll.control.world import Checkpoints, Compute, Node
+from atoll.control.state_transfer import ENOUGH, Fetch, StateDonor, sums_from
+from atoll.control.worker_state import NEVER, Buffers, WorkerState
+from atoll.control.world import Checkpoints, Compute, SwarmProcess
+from atoll.errors import AtollError
 
 __all__ = ["Worker"]
 
@@ -59,42 +56,61 @@ class _Sealed:
         self.frozen = frozen
 
 
-class Worker(Standing):
+class _Snapshot:
+    """A copy of the state at a version that is being stored."""
+
+    __slots__ = ("version", "content", "written_in", "digested", "digest")
+
+    def __init__(self, version: int, content: Any) -> None:
+        self.version = version
+        self.content = content
+        self.written_in = 0  # the term of the coordinator it was last sent to
+        self.digested = False
+        self.digest = ""
+
+    def attests(self) -> tuple[int, str] | None:
+        return (self.version, self.digest) if self.digest else None
+
+
+class Worker(WorkerState):
     """One worker. `await run()` ends when the run is finished or the worker was dismissed.
 
     A process that hosts several stages runs as many workers; they are given the same `device`. `on_state` is told whenever there is a new
     state, `on_kernel` of every kernel: what it counts as, in forwards, and its seconds. `planned` is the stage a plan means it for.
     """
 
+    kernels_type, donor_type, fetch_type, reduction_type = Kernels, StateDonor, Fetch, Reduction
+
     def __init__(
         self,
-        node: Node,
+        node: SwarmProcess,
         compute: Compute,
         checkpoints: Checkpoints,
         settings: Settings,
         coordinators: tuple[str, ...],
-        checks: Checks = ALL_CHECKS,
         on_state: Callable[["Worker"], None] | None = None,
         on_kernel: Callable[["Worker", float, float], None] | None = None,
-        device: Device | None = None,
+        device: DeviceTurns | None = None,
         planned: int = -1,
+        on_unsound: Callable[[str], None] | None = None,
     ) -> None:
-        super().__init__(node.name, compute, settings, checks)
+        super().__init__(node.name, compute, settings)
         self.node = node
-        self._device = device or Device(node.clock)
+        self._device = device or DeviceTurns(node.clock)
         self._device.workers += 1
         self._on_state = on_state or (lambda worker: None)
+        self._on_unsound = on_unsound or (lambda what: None)  # told of what came that cannot be
         told = on_kernel or (lambda worker, work, seconds: None)
-        self.kernels = Kernels(
+        self.kernels = self.kernels_type(
             self, node.clock, self._device, self._send, lambda work, seconds: told(self, work, seconds), self._answer_if_sealed
         )
-        self._lending = Lending(self, self._send)
+        self._donor = self.donor_type(self, self._send)
         self.checkpoints = checkpoints
         self.coordinators = coordinators
         self.planned = planned
         self.leaving = False
         self.finished = False
-        self.stored = -1
+        self._snapshot: _Snapshot | None = None  # of the version that is being stored, as long as it is
         self._sealed: _Sealed | None = None  # of the version's step, when another is under way
         self.reduction: Reduction | None = None
         self.fetch: Fetch | None = None
@@ -106,10 +122,9 @@ class Worker(Standing):
         self._handled: Round | None = None  # the RUN whose orders were carried out
         self.gave_up: Round = NEVER  # the RUN in which it last gave up its state, and what it had summed with it
         self._generation = 0  # grows whenever the state is given up
-        self._storing = False
         self._fetches = 0
-        self._fetch_patience = Patience(settings.patience_seconds, 2 * settings.heartbeat_seconds)
-        self._sum_patience = Patience(2 * settings.heartbeat_seconds, settings.heartbeat_seconds)
+        self._fetch_patience = AdaptiveTimeout(settings.patience_seconds, 2 * settings.heartbeat_seconds)
+        self._sum_patience = AdaptiveTimeout(2 * settings.heartbeat_seconds, settings.heartbeat_seconds)
         self._reported_at = 0.0
         self._heard_at = 0.0  # when parts or sums last came, or were asked for
         self._asked_at = 0.0  # when one who catches up last asked for sums
@@ -119,10 +134,10 @@ class Worker(Standing):
             Forward: self.kernels.on_work,
             Backward: self.kernels.on_work,
             Pull: self._on_pull,
-            Part: self._on_part,
+            SumPart: self._on_part,
             PullSum: self._on_pull_sum,
             SumChunk: self._on_sum,
-            FetchState: self._lending.on_fetch,
+            FetchState: self._donor.on_fetch,
             StateChunk: self._on_chunk,
         }
 
@@ -172,7 +187,7 @@ class Worker(Standing):
             self.kernels.speed,
             holds,
             reduction.digest if holds and reduction is not None else "",
-            self.stored,
+            self._snapshot.attests() if self._snapshot is not None else None,
             self.leaving,
             self.planned,
         )
@@ -220,7 +235,7 @@ class Worker(Standing):
         if yours.nonce != self.node.nonce or yours.incarnation < self.incarnation:
             return
         order = (view.term, view.seq)
-        if order < self.order and self.checks.message_order:
+        if self._is_outdated(order):
             return
         self.order = order
         self._view, self._yours = view, yours
@@ -230,20 +245,23 @@ class Worker(Standing):
         if not self.finished:
             self._follow(view)
 
+    def _is_outdated(self, order: Order) -> bool:
+        return order < self.order
+
     def _become(self, yours: Assignment) -> None:
         """A new incarnation: another stage, or the first one. What belonged to the old one is gone."""
         self.incarnation = yours.incarnation
         self.stage = yours.stage
-        self.stored = -1
+        self._snapshot = None
         self._give_up_state()
         if yours.stage < 0:
             self.finished = True
 
     def _follow(self, view: View) -> None:
         """Brings this worker to where the coordinator is. Does nothing twice, so it may be called at any time."""
-        if view.epoch != self.epoch and (self.checks.epoch or self.version != view.version):
+        if self._is_of_the_past(view):
             self._give_up_state()
-            self.stored = -1
+            self._snapshot = None
         self.epoch = view.epoch
         if self.changing:
             return
@@ -265,6 +283,10 @@ class Worker(Standing):
         self._store_checkpoint(view)
         self._carry_out(view)
         self.kernels.admit_early()
+
+    def _is_of_the_past(self, view: View) -> bool:
+        """Whether what this worker has is of another epoch."""
+        return view.epoch != self.epoch
 
     def _carry_out(self, view: View) -> None:
         self._turn_to(view.step)
@@ -290,13 +312,17 @@ class Worker(Standing):
             return
         if step > self.step:
             self._sealed = _Sealed(self.buffers, self.frozen)
-            self.buffers, self.frozen = Buffers(self.compute) if self.checks.set_aside else self.buffers, None
+            self.buffers, self.frozen = self._next_buffers(), None
         elif self._sealed is not None:
             self.buffers, self.frozen = self._sealed.buffers, self._sealed.frozen
             self._sealed = None
         self.step = step
         self.run_round = NEVER
         self._forget_messages()
+
+    def _next_buffers(self) -> Buffers:
+        """For the next step, while the sums of this one are reduced."""
+        return Buffers(self.compute)
 
     def _open(self, run: Run) -> None:
         """RUN: buffers that count are kept, others emptied, and accumulation goes on with what is missing."""
@@ -328,15 +354,15 @@ class Worker(Standing):
         reduction = self.reduction
         if reduction is None or not reduction.complete or reduction.position != self.position:
             return False
-        if self.checks.round_digest:
-            if reduction.round != commit.round:
-                return False
-            if self.checks.term_digest and reduction.digest != commit.digests[self.stage]:
-                return False
+        if not self._is_committed(reduction, commit):
+            return False
         self.changing = True
         generation = self._generation
         self.kernels.first(lambda: self._apply(commit, reduction, generation))
         return True
+
+    def _is_committed(self, reduction: Reduction, commit: Committed) -> bool:
+        return reduction.round == commit.round and reduction.digest == commit.digests[self.stage]
 
     def _catch_up(self, commit: Committed) -> bool:
         """One whose state was committed upon while it came gets the sums from those who gave it; False where they would not have them."""
@@ -360,13 +386,13 @@ class Worker(Standing):
 
     async def _apply(self, commit: Committed, reduction: Reduction, generation: int) -> None:
         before, position = self.state, self.position
-        kept = await self.compute.keep(before) if self._lending.wanted and generation == self._generation else None
+        kept = await self.compute.keep(before) if self._donor.wanted and generation == self._generation else None
         state = None
         if generation == self._generation:
             state = await self.compute.apply(before, reduction.result(), commit)
         self.changing = False
         if generation == self._generation:
-            self._lending.remember(position, commit.round, kept, reduction.all_sums())
+            self._donor.remember(position, commit.round, kept, reduction.all_sums())
             if self._catching is None:
                 self._givers = frozenset()
             self._set_state(state, commit.version + 1)
@@ -383,16 +409,18 @@ class Worker(Standing):
         else:
             self._forget_work()
         self._on_state(self)
-        self._lending.answer_early()
+        self._donor.answer_early()
 
     def _forget_work(self) -> None:
         """The state beneath the buffers has changed: everything summed, saved or frozen is of the past."""
-        if self.checks.clear:
-            self.buffers.clear_all()
+        self._clear_buffers()
         self.frozen = None
         self._sealed = self.reduction = self._catching = None
         self._early_sums.clear()
         self._forget_messages()
+
+    def _clear_buffers(self) -> None:
+        self.buffers.clear_all()
 
     def _forget_messages(self) -> None:
         self._handled = None
@@ -403,12 +431,14 @@ class Worker(Standing):
         self.gave_up = self.run_round
         self.state = None
         self._givers = frozenset()
-        self._lending.forget()
+        self._donor.forget()
         self.version = self.step = -1
         self._generation += 1
-        if self.checks.fetch_version:
-            self.fetch = None
+        self._give_up_fetch()
         self._forget_work()
+
+    def _give_up_fetch(self) -> None:
+        self.fetch = None
 
     def _again(self) -> None:
         """Something finished: tell the coordinator, and look at its last announcement once more."""
@@ -424,13 +454,15 @@ class Worker(Standing):
             self.node.clock.spawn(self._restore(view.origin, view.epoch, view.version, self.stage, self._generation))
             return
         position, fetch = (view.epoch, view.version, self.stage), self.fetch
-        if fetch is None or (self.checks.fetch_version and fetch.position != position and not self._worth_finishing(fetch, view)):
+        if fetch is None or self._is_useless(fetch, position, view):
             self._fetches += 1
-            fetch = self.fetch = Fetch(self.node.name, self._fetches, position, self.settings.chunks, self.checks, self._fetch_patience)
+            fetch = self.fetch = self.fetch_type(self.node.name, self._fetches, position, self.settings.chunks, self._fetch_patience)
             self.compute.expect(self.stage)
-        elif not self.checks.fetch_version:
-            fetch.position = position
         self._ask_for_state(fetch, view)
+
+    def _is_useless(self, fetch: Fetch, position: tuple[int, int, int], view: View) -> bool:
+        """Whether another state is to be fetched than the one under way."""
+        return fetch.position != position and not self._worth_finishing(fetch, view)
 
     def _worth_finishing(self, fetch: Fetch, view: View) -> bool:
         """Whether a state that was committed upon meanwhile is the shorter way: those who gave most of it keep it, and the sums."""
@@ -472,32 +504,52 @@ class Worker(Standing):
             self._ask_for_state(fetch, self._view)
 
     async def _assemble(self, fetch: Fetch, stage: int, epoch: int, generation: int) -> None:
-        state = await self.compute.assemble(stage, fetch.chunks())
+        try:
+            state = await self.compute.assemble(stage, fetch.chunks())
+        except (AtollError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            self._refetch(fetch, stage, error)
+            return
         self.changing = False
         if generation == self._generation and epoch == self.epoch:
             self._set_state(state, fetch.position[1])
             self._givers = frozenset(fetch.givers)
         self._again()
 
-    def _store_checkpoint(self, view: View) -> None:
-        """Takes the snapshot exactly at its version, and writes it while training goes on."""
-        assert self._yours is not None
-        if view.checkpoint != self.version or not self._yours.store or self.stored >= self.version or self._storing:
-            return
-        self._storing = True
-        snapshot = self.compute.snapshot(self.state) if self.checks.checkpoint_version else None
-        self.node.clock.spawn(self._write_checkpoint(self.epoch, self.version, self.stage, snapshot))
+    def _refetch(self, fetch: Fetch, stage: int, error: Exception) -> None:
+        """What was sent is no state: it is fetched again, and from whom it came is told."""
+        givers = ", ".join(sorted(fetch.givers))
+        self._on_unsound(f"the state of stage {stage} that {givers} sent cannot be put together ({error}); it is fetched again")
+        self.changing = False
+        if self.fetch is fetch:
+            self.fetch = None
+        self._again()
 
-    async def _write_checkpoint(self, epoch: int, version: int, stage: int, snapshot: Any) -> None:
-        if snapshot is None:  # only with the check `checkpoint-version` off: whatever the state is by then
-            await self.node.clock.sleep(2 * self.settings.patience_seconds)
-            snapshot = self.compute.snapshot(self.state) if self.state is not None else None
-        if snapshot is not None:
-            await self.checkpoints.write(epoch, version, stage, snapshot)
-        self._storing = False
-        if epoch == self.epoch and stage == self.stage and snapshot is not None:
-            self.stored = max(self.stored, version)
-            self._beat()
+    def _store_checkpoint(self, view: View) -> None:
+        """Takes the snapshot exactly at its version; writes it, or tells its digest, while training goes on."""
+        assert self._yours is not None
+        yours, snapshot = self._yours, self._snapshot
+        if snapshot is not None and snapshot.version != view.checkpoint:
+            snapshot = self._snapshot = None
+        if snapshot is None and view.checkpoint == self.version and (yours.store or yours.attest):
+            snapshot = self._snapshot = _Snapshot(self.version, self._take_snapshot())
+        if snapshot is None:
+            return
+        if yours.store and snapshot.written_in < view.term:  # another coordinator does not know what was sent to the one before
+            snapshot.written_in = view.term
+            self.node.clock.spawn(self._write_checkpoint(self.epoch, self.stage, snapshot))
+        if yours.attest and not snapshot.digested:
+            snapshot.digested = True
+            self.node.clock.spawn(self._attest(snapshot))
+
+    def _take_snapshot(self) -> Any:
+        return self.compute.snapshot(self.state)
+
+    async def _write_checkpoint(self, epoch: int, stage: int, snapshot: "_Snapshot") -> None:
+        await self.checkpoints.write(epoch, snapshot.version, stage, snapshot.content)
+
+    async def _attest(self, snapshot: "_Snapshot") -> None:
+        snapshot.digest = await self.checkpoints.digest(snapshot.content)
+        self._beat()
 
     # --- reduction ----------------------------------------------------------------------------------------------------------
 
@@ -509,8 +561,8 @@ class Worker(Standing):
             return
         plan = order.stages[self.stage]
         listed = next((incarnation for worker, incarnation in plan.members if worker == self.node.name), 0)
-        if listed and (listed == self.incarnation or not self.checks.incarnation):
-            if self.to_reduce().frozen != order.round and self.checks.round_match:
+        if listed and self._is_own_incarnation(listed):
+            if not self._is_same_round(self.to_reduce().frozen, order.round):
                 return  # this incarnation never sealed that round
         elif listed:
             return  # somebody else who had this name
@@ -525,7 +577,7 @@ class Worker(Standing):
 
     def _reduction(self, order: Reduce) -> Reduction:
         position, buffers = self.position, self.to_reduce().buffers
-        return Reduction(self.node.name, position, self.settings, order, self.compute, buffers, self.checks, self._send)
+        return self.reduction_type(self.node.name, position, self.settings, order, self.compute, buffers, self._send)
 
     def _sections(self) -> tuple[int, ...]:
         return self.settings.sections(self.stage) if self.stage >= 0 else ()
@@ -550,33 +602,35 @@ class Worker(Standing):
         for coordinator in self.coordinators:
             self._send(coordinator, report)
 
-    def _here(self, message: Pull | Part | PullSum | SumChunk) -> bool:
+    def _here(self, message: Pull | SumPart | PullSum | SumChunk) -> bool:
         if message.version != self.version or message.stage not in self._sections():
             return False
-        return message.epoch == self.epoch or not self.checks.epoch
+        return self.is_own_epoch(message.epoch)
+
+    def _is_own_incarnation(self, incarnation: int) -> bool:
+        return incarnation == self.incarnation
+
+    def _is_same_round(self, held: Round | None, named: Round) -> bool:
+        return held == named
 
     def _on_pull(self, pull: Pull) -> None:
         if self.state is None or not self._here(pull):
             return
         sealed = self.to_reduce()
-        if self.checks.round_match and sealed.frozen != pull.round:
-            return
-        if self.checks.incarnation and pull.incarnation != self.incarnation:
+        if not self._is_same_round(sealed.frozen, pull.round) or not self._is_own_incarnation(pull.incarnation):
             return
         section = self._sections().index(pull.stage)
         payload = self.compute.part(sealed.buffers.chosen(pull.buffers, self.stage), self.stage, section, pull.chunk)
-        part = Part(pull.round, self.epoch, self.version, pull.stage, pull.chunk, self.node.name, self.incarnation, payload)
+        part = SumPart(pull.round, self.epoch, self.version, pull.stage, pull.chunk, self.node.name, self.incarnation, payload)
         self._send(pull.owner, part)
 
-    def _reduction_of(self, message: Part | PullSum | SumChunk) -> Reduction | None:
+    def _reduction_of(self, message: SumPart | PullSum | SumChunk) -> Reduction | None:
         reduction = self.reduction
         if reduction is None or not self._here(message):
             return None
-        if self.checks.round_match and reduction.round != message.round:
-            return None
-        return reduction
+        return reduction if self._is_same_round(reduction.round, message.round) else None
 
-    def _on_part(self, part: Part) -> None:
+    def _on_part(self, part: SumPart) -> None:
         reduction = self._reduction_of(part)
         if reduction is not None and not reduction.complete:
             self._hear_of_sums()
@@ -584,7 +638,7 @@ class Worker(Standing):
             self._finish_reduction()
 
     def _on_pull_sum(self, pull: PullSum) -> None:
-        if self._lending.on_pull_sum(pull):
+        if self._donor.on_pull_sum(pull):
             return
         reduction = self._reduction_of(pull)
         if reduction is not None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from atoll.control.journal import Record
 from atoll.control.messages import Committed, Message
 
-__all__ = ["Checkpoints", "Clock", "Compute", "Feed", "Journal", "Mailbox", "Node", "Transport"]
+__all__ = ["Checkpoints", "Clock", "Compute", "MicroBatchSource", "Journal", "Mailbox", "SwarmProcess", "Transport"]
 
 
 class Mailbox(Protocol):
@@ -61,16 +61,19 @@ class Journal(Protocol):
 
 
 class Checkpoints(Protocol):
-    """Write-once storage of stages, for all peers."""
+    """Storage of stages, for all peers. It takes a state only from the worker that the coordinator has told to store it."""
 
     async def write(self, epoch: int, version: int, stage: int, snapshot: Any) -> None:
-        """Comes back when durable; a second write of the same key changes nothing."""
+        """Comes back when it is durable, or refused; a second write of the same key changes nothing."""
+
+    async def digest(self, snapshot: Any) -> str:
+        """A fingerprint of a snapshot, bit for bit, as the store makes it of what it gets."""
 
     async def read(self, epoch: int, version: int, stage: int) -> Any:
         """What was written, or None where nothing complete is stored."""
 
 
-class Feed(Protocol):
+class MicroBatchSource(Protocol):
     """Where a feeder gets its micro-batches."""
 
     async def load(self, version: int, micro_batch: int) -> Any:
@@ -106,14 +109,14 @@ class Compute(Protocol):
     def part(self, buffers: Sequence[Any], stage: int, section: int, chunk: int) -> Any:
         """A copy of one chunk of the sum of buffers. Section 0 is the stage's own; the others are what it shares with tied stages."""
 
+    def fits(self, stage: int, section: int, chunk: int, part: Any) -> bool:
+        """Whether something that came from a peer has the form of that chunk of a sum."""
+
     def zero(self, stage: int, chunk: int) -> Any:
         """A sum of no parts."""
 
     def add(self, total: Any, part: Any) -> Any:
         """The sum; `total` may be changed in place."""
-
-    def store(self, buffer: Any, chunk: int, value: Any) -> None:
-        """Overwrites one chunk of a buffer (only with the check `out-of-place` off)."""
 
     def digest(self, sums: Sequence[Any]) -> str:
         """A fingerprint of a stage's reduced gradient, bit for bit."""
@@ -149,7 +152,7 @@ class Compute(Protocol):
         """The state a snapshot was taken of."""
 
 
-class Node:
+class SwarmProcess:
     """One process of the swarm: its name, what it hears and by what it acts."""
 
     __slots__ = ("name", "clock", "transport", "inbox", "nonce", "random")

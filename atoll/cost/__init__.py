@@ -1,11 +1,10 @@
 """Cost: step time, memory, traffic and money of any plan, predicted."""
 
 from atoll.cost.calibration import Calibration, LayerTime, calibration_names, load_calibration, meaning, named_calibration
+from atoll.cost.context import OPTIMIZERS
 from atoll.cost.cost import Cost, MemoryUse, StageCost
-from atoll.cost.evaluate import Evaluator, cost
+from atoll.cost.evaluate import Evaluator, StalenessEffect, cost, staleness_effect
 from atoll.cost.layer_times import LayerTimes, read_layer_times
-from atoll.cost.optimizer import OPTIMIZERS
-from atoll.cost.staleness import StalenessEffect, staleness_effect
 
 __all__ = [
     "OPTIMIZERS",

@@ -12,14 +12,12 @@ from operator import add, ge, sub
 from typing import TypeVar
 
 from atoll.cost.column import column_seconds
-from atoll.cost.in_flight import interleaved_limits
+from atoll.cost.context import DevicePlace
 from atoll.cost.pipeline import simulate
-from atoll.cost.played import Counts, Played, Replicas
-from atoll.cost.setting import Place
-from atoll.cost.sharing import SharedLinks
-from atoll.cost.transfer import Path, Transfers
-from atoll.cost.workers import NO_HOP, Hop, Hops, Timeline, Worker
+from atoll.cost.transfer import Path, SharedLinks, Transfers
+from atoll.cost.workers import NO_HOP, Counts, Hop, Hops, Played, Replicas, StageReplica, Timeline
 from atoll.plan import Plan
+from atoll.plan.schedule_policy import interleaved_limits
 
 __all__ = ["in_columns", "play_columns"]
 
@@ -35,7 +33,7 @@ def in_columns(plan: Plan, counts: Counts) -> bool:
 
 
 def play_columns(
-    transfers: Transfers, plan: Plan, places: Sequence[Place], replicas: Replicas, counts: list[int], only_step: bool
+    transfers: Transfers, plan: Plan, places: Sequence[DevicePlace], replicas: Replicas, counts: list[int], only_step: bool
 ) -> Played:
     """Plays a plan in which replica i of every stage takes `counts[i]` micro-batches.
 
@@ -139,7 +137,7 @@ class _Load:
 class _Columns:
     """The ways between the stages of each column, and who shares them."""
 
-    def __init__(self, transfers: Transfers, plan: Plan, places: Sequence[Place], counts: list[int]) -> None:
+    def __init__(self, transfers: Transfers, plan: Plan, places: Sequence[DevicePlace], counts: list[int]) -> None:
         self._transfers, self._plan, self.counts = transfers, plan, counts
         self._bytes = [transfers.boundary_bytes(plan, stage) for stage in plan.stages[:-1]]
         self.boundaries = [transfers.boundary(here, there) for here, there in pairwise(places)]
@@ -198,7 +196,7 @@ def _play_interleaved(plan: Plan, loads: dict[_Kind, _Load], first: dict[_Kind, 
 def _interleaved_column(plan: Plan, load: _Load, column: int) -> Timeline:
     groups: dict[tuple[str, ...], int] = {}
     devices = [groups.setdefault(stage.replicas[column].devices, len(groups)) for stage in plan.stages]
-    workers = [[Worker(f, b, device)] for f, b, device in zip(load.forward, load.backward, devices, strict=True)]
+    workers = [[StageReplica(f, b, device)] for f, b, device in zip(load.forward, load.backward, devices, strict=True)]
     ahead: list[Hops] = [{(0, 0): hop._replace(link=2 * s)} for s, hop in enumerate(load.onward)]
     behind: list[Hops] = [{(0, 0): hop._replace(link=2 * s + 1)} for s, hop in enumerate(load.back)]
     limits = interleaved_limits(len(plan.stages), len(groups))

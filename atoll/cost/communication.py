@@ -5,24 +5,27 @@ leaves each place once), a binary tree, and a hierarchy (inside hosts first, the
 the same time share the interfaces and links they cross: a `Span` says how many do.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise, permutations
 from typing import NamedTuple
 
 from atoll.cluster import Cluster, Device, Link
 from atoll.cluster.cluster import host_index, site_index, wan_index
-from atoll.codec import codec_spec
 from atoll.cost.calibration import Calibration
 
 __all__ = [
+    "Group",
     "Sharing",
     "Span",
     "all_gather_seconds",
     "all_reduce_seconds",
     "all_to_all_seconds",
     "collective_bytes",
+    "distinct_groups",
     "sharing_of",
+    "slowest_of",
+    "slowest_span",
     "span_of",
     "span_with",
 ]
@@ -124,16 +127,12 @@ def wan_ring(cluster: Cluster, sites: tuple[str, ...]) -> tuple[Link, ...]:
     return tuple(links[a, b] for a, b in pairwise((*order, order[0])))
 
 
-def _cheapest(span: Span, nbytes: float, passes: float, wan_ratio: float, site_sharing: float = 0.0, wan_sharing: float = 0.0) -> float:
+def _cheapest(span: Span, nbytes: float, passes: float, site_sharing: float = 0.0, wan_sharing: float = 0.0) -> float:
     """`passes` is 2 for an all-reduce, 1 for a gather or a reduce-scatter; a sharing above the span's own goes before it."""
     hierarchy = slowest = latency = 0.0
-    for (n, rate, hop, own), amount, sharing in (
-        (span.host, nbytes, 0.0),
-        (span.site, nbytes, site_sharing),
-        (span.wan, nbytes * wan_ratio, wan_sharing),
-    ):
+    for (n, rate, hop, own), sharing in ((span.host, 0.0), (span.site, site_sharing), (span.wan, wan_sharing)):
         if n > 1:
-            seconds = amount * (own if own > sharing else sharing) / rate
+            seconds = nbytes * (own if own > sharing else sharing) / rate
             ring = (n - 1) / n * seconds + (n - 1) * hop
             tree = seconds + (n - 1).bit_length() * hop
             hierarchy += ring if ring < tree else tree
@@ -144,16 +143,10 @@ def _cheapest(span: Span, nbytes: float, passes: float, wan_ratio: float, site_s
     return passes * (hierarchy if hierarchy < flat else flat)
 
 
-def _wan_ratio(span: Span, codecs: Mapping[str, str], element_bytes: float) -> float:
-    return max((codec_spec(codecs.get(link.name, "none")).ratio(element_bytes) for link in span.wan_links), default=1.0)
-
-
 def all_reduce_seconds(
     span: Span,
     nbytes: float,
     calibration: Calibration,
-    codecs: Mapping[str, str],
-    element_bytes: float = 4.0,
     *,
     site_sharing: float = 0.0,
     wan_sharing: float = 0.0,
@@ -161,15 +154,14 @@ def all_reduce_seconds(
     """All members end with the sum of everyone's `nbytes`; more groups may share the interfaces and links than the span knows of."""
     if span.members < 2 or not nbytes:
         return 0.0
-    ratio = _wan_ratio(span, codecs, element_bytes) if codecs and span.wan_links else 1.0
-    return _cheapest(span, nbytes, 2.0, ratio, site_sharing, wan_sharing) + calibration.collective_seconds
+    return _cheapest(span, nbytes, 2.0, site_sharing, wan_sharing) + calibration.collective_seconds
 
 
 def all_gather_seconds(span: Span, nbytes: float, calibration: Calibration) -> float:
     """All members end with all `nbytes`, of which each held its part; a reduce-scatter takes as long."""
     if span.members < 2 or not nbytes:
         return 0.0
-    return _cheapest(span, nbytes, 1.0, 1.0) + calibration.collective_seconds
+    return _cheapest(span, nbytes, 1.0) + calibration.collective_seconds
 
 
 def all_to_all_seconds(span: Span, nbytes: float, calibration: Calibration) -> float:
@@ -185,7 +177,7 @@ def all_to_all_seconds(span: Span, nbytes: float, calibration: Calibration) -> f
     return max(to_host, to_site, to_wan) + latency + calibration.collective_seconds
 
 
-def collective_bytes(span: Span, nbytes: float, passes: float, codecs: Mapping[str, str], element_bytes: float = 4.0) -> dict[str, float]:
+def collective_bytes(span: Span, nbytes: float, passes: float) -> dict[str, float]:
     """Bytes each link carries for one collective of one group (a flat ring or a hierarchy put the same on the narrow ones)."""
     carried: dict[str, float] = {}
     if span.members < 2 or not nbytes:
@@ -199,6 +191,47 @@ def collective_bytes(span: Span, nbytes: float, passes: float, codecs: Mapping[s
     if span.wan.members > 1:
         n = span.wan.members
         for link in span.wan_links:
-            ratio = codec_spec(codecs.get(link.name, "none")).ratio(element_bytes)
-            carried[link.name] = carried.get(link.name, 0.0) + passes * (n - 1) / n * nbytes * ratio * (2 if n == 2 else 1)
+            carried[link.name] = carried.get(link.name, 0.0) + passes * (n - 1) / n * nbytes * (2 if n == 2 else 1)
     return carried
+
+
+_TYPICAL_BYTES = 64e6  # at which layouts are compared
+
+
+class Group(NamedTuple):
+    """One or more groups that live on the same hosts."""
+
+    span: Span  # of any of them, with the contention among all groups
+    hosts: tuple[str, ...]  # whose interfaces they use; () for a group inside one host
+    links: tuple[str, ...]  # between sites, by name
+    times: int  # how many there are
+
+
+def distinct_groups(
+    cluster: Cluster, groups: Sequence[Sequence[Device]], calibration: Calibration, others: Sequence[Sequence[Device]] = ()
+) -> tuple[Group, ...]:
+    """The different layouts among groups that communicate at once, `others` beside them."""
+    by_hosts: dict[tuple[str, ...], list[Sequence[Device]]] = {}
+    for group in groups:
+        by_hosts.setdefault(tuple(sorted([device.host for device in group])), []).append(group)
+    sharing = sharing_of([*groups, *others])
+    found = []
+    for names, alike in by_hosts.items():
+        span = span_with(cluster, alike[0], calibration, sharing)
+        hosts = tuple(dict.fromkeys(names))
+        links = tuple([link.name for link in span.wan_links])
+        found.append(Group(span, hosts if len(hosts) > 1 else (), links, len(alike)))
+    return tuple(found)
+
+
+def slowest_span(
+    cluster: Cluster, groups: Sequence[Sequence[Device]], calibration: Calibration, others: Sequence[Sequence[Device]] = ()
+) -> Span:
+    """The span of that of the groups which takes longest, when all of them and `others` communicate at once."""
+    return slowest_of(distinct_groups(cluster, groups, calibration, others), calibration)
+
+
+def slowest_of(groups: Sequence[Group], calibration: Calibration) -> Span:
+    """The span of that of the groups which takes longest."""
+    spans = [group.span for group in groups]
+    return spans[0] if len(spans) == 1 else max(spans, key=lambda span: all_reduce_seconds(span, _TYPICAL_BYTES, calibration))

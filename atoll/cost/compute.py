@@ -14,7 +14,7 @@ from atoll.cost.calibration import Calibration, KindFactor, LayerTime
 from atoll.cost.measured import MeasuredTimes
 from atoll.graph import Graph, Layer, Work
 
-__all__ = ["Compute", "LayerSeconds", "StageTable"]
+__all__ = ["ComputeTimes", "LayerSeconds", "StageTable"]
 
 
 class LayerSeconds(NamedTuple):
@@ -33,7 +33,7 @@ class StageTable(NamedTuple):
     update: tuple[float, ...]
 
 
-class Compute:
+class ComputeTimes:
     """Times of a graph's layers on any device; what was computed once is remembered."""
 
     def __init__(self, graph: Graph, calibration: Calibration, update_bytes: float) -> None:

@@ -8,34 +8,39 @@ from collections.abc import Sequence
 from math import log2
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from atoll.cluster import Cluster
 from atoll.cost.amounts import Held
 from atoll.cost.calibration import Calibration
 from atoll.cost.communication import Span, all_reduce_seconds
+from atoll.cost.context import DevicePlace, PricingContext
 from atoll.cost.cost import Cost, MemoryUse, StageCost
-from atoll.cost.in_flight import in_flight_bounds, micro_batch_counts
 from atoll.cost.memory import Memory
-from atoll.cost.played import Played
 from atoll.cost.replica import ReplicaPrices, ReplicaSeconds
-from atoll.cost.setting import Place, Setting
 from atoll.cost.swarm import Ending, activation_seconds, is_overlapped, overlapped_ending, swarm_ending, with_copying
-from atoll.cost.synchronisation import Synchronisation, Work
+from atoll.cost.synchronisation import ReductionWork, Synchronisation
 from atoll.cost.timeline import play
 from atoll.cost.traffic import Traffic
 from atoll.cost.transfer import Transfers
+from atoll.cost.workers import Played
 from atoll.graph import Graph
 from atoll.plan import Plan, Replica, Stage
+from atoll.plan.division import micro_batch_counts
+from atoll.plan.modes import mode_rules
+from atoll.plan.schedule_policy import held_bounds, in_flight_bounds
+from atoll.units import format_bytes, format_seconds
 
-__all__ = ["Evaluator", "cost"]
+__all__ = ["DEFAULT_BUCKET_BYTES", "Evaluator", "StalenessEffect", "bucket_bytes", "cost", "staleness_effect"]
 
 
 class _Prices(NamedTuple):
     """All the pieces of a plan's price that do not depend on the order of events."""
 
-    places: list[Place]  # by stage
+    places: list[DevicePlace]  # by stage
     replicas: list[list[ReplicaSeconds]]
     counts: list[list[int]]  # micro-batches of each replica
-    works: list[list[Work]]  # what each stage synchronises
+    works: list[list[ReductionWork]]  # what each stage synchronises
     tied_volumes: list[tuple[list[int], float]]  # and what several stages hold copies of
     sync: list[float]  # by stage, hidden or not
     tied: list[float]
@@ -53,7 +58,7 @@ class Evaluator:
     """Prices plans for one graph on one cluster."""
 
     def __init__(self, graph: Graph, cluster: Cluster, *, optimizer: str = "adamw", calibration: Calibration | None = None) -> None:
-        self._setting = Setting(graph, cluster, optimizer, calibration or Calibration())
+        self._setting = PricingContext(graph, cluster, optimizer, calibration or Calibration())
         self.graph = graph
         self.cluster = cluster
         self.calibration = self._setting.calibration
@@ -76,7 +81,7 @@ class Evaluator:
         prices = self._prices(plan)
         played = play(self._transfers, plan, prices.places, prices.replicas, prices.counts, only_step=False)
         step = self._step(plan, prices, played)
-        memory = self._memory.plan(plan, prices.places, played.in_flight)
+        memory = self._memory.plan(plan, prices.places, held_bounds(plan, played.in_flight))
         carried = self._traffic.link_bytes(plan, prices.places, prices.counts, prices.works, prices.tied_volumes)
         dollars = step.seconds / 3600 * sum(self.devices[name].price_per_hour for name in memory)
         dollars += sum(carried.get(link.name, 0.0) * link.price_per_byte for link in self.cluster.links)
@@ -97,7 +102,7 @@ class Evaluator:
 
     def memory(self, plan: Plan, in_flight: Sequence[Sequence[int]] | None = None) -> dict[str, MemoryUse]:
         """What every device holds at its peak; without a timeline, by the schedule's bound on micro-batches in flight."""
-        return self._memory.plan(plan, self._setting.places(plan), in_flight or in_flight_bounds(plan))
+        return self._memory.plan(plan, self._setting.places(plan), in_flight or held_bounds(plan, in_flight_bounds(plan)))
 
     def replica_seconds(self, stage: Stage, replica: Replica, micro_samples: float) -> ReplicaSeconds:
         """One micro-batch of `micro_samples` (over all lanes) through a replica."""
@@ -123,10 +128,14 @@ class Evaluator:
         """(across lanes?, bytes of gradient) that each device of a stage reduces once a step."""
         return self._synchronisation.volumes(stage)
 
-    def sync_span(self, stage: Stage, across_lanes: bool, site: str = "") -> Span | None:
-        """Where the slowest group of devices that agree on a gradient lives (within one site, if named); None where none has two."""
-        spans = [group.span for group in self._synchronisation.groups(self._setting.place(stage), across_lanes, site)]
-        return max(spans, key=lambda span: all_reduce_seconds(span, 64e6, self.calibration, {}), default=None)
+    def sync_span(self, stage: Stage, across_lanes: bool) -> Span | None:
+        """Where the slowest group of devices that agree on a gradient lives; None where none has two."""
+        spans = [group.span for group in self._synchronisation.groups(self._setting.place(stage), across_lanes)]
+        return max(spans, key=lambda span: all_reduce_seconds(span, 64e6, self.calibration), default=None)
+
+    def activation_links(self, plan: Plan) -> set[str]:
+        """The links between sites that activations and their gradients cross."""
+        return self._traffic.activation_links(self._setting.places(plan), micro_batch_counts(plan))
 
     def _prices(self, plan: Plan) -> _Prices:
         places = self._setting.places(plan)
@@ -155,7 +164,8 @@ class Evaluator:
         return max(begin + sync - max(finish), last_bucket) + prices.tied[s]
 
     def _step(self, plan: Plan, prices: _Prices, played: Played) -> _Step:
-        ending = self._swarm_ending(plan, prices, played) if plan.mode == "swarm" else self._lockstep_ending(plan, prices, played)
+        one_by_one = not mode_rules(plan.mode).reduces_after_all_stages
+        ending = self._ending_by_stage(plan, prices, played) if one_by_one else self._ending_of_all(plan, prices, played)
         jitter = 0.0
         if self.calibration.jitter or self.calibration.straggler_seconds:
             names = {name for stage in plan.stages for name in stage.devices}
@@ -163,7 +173,7 @@ class Evaluator:
             jitter = ending.seconds * self.calibration.jitter * log2(len(names)) + self.calibration.straggler_seconds * log2(hosts)
         return _Step(ending.seconds + jitter + self.calibration.step_seconds, ending, jitter)
 
-    def _lockstep_ending(self, plan: Plan, prices: _Prices, played: Played) -> Ending:
+    def _ending_by_stage(self, plan: Plan, prices: _Prices, played: Played) -> Ending:
         """Every stage goes on to its gradients and its optimizer by itself; the last one ends the step."""
         last = Ending(-1.0, 0, 0.0, 0.0)
         for s, finish in enumerate(played.finish):
@@ -173,7 +183,7 @@ class Evaluator:
                 last = Ending(end, s, exposed, update)
         return last
 
-    def _swarm_ending(self, plan: Plan, prices: _Prices, played: Played) -> Ending:
+    def _ending_of_all(self, plan: Plan, prices: _Prices, played: Played) -> Ending:
         finish = [max(row) for row in played.finish]
         exchange = [sync + tied for sync, tied in zip(prices.sync, prices.tied, strict=True)]
         update = [max(replica.update for replica in row) for row in prices.replicas]
@@ -235,3 +245,51 @@ class Evaluator:
 def cost(graph: Graph, cluster: Cluster, plan: Plan, *, optimizer: str = "adamw", calibration: Calibration | None = None) -> Cost:
     """The prediction for one plan. To price many plans of one graph and cluster, keep an `Evaluator`."""
     return Evaluator(graph, cluster, optimizer=optimizer, calibration=calibration).cost(plan)
+
+
+class StalenessEffect(NamedTuple):
+    """A swarm's plan with staleness=1, against the same without. It prints as a part of a sentence."""
+
+    without_seconds: float
+    with_seconds: float
+    more_bytes: float  # on the device that needs most of them
+    lacking_bytes: float  # of the device that has least room; 0 where all have enough
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast steps are."""
+        return self.without_seconds / self.with_seconds
+
+    def __str__(self) -> str:
+        gain = f"{self.gain:.2f}× as fast" if self.gain > 1.005 else "nothing is gained by it here"
+        step = f"{format_seconds(self.with_seconds)} a step instead of {format_seconds(self.without_seconds)}, {gain}"
+        lack = f", of which one lacks {format_bytes(self.lacking_bytes)}" if self.lacking_bytes else ""
+        return f"{step}, for up to {format_bytes(self.more_bytes)} more memory a device{lack}; gradients are of the weights one step before"
+
+
+def staleness_effect(evaluator: Evaluator, plan: Plan) -> StalenessEffect:
+    """For a plan of a mode that may have it, whatever staleness it has."""
+    without, with_it = (evaluator.cost(replace(plan, staleness=staleness)) for staleness in (0, 1))
+    more = max(use.total_bytes - without.memory[name].total_bytes for name, use in with_it.memory.items())
+    return StalenessEffect(without.step_seconds, with_it.step_seconds, more, max(with_it.over_memory.values(), default=0.0))
+
+
+DEFAULT_BUCKET_BYTES = 25 * 2**20  # where nothing is known of the links
+_SIZES = [1 << power for power in range(18, 29)]  # 256 KB to 256 MB
+
+
+def bucket_bytes(evaluator: Evaluator, plan: Plan) -> int:
+    """The size of buckets for the stage with the most gradient to synchronise."""
+    volumes = [(nbytes, stage, across) for stage in plan.stages for across, nbytes in evaluator.sync_volumes(stage) if nbytes]
+    for nbytes, stage, across in sorted(volumes, key=lambda volume: -volume[0]):
+        span = evaluator.sync_span(stage, across)
+        if span is not None:
+            seconds = {size: _exposed_seconds(evaluator, span, nbytes, size) for size in _SIZES}
+            return min(_SIZES, key=seconds.__getitem__)
+    return DEFAULT_BUCKET_BYTES
+
+
+def _exposed_seconds(evaluator: Evaluator, span: Span, total_bytes: float, size: int) -> float:
+    """The last bucket, which nothing hides, and the latency of all."""
+    last = all_reduce_seconds(span, min(float(size), total_bytes), evaluator.calibration)
+    return last + total_bytes / size * all_reduce_seconds(span, 1.0, evaluator.calibration)

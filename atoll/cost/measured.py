@@ -11,7 +11,7 @@ from math import exp, log
 from typing import NamedTuple
 
 from atoll.cluster import DeviceKind, MatmulRate, Measurements
-from atoll.cost.optimizer import OPTIMIZERS
+from atoll.cost.context import OPTIMIZERS
 from atoll.graph import Work
 
 __all__ = ["MeasuredTimes", "Passes"]

@@ -1,14 +1,15 @@
 """What a device must hold: parameters, gradients, optimizer state, activations in flight, buffers."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from atoll.cost.amounts import Held, tensor_fraction
 from atoll.cost.calibration import Calibration
+from atoll.cost.context import DevicePlace, OptimizerCost, PricingContext
 from atoll.cost.cost import MemoryUse
-from atoll.cost.optimizer import OptimizerCost
-from atoll.cost.setting import Place, Setting
 from atoll.cost.swarm import is_overlapped
 from atoll.plan import Plan, Replica, Stage
+from atoll.plan.division import lane_bounds
 
 __all__ = ["Memory", "memory_use"]
 
@@ -16,12 +17,12 @@ __all__ = ["Memory", "memory_use"]
 class Memory:
     """Memory of any plan's devices; what was computed once is remembered."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: PricingContext) -> None:
         self._setting = setting
         self._known: dict[tuple[object, ...], MemoryUse] = {}
         self._largest: dict[tuple[int, int, int], float] = {}
 
-    def plan(self, plan: Plan, places: Sequence[Place], in_flight: Sequence[Sequence[int]]) -> dict[str, MemoryUse]:
+    def plan(self, plan: Plan, places: Sequence[DevicePlace], in_flight: Sequence[Sequence[int]]) -> dict[str, MemoryUse]:
         """What every device holds at its peak, where replicas have at most so many micro-batches in flight."""
         uses: dict[str, MemoryUse] = {}
         for stage, place, row in zip(plan.stages, places, in_flight, strict=True):
@@ -33,22 +34,20 @@ class Memory:
                 self._replica(plan, stage, replica, count, uses)
         return uses
 
-    def _of_all(self, plan: Plan, stage: Stage, place: Place, held: Sequence[int]) -> MemoryUse | None:
+    def _of_all(self, plan: Plan, stage: Stage, place: DevicePlace, held: Sequence[int]) -> MemoryUse | None:
         """What each device of a stage holds; None where they may differ."""
         first = stage.replicas[0]
         samples = first.samples
-        lanes = len(samples)
-        if held.count(held[0]) < len(held) or samples.count(samples[0]) < lanes or (place.has_cpus and place.has_accelerators):
+        if held.count(held[0]) < len(held) or samples.count(samples[0]) < len(samples) or (place.has_cpus and place.has_accelerators):
             return None
         if any(replica.samples != samples or replica.tensor_shares for replica in stage.replicas):
             return None
-        micro = _micro_batch(plan, sum(samples) or 1)
-        own = micro / lanes if samples[0] else 0.0
-        return self._remembered(stage, 1 / stage.tensor, own, held[0], lanes, place.has_cpus, is_overlapped(plan))
+        return self._remembered(
+            plan, stage, 1 / stage.tensor, _most_pieces(plan.micro_batch_size, len(plan.stages) == 1, samples)[0], held[0], place.has_cpus
+        )
 
     def _replica(self, plan: Plan, stage: Stage, replica: Replica, held: int, uses: dict[str, MemoryUse]) -> None:
-        total = replica.total_samples or 1
-        micro = _micro_batch(plan, total)
+        pieces = _most_pieces(plan.micro_batch_size, len(plan.stages) == 1, replica.samples)
         alike = not replica.tensor_shares and len(set(replica.samples)) == 1
         use: MemoryUse | None = None
         was_cpu = False
@@ -57,20 +56,17 @@ class Memory:
             if use is None or not alike or is_cpu != was_cpu:
                 was_cpu = is_cpu
                 lane, position = divmod(index, stage.tensor)
-                fraction = tensor_fraction(replica, stage.tensor, position)
-                own = replica.samples[lane] / total * micro
-                use = self._remembered(stage, fraction, own, held, stage.lanes, is_cpu, is_overlapped(plan))
+                use = self._remembered(plan, stage, tensor_fraction(replica, stage.tensor, position), pieces[lane], held, is_cpu)
             before = uses.get(name)
             uses[name] = use if before is None else _sum(before, use)
 
-    def _remembered(
-        self, stage: Stage, fraction: float, samples: float, held: int, lanes: int, is_cpu: bool, overlapped: bool
-    ) -> MemoryUse:
+    def _remembered(self, plan: Plan, stage: Stage, fraction: float, piece: "_Piece", held: int, is_cpu: bool) -> MemoryUse:
+        overlapped, lanes = is_overlapped(plan), stage.lanes
         inside = (stage.start, stage.stop, stage.sharded, stage.expert, stage.recompute, stage.split)
-        key = (*inside, fraction, samples, held, lanes, is_cpu, overlapped)
+        key = (*inside, fraction, piece, held, lanes, is_cpu, overlapped)
         found = self._known.get(key)
         if found is None:
-            use = self.device(stage, fraction, samples, held, lanes, is_cpu)
+            use = self.device(stage, fraction, piece[0], held, lanes, is_cpu, piece[1])
             found = self._known[key] = _sum(use, self._of_two_steps(stage, fraction, lanes, is_cpu)) if overlapped else use
         return found
 
@@ -85,21 +81,24 @@ class Memory:
         trained = held.dense / shards + held.expert + held.divided
         return MemoryUse(parameters=4.0 * (trained + held.frozen / shards), gradients=(8.0 if is_cpu else 4.0) * trained)
 
-    def device(self, stage: Stage, fraction: float, samples: float, held: int, lanes: int, is_cpu: bool) -> MemoryUse:
-        """What a device with `fraction` of the tensors holds when `held` micro-batches of `samples` each are in flight."""
+    def device(
+        self, stage: Stage, fraction: float, samples: float, held: int, lanes: int, is_cpu: bool, others: float | None = None
+    ) -> MemoryUse:
+        """What a device with `fraction` of the tensors holds when `held` micro-batches of `samples` each are in flight, and as many of
+        each other lane, or `others` of all of them."""
         setting = self._setting
         parameters = setting.held_with(stage, fraction, lanes)
         shards = lanes if stage.sharded else 1
         working = 2 * parameters.dense / max(1, stage.stop - stage.start) if stage.sharded and lanes > 1 else 0.0
         activations = self.activation_bytes(stage.start, stage.stop, stage.recompute, fraction) * samples
         once = self._largest_saved(stage.start, stage.stop, fraction) * samples if stage.recompute else 0.0
-        kept = activations * held + once + self._gathered(stage, samples, held, lanes)
+        gathered = self._gathered(stage) * (samples * (lanes - 1) if others is None else others)
+        kept = (activations + gathered) * held + once
         return memory_use(parameters, shards, kept, working, setting.half_precision, setting.optimizer, setting.calibration, is_cpu)
 
-    def _gathered(self, stage: Stage, samples: float, held: int, lanes: int) -> float:
-        """Other lanes' samples in front of layers that lanes divide: about what these exchange in one pass."""
-        layers = self._setting.graph.layers
-        return sum(layers[number].tensor_bytes for number in stage.split) * samples * (lanes - 1) * held
+    def _gathered(self, stage: Stage) -> float:
+        """Bytes of another lane's sample in front of layers that lanes divide: about what these exchange in one pass."""
+        return sum([self._setting.graph.layers[number].tensor_bytes for number in stage.split])
 
     def activation_bytes(self, start: int, stop: int, recompute: bool, fraction: float) -> float:
         """Bytes one sample in flight keeps in a stage."""
@@ -122,9 +121,21 @@ class Memory:
         return self._largest[key]
 
 
-def _micro_batch(plan: Plan, total: int) -> float:
-    """Samples of a micro-batch of a replica that takes `total` of them; without a pipeline it divides them evenly."""
-    return total / -(-total // plan.micro_batch_size) if len(plan.stages) == 1 else float(plan.micro_batch_size)
+_Piece = tuple[int, int]  # the most samples of a micro-batch that a lane has, and that the other lanes have
+
+
+@lru_cache(maxsize=8192)
+def _most_pieces(size: int, one_stage: bool, samples: tuple[int, ...]) -> tuple[_Piece, ...]:
+    """Of each lane of a replica that takes these samples, divided as lockstep does it or always in the same proportion, as a swarm's worker
+    does; lanes alike have the same."""
+    total = sum(samples)
+    size = min(size, total)
+    if len(samples) == 1 or not total:
+        return ((size, 0),) * len(samples)
+    found = []
+    for own, (fewest, most) in zip(samples, lane_bounds(size, one_stage, samples), strict=True):
+        found.append((max(most, -(-size * own // total)), size - min(fewest, size * own // total)))
+    return (max(found),) * len(found) if len(set(samples)) == 1 else tuple(found)
 
 
 def memory_use(

@@ -5,10 +5,9 @@ from typing import NamedTuple
 
 from atoll.cluster import Device
 from atoll.cost.amounts import tensor_fraction
-from atoll.cost.communication import Span, all_gather_seconds, all_reduce_seconds, all_to_all_seconds
-from atoll.cost.compute import Compute, StageTable
-from atoll.cost.groups import slowest_span
-from atoll.cost.setting import Place, Setting
+from atoll.cost.communication import Span, all_gather_seconds, all_reduce_seconds, all_to_all_seconds, slowest_span
+from atoll.cost.compute import ComputeTimes, StageTable
+from atoll.cost.context import DevicePlace, PricingContext
 from atoll.plan import Replica, Stage
 
 __all__ = ["ReplicaPrices", "ReplicaSeconds"]
@@ -45,12 +44,12 @@ _Division = tuple[int, tuple[int, ...], tuple[int, ...], float]  # layout, sampl
 class ReplicaPrices:
     """Times of any replica; what was computed once is remembered, and replicas of one layout are priced once."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: PricingContext) -> None:
         self._setting = setting
-        self._compute = Compute(setting.graph, setting.calibration, setting.optimizer.update_bytes)
+        self._compute = ComputeTimes(setting.graph, setting.calibration, setting.optimizer.update_bytes)
         self._known: dict[tuple[object, ...], ReplicaSeconds] = {}
         self._tables: dict[tuple[_Division, int, tuple[int, ...]], list[tuple[StageTable, float]]] = {}
-        self._places: dict[Place, list[int]] = {}
+        self._places: dict[DevicePlace, list[int]] = {}
         self._layout_of: dict[tuple[object, ...], int | None] = {}  # None: it depends on the stage's other replicas
         self._numbers: dict[_Layout, int] = {}
         self._layouts: list[_Layout] = []  # by number
@@ -60,7 +59,7 @@ class ReplicaPrices:
         layout = self._number_of_layout(self._setting.place(stage), replica.devices)
         return self._price(stage, replica, (layout, _unequal_lanes(replica), replica.tensor_shares, micro_samples))
 
-    def stage(self, stage: Stage, place: Place, micro_samples: Sequence[float]) -> list[ReplicaSeconds]:
+    def stage(self, stage: Stage, place: DevicePlace, micro_samples: Sequence[float]) -> list[ReplicaSeconds]:
         """One micro-batch of so many samples through each replica of a stage."""
         layouts = self._places.get(place)
         if layouts is None:
@@ -82,7 +81,7 @@ class ReplicaPrices:
             found = self._known[key] = self._with_collectives(stage, replica, division)
         return found
 
-    def _number_of_layout(self, place: Place, devices: tuple[str, ...]) -> int:
+    def _number_of_layout(self, place: DevicePlace, devices: tuple[str, ...]) -> int:
         """Replicas with the same number differ in names alone."""
         key: tuple[object, ...] = (place.tensor, devices)
         found = self._layout_of.get(key, -1)
@@ -99,7 +98,7 @@ class ReplicaPrices:
                 self._layout_of[place, devices] = found
         return found
 
-    def _layout(self, place: Place, names: tuple[str, ...]) -> _Layout:
+    def _layout(self, place: DevicePlace, names: tuple[str, ...]) -> _Layout:
         setting, tensor = self._setting, place.tensor
         devices = [setting.devices[name] for name in names]
         own = [devices[i : i + tensor] for i in range(0, len(devices), tensor)]
@@ -178,7 +177,7 @@ class ReplicaPrices:
         if not reductions or self._compute.measured_split(self._setting.devices[replica.devices[0]], stage.tensor):
             return 0.0
         nbytes = (amounts.tensor_bytes[stop] - amounts.tensor_bytes[stage.start]) * samples
-        return reductions * all_reduce_seconds(lane, nbytes / reductions, self._setting.calibration, {}, self._setting.element_bytes)
+        return reductions * all_reduce_seconds(lane, nbytes / reductions, self._setting.calibration)
 
     def _split(self, stage: Stage, lanes: Span | None, together: float, stop: int) -> float:
         """Exchanges between lanes for the layers they divide, in forward up to `stop`: samples are gathered before, results return after.
@@ -191,7 +190,7 @@ class ReplicaPrices:
         for layer in (self._setting.graph.layers[number] for number in stage.split if number < stop):
             if layer.tensor_reductions:
                 nbytes = layer.tensor_bytes * together / layer.tensor_reductions
-                seconds += layer.tensor_reductions * all_reduce_seconds(lanes, nbytes, self._setting.calibration, {})
+                seconds += layer.tensor_reductions * all_reduce_seconds(lanes, nbytes, self._setting.calibration)
         return seconds
 
     def _expert(self, stage: Stage, lanes: Span | None, samples: float) -> float:

@@ -11,11 +11,12 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from atoll.cost.played import Counts
-from atoll.cost.routing import pair_counts
-from atoll.cost.setting import Place
+from atoll.cost.context import DevicePlace
 from atoll.cost.transfer import Transfers
+from atoll.cost.workers import Counts
 from atoll.plan import Plan
+from atoll.plan.division import pair_counts
+from atoll.plan.modes import mode_rules
 
 __all__ = ["Ending", "activation_seconds", "is_overlapped", "overlapped_ending", "swarm_ending", "with_copying"]
 
@@ -33,7 +34,7 @@ class Ending(NamedTuple):
 
 def is_overlapped(plan: Plan) -> bool:
     """Whether a step is computed while the sums of the one before are exchanged."""
-    return plan.mode == "swarm" and plan.staleness > 0
+    return plan.staleness > 0 and mode_rules(plan.mode).most_staleness > 0
 
 
 def swarm_ending(finish: Sequence[float], exchange: Sequence[float], update: Sequence[float]) -> Ending:
@@ -56,7 +57,7 @@ def with_copying(update: float, update_bytes: float) -> float:
     return update * (1 + _COPIED_BYTES / update_bytes)
 
 
-def activation_seconds(transfers: Transfers, plan: Plan, places: Sequence[Place], counts: Counts) -> dict[str, float]:
+def activation_seconds(transfers: Transfers, plan: Plan, places: Sequence[DevicePlace], counts: Counts) -> dict[str, float]:
     """How long activations and their gradients hold each host's interface and each link between sites, in its busier direction."""
     held: dict[tuple[str, tuple[str, ...]], float] = {}
     for s, (before, after) in enumerate(pairwise(map(tuple, counts))):

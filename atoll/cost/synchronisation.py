@@ -5,20 +5,19 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from atoll.cluster import Device
-from atoll.cost.communication import Span, all_reduce_seconds
-from atoll.cost.groups import Group, distinct_groups, slowest_of
-from atoll.cost.setting import Place, Setting
+from atoll.cost.communication import Group, Span, all_reduce_seconds, distinct_groups, slowest_of
+from atoll.cost.context import DevicePlace, PricingContext
 from atoll.plan import Plan, Stage
 
-__all__ = ["Synchronisation", "Work"]
+__all__ = ["Synchronisation", "ReductionWork"]
 
 _Loads = dict[str, list[tuple[float, int]]]  # by host or link: bytes of those that use it, and how many
 
 
-class Work(NamedTuple):
+class ReductionWork(NamedTuple):
     """What the devices of a stage reduce: bytes of each, in groups."""
 
-    place: Place
+    place: DevicePlace
     across_lanes: bool
     nbytes: float
     groups: tuple[Group, ...]
@@ -27,26 +26,24 @@ class Work(NamedTuple):
 class Synchronisation:
     """Synchronisation times of any plan; where groups live is remembered."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: PricingContext) -> None:
         self._setting = setting
-        self._groups: dict[tuple[Place, bool, str], tuple[Group, ...]] = {}
-        self._tied_groups: dict[tuple[Place, ...], tuple[Group, ...]] = {}
-        self._tied_spans: dict[tuple[Place, ...], Span] = {}
+        self._groups: dict[tuple[DevicePlace, bool], tuple[Group, ...]] = {}
+        self._tied_groups: dict[tuple[DevicePlace, ...], tuple[Group, ...]] = {}
+        self._tied_spans: dict[tuple[DevicePlace, ...], Span] = {}
 
-    def groups(self, place: Place, across_lanes: bool, site: str = "") -> tuple[Group, ...]:
-        """Where the devices that hold the same parameters live (within one site, if named): over replicas, and over lanes too where lanes
-        repeat them. Groups of one device are left out."""
-        key = (place, across_lanes, site)
+    def groups(self, place: DevicePlace, across_lanes: bool) -> tuple[Group, ...]:
+        """Where the devices that hold the same parameters live: over replicas, and over lanes too where lanes repeat them. Groups of
+        one device are left out."""
+        key = (place, across_lanes)
         found = self._groups.get(key)
         if found is None:
             members = self._members(place, across_lanes)
-            if site:
-                members = [[device for device in group if device.site == site] for group in members]
             members = [group for group in members if len(group) > 1]
             found = self._groups[key] = distinct_groups(self._setting.cluster, members, self._setting.calibration)
         return found
 
-    def _members(self, place: Place, across_lanes: bool) -> list[list[Device]]:
+    def _members(self, place: DevicePlace, across_lanes: bool) -> list[list[Device]]:
         rows = [[self._setting.devices[name] for name in group] for group in place.groups]
         apart = place.tensor if across_lanes else len(rows[0])
         return [[device for row in rows for device in row[position::apart]] for position in range(apart)]
@@ -65,43 +62,31 @@ class Synchronisation:
             volumes.append((False, held.divided * size))
         return volumes
 
-    def works(self, plan: Plan, places: Sequence[Place]) -> list[list[Work]]:
+    def works(self, plan: Plan, places: Sequence[DevicePlace]) -> list[list[ReductionWork]]:
         """What the replicas of each stage have to agree on."""
         return [
-            [Work(place, across, nbytes, self.groups(place, across)) for across, nbytes in self.volumes(stage) if nbytes]
+            [ReductionWork(place, across, nbytes, self.groups(place, across)) for across, nbytes in self.volumes(stage) if nbytes]
             for stage, place in zip(plan.stages, places, strict=True)
         ]
 
-    def seconds(self, plan: Plan, works: list[list[Work]]) -> list[float]:
+    def seconds(self, plan: Plan, works: list[list[ReductionWork]]) -> list[float]:
         """Seconds each stage's replicas need to agree on their gradients, all stages at once."""
         loads = _loads(works) if len(works) > 1 else {}
-        return [sum([self._work_seconds(plan, work, loads) for work in row]) for row in works]
-
-    def _work_seconds(self, plan: Plan, work: Work, loads: _Loads) -> float:
-        """The slowest group's time; under islands what is agreed inside a site each step, and between sites every so many."""
-        whole = self._slowest(plan, work.groups, work.nbytes, loads)
-        if plan.mode != "islands":
-            return whole
-        sites = {site for group in work.groups if group.links for site in group.span.site_names}
-        if not sites:
-            return whole
-        local = [self.groups(work.place, work.across_lanes, site) for site in sorted(sites)]
-        inside = max(self._slowest(plan, groups, work.nbytes, loads) for groups in local)
-        return inside + whole / max(1, plan.outer_steps)
+        return [sum([self._slowest(plan, work.groups, work.nbytes, loads) for work in row]) for row in works]
 
     def _slowest(self, plan: Plan, groups: tuple[Group, ...], nbytes: float, loads: _Loads) -> float:
         slowest = 0.0
         for group in groups:
             contended = {"site_sharing": _sharing(group.hosts, nbytes, loads), "wan_sharing": _sharing(group.links, nbytes, loads)}
-            slowest = max(slowest, all_reduce_seconds(group.span, nbytes, self._setting.calibration, plan.codecs, **contended))
+            slowest = max(slowest, all_reduce_seconds(group.span, nbytes, self._setting.calibration, **contended))
         return slowest
 
-    def tied(self, plan: Plan, places: Sequence[Place], volumes: "list[tuple[list[int], float]]") -> list[float]:
+    def tied(self, plan: Plan, places: Sequence[DevicePlace], volumes: "list[tuple[list[int], float]]") -> list[float]:
         """Seconds each stage spends on gradients of parameters it shares with other stages."""
         seconds = [0.0] * len(plan.stages)
         for homes, nbytes in volumes:
             span = self._tied_span([places[s] for s in homes])
-            taken = all_reduce_seconds(span, nbytes, self._setting.calibration, plan.codecs)
+            taken = all_reduce_seconds(span, nbytes, self._setting.calibration)
             for s in homes:
                 seconds[s] += taken
         return seconds
@@ -118,7 +103,7 @@ class Synchronisation:
                 volumes.append((homes, shared.parameters * setting.calibration.gradient_bytes / tensor))
         return volumes
 
-    def tied_groups(self, places: Sequence[Place]) -> tuple[Group, ...]:
+    def tied_groups(self, places: Sequence[DevicePlace]) -> tuple[Group, ...]:
         """Where copies of a parameter of several stages live: one group for each replica and position."""
         key = tuple(places)
         found = self._tied_groups.get(key)
@@ -129,7 +114,7 @@ class Synchronisation:
             found = self._tied_groups[key] = distinct_groups(self._setting.cluster, groups, self._setting.calibration)
         return found
 
-    def _tied_span(self, places: Sequence[Place]) -> Span:
+    def _tied_span(self, places: Sequence[DevicePlace]) -> Span:
         """Of the slowest of those groups."""
         key = tuple(places)
         found = self._tied_spans.get(key)
@@ -138,7 +123,7 @@ class Synchronisation:
         return found
 
 
-def _loads(works: list[list[Work]]) -> _Loads:
+def _loads(works: list[list[ReductionWork]]) -> _Loads:
     """Bytes that groups put on every interface and link between sites."""
     loads: _Loads = {}
     for row in works:

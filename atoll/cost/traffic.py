@@ -1,34 +1,35 @@
 """Bytes a step puts on every link, by the plan alone."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+from atoll.cluster import Device
 from atoll.codec import codec_spec
-from atoll.cost.communication import collective_bytes
-from atoll.cost.inside_traffic import InsideTraffic
-from atoll.cost.played import Counts
-from atoll.cost.routing import pair_counts
-from atoll.cost.setting import Place, Setting
-from atoll.cost.synchronisation import Synchronisation, Work
+from atoll.cost.communication import collective_bytes, span_of
+from atoll.cost.context import DevicePlace, PricingContext
+from atoll.cost.synchronisation import ReductionWork, Synchronisation
 from atoll.cost.transfer import Transfers
-from atoll.plan import Plan
+from atoll.cost.workers import Counts
+from atoll.plan import Plan, Replica, Stage
+from atoll.plan.division import pair_counts
 
-__all__ = ["Traffic"]
+__all__ = ["InsideTraffic", "Traffic"]
 
 
 class Traffic:
     """Bytes on the links of any plan; what repeats is remembered."""
 
-    def __init__(self, setting: Setting, synchronisation: Synchronisation, transfers: Transfers) -> None:
+    def __init__(self, setting: PricingContext, synchronisation: Synchronisation, transfers: Transfers) -> None:
         self._setting, self._synchronisation, self._transfers = setting, synchronisation, transfers
         self._inside = InsideTraffic(setting)
 
     def link_bytes(
         self,
         plan: Plan,
-        places: Sequence[Place],
+        places: Sequence[DevicePlace],
         counts: Counts,
-        works: Sequence[Sequence[Work]],
+        works: Sequence[Sequence[ReductionWork]],
         tied_volumes: Sequence[tuple[list[int], float]],
     ) -> dict[str, float]:
         """By link name: `"oslo–rome"` between sites, a site's name for its network, `"inside hosts"` for the rest.
@@ -45,14 +46,22 @@ class Traffic:
             self._add_boundaries(plan, places, counts, carried)
         return {name: nbytes for name, nbytes in carried.items() if nbytes}
 
-    def _add_tied(self, plan: Plan, places: Sequence[Place], volumes: Sequence[tuple[list[int], float]], carried: dict[str, float]) -> None:
+    def activation_links(self, places: Sequence[DevicePlace], counts: Counts) -> set[str]:
+        """The links between sites that micro-batches cross on their routes."""
+        boundaries = zip(pairwise(places), pairwise(counts), strict=True)
+        ways = [self._times_by_link(*both, *rows) for both, rows in boundaries]
+        return {link for times in ways for (link, between_sites), count in times.items() if between_sites and count}
+
+    def _add_tied(
+        self, plan: Plan, places: Sequence[DevicePlace], volumes: Sequence[tuple[list[int], float]], carried: dict[str, float]
+    ) -> None:
         """Gradients of parameters that several stages hold copies of."""
         for homes, nbytes in volumes:
             for group in self._synchronisation.tied_groups([places[s] for s in homes]):
-                for name, amount in collective_bytes(group.span, nbytes, 2.0, plan.codecs).items():
+                for name, amount in collective_bytes(group.span, nbytes, 2.0).items():
                     carried[name] = carried.get(name, 0.0) + amount * group.times
 
-    def _add_boundaries(self, plan: Plan, places: Sequence[Place], counts: Counts, carried: dict[str, float]) -> None:
+    def _add_boundaries(self, plan: Plan, places: Sequence[DevicePlace], counts: Counts, carried: dict[str, float]) -> None:
         """Activations forth and gradients back, along the routes of the micro-batches."""
         for s, (before, after) in enumerate(pairwise(counts)):
             times = self._times_by_link(places[s], places[s + 1], before, after)
@@ -62,7 +71,7 @@ class Traffic:
                 ratio = codec_spec(codec).ratio(self._setting.element_bytes) if codec else 1.0
                 carried[link] = carried.get(link, 0.0) + both * ratio * count
 
-    def _times_by_link(self, here: Place, there: Place, before: list[int], after: list[int]) -> dict[tuple[str, bool], int]:
+    def _times_by_link(self, here: DevicePlace, there: DevicePlace, before: list[int], after: list[int]) -> dict[tuple[str, bool], int]:
         """How many micro-batches cross a boundary over each link, one way; True for a link between sites."""
         times: dict[tuple[str, bool], int] = {}
         if before == after:
@@ -77,9 +86,114 @@ class Traffic:
         return times
 
 
-def _add_sync(plan: Plan, work: Work, carried: dict[str, float]) -> None:
-    """Gradients among replicas; under islands links between sites carry them once every `outer_steps`."""
+def _add_sync(plan: Plan, work: ReductionWork, carried: dict[str, float]) -> None:
+    """Gradients among replicas."""
     for group in work.groups:
-        rare = {link.name for link in group.span.wan_links} if plan.mode == "islands" else ()
-        for name, amount in collective_bytes(group.span, work.nbytes, 2.0, plan.codecs).items():
-            carried[name] = carried.get(name, 0.0) + amount * group.times / (max(1, plan.outer_steps) if name in rare else 1)
+        for name, amount in collective_bytes(group.span, work.nbytes, 2.0).items():
+            carried[name] = carried.get(name, 0.0) + amount * group.times
+
+
+_PerByte = dict[str, float]  # bytes on each link for one byte of a collective
+_Alike = list[tuple[_PerByte, list[tuple[int, int]]]]  # groups that load the same links alike: replica, and lane or position
+
+
+class InsideTraffic:
+    """What the replicas of any stage exchange inside themselves in one step; what repeats is remembered."""
+
+    def __init__(self, setting: PricingContext) -> None:
+        self._setting = setting
+        self._along_lanes: dict[DevicePlace, _Alike] = {}
+        self._across_lanes: dict[DevicePlace, _Alike] = {}
+        self._whole: dict[DevicePlace, _Alike] = {}
+
+    def add(self, plan: Plan, stage: Stage, place: DevicePlace, carried: dict[str, float]) -> None:
+        """Adds the traffic of a stage that lives at `place`."""
+        if stage.tensor > 1:
+            self._add_tensor(stage, place, carried)
+        if len(place.groups[0]) > stage.tensor:
+            if stage.sharded:
+                self._add_gathers(plan, stage, place, carried)
+            if stage.expert:
+                self._add_exchanges(stage, carried)
+            if stage.split:
+                self._add_split(stage, place, carried)
+
+    def _add_tensor(self, stage: Stage, place: DevicePlace, carried: dict[str, float]) -> None:
+        """All-reduces forward and backward, and again where forward is recomputed."""
+        alike = self._along_lanes.get(place)
+        if alike is None:
+            lanes = [
+                ((i, lane), members) for i, group in enumerate(place.groups) for lane, members in enumerate(_lanes(group, place.tensor))
+            ]
+            alike = self._along_lanes[place] = self._per_byte(lanes, 2.0)
+        amounts = self._setting.amounts.tensor_bytes
+        again = self._setting.recomputed_stop(stage)
+        nbytes = 2 * (amounts[stage.stop] - amounts[stage.start]) + (amounts[again] - amounts[stage.start])
+        for per_byte, lanes_alike in alike:
+            shares = [replica.samples for replica in stage.replicas]
+            samples = sum(map(sum, shares)) if len(alike) == 1 else sum([shares[i][lane] for i, lane in lanes_alike])
+            _add(carried, per_byte, nbytes * samples)
+
+    def _add_gathers(self, plan: Plan, stage: Stage, place: DevicePlace, carried: dict[str, float]) -> None:
+        """Parameters in forward and in backward, and their gradients scattered, for every micro-batch."""
+        alike = self._across_lanes.get(place)
+        if alike is None:
+            tensor = place.tensor
+            groups = [((i, position), group[position::tensor]) for i, group in enumerate(place.groups) for position in range(tensor)]
+            alike = self._across_lanes[place] = self._per_byte(groups, 1.0)
+        held = self._setting.held_with(stage, 1 / stage.tensor, stage.lanes)
+        nbytes = held.dense * (2 * self._setting.element_bytes + self._setting.calibration.gradient_bytes)
+        rounds = [-(-replica.total_samples // plan.micro_batch_size) for replica in stage.replicas]
+        for per_byte, groups_alike in alike:
+            _add(carried, per_byte, nbytes * sum([rounds[i] for i, _ in groups_alike]))
+
+    def _add_split(self, stage: Stage, place: DevicePlace, carried: dict[str, float]) -> None:
+        """What lanes exchange for the layers they divide: in each pass (and again where forward is recomputed) as much as an all-reduce."""
+        alike = self._whole.get(place)
+        if alike is None:
+            alike = self._whole[place] = self._per_byte([((i, 0), group) for i, group in enumerate(place.groups)], 2.0)
+        again = self._setting.recomputed_stop(stage)
+        nbytes = sum(self._setting.graph.layers[number].tensor_bytes * (3 if number < again else 2) for number in stage.split)
+        for per_byte, groups_alike in alike:
+            _add(carried, per_byte, nbytes * sum(stage.replicas[i].total_samples for i, _ in groups_alike))
+
+    def _per_byte(self, groups: Iterable[tuple[tuple[int, int], tuple[str, ...]]], passes: float) -> _Alike:
+        setting = self._setting
+        alike: dict[tuple[tuple[str, float], ...], list[tuple[int, int]]] = {}
+        for who, names in groups:
+            span = span_of(setting.cluster, [[setting.devices[name] for name in names]], setting.calibration)
+            alike.setdefault(tuple(collective_bytes(span, 1.0, passes).items()), []).append(who)
+        return [(dict(per_byte), who) for per_byte, who in alike.items()]
+
+    def _add_exchanges(self, stage: Stage, carried: dict[str, float]) -> None:
+        for replica in stage.replicas:
+            devices = [self._setting.devices[name] for name in replica.devices]
+            for position in range(stage.tensor):
+                _add_exchange(self._setting, stage, replica, devices[position :: stage.tensor], carried)
+
+
+def _lanes(group: tuple[str, ...], tensor: int) -> list[tuple[str, ...]]:
+    return [group[first : first + tensor] for first in range(0, len(group), tensor)]
+
+
+def _add(carried: dict[str, float], per_byte: _PerByte, nbytes: float) -> None:
+    for name, amount in per_byte.items():
+        carried[name] = carried.get(name, 0.0) + amount * nbytes
+
+
+def _add_exchange(setting: PricingContext, stage: Stage, replica: Replica, group: list[Device], carried: dict[str, float]) -> None:
+    """Tokens to the experts and back, forward and backward (and again where forward is recomputed), by where the experts live."""
+    amounts = setting.amounts.expert_bytes
+    times = 6 if stage.recompute else 4
+    pair = times * (amounts[stage.stop] - amounts[stage.start]) * replica.total_samples / stage.tensor / len(group) ** 2
+    in_host = Counter(device.host for device in group)
+    sites = Counter(device.site for device in group)
+    pairs = {"inside hosts": float(sum(n * (n - 1) for n in in_host.values()))}
+    for site, n in sites.items():
+        hosts = {device.host for device in group if device.site == site}
+        pairs[site] = float(n * n - sum(in_host[host] ** 2 for host in hosts))
+    for link in setting.cluster.links:
+        a, b = link.between
+        if sites[a] and sites[b]:
+            pairs[link.name] = 2.0 * sites[a] * sites[b]
+    _add(carried, pairs, pair)

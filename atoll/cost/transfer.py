@@ -4,16 +4,17 @@ Lanes divide a micro-batch, so a replica sends as many pieces as the side with m
 queue for it. A path is the slowest of those ways, with the part of the bytes that takes it.
 """
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from atoll.cluster import Device
 from atoll.cluster.cluster import site_index
 from atoll.codec import codec_spec
-from atoll.cost.setting import Place, Setting
+from atoll.cost.context import DevicePlace, PricingContext
 from atoll.cost.workers import Hop
 from atoll.plan import Plan, Stage
 
-__all__ = ["Boundary", "Path", "Transfers"]
+__all__ = ["Boundary", "Path", "SharedLinks", "Transfers"]
 
 
 class Path(NamedTuple):
@@ -45,18 +46,18 @@ class Boundary(NamedTuple):
 class Transfers:
     """Paths between any replicas, remembered; equal paths are one object."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: PricingContext) -> None:
         self._setting = setting
         self._known: dict[tuple[tuple[str, ...], tuple[str, ...]], Path] = {}
         self._equal: dict[Path, Path] = {}
-        self._ways: dict[tuple[Place, Place], dict[tuple[int, int], tuple[Path, Path]]] = {}
-        self._boundaries: dict[tuple[Place, Place], Boundary] = {}
+        self._ways: dict[tuple[DevicePlace, DevicePlace], dict[tuple[int, int], tuple[Path, Path]]] = {}
+        self._boundaries: dict[tuple[DevicePlace, DevicePlace], Boundary] = {}
 
-    def path(self, here: Place, i: int, there: Place, j: int) -> Path:
+    def path(self, here: DevicePlace, i: int, there: DevicePlace, j: int) -> Path:
         """The way from replica `i` of a stage to replica `j` of its neighbour."""
         return self.both_ways(here, there, i, j)[0]
 
-    def both_ways(self, here: Place, there: Place, i: int, j: int) -> tuple[Path, Path]:
+    def both_ways(self, here: DevicePlace, there: DevicePlace, i: int, j: int) -> tuple[Path, Path]:
         """The way from replica `i` of a stage to replica `j` of its neighbour, and the way back."""
         ways = self._ways.get((here, there))
         if ways is None:
@@ -74,7 +75,7 @@ class Transfers:
             found = self._known[senders, receivers] = self._equal.setdefault(found, found)
         return found
 
-    def boundary(self, here: Place, there: Place) -> Boundary:
+    def boundary(self, here: DevicePlace, there: DevicePlace) -> Boundary:
         """The ways between replica i of a stage and replica i of the next, for every i."""
         found = self._boundaries.get((here, there))
         if found is None:
@@ -144,3 +145,25 @@ class Transfers:
         if not path.between_sites or not plan.codecs:
             return 0.0
         return codec_spec(plan.codecs.get(path.link, "none")).memory_passes * nbytes / path.codec_bytes_per_s
+
+
+class SharedLinks:
+    """Who uses which link, and how often in a step."""
+
+    def __init__(self) -> None:
+        self._users: dict[Hashable, dict[int, float]] = {}  # by link: seconds of one transfer of each user, by how often they use it
+        self._known: dict[tuple[Hashable, int], float] = {}
+
+    def add(self, link: Hashable, times: int, seconds: float) -> None:
+        """A user whose transfers take `seconds` alone, or several that together do; each sends `times`."""
+        users = self._users.setdefault(link, {})
+        users[times] = users.get(times, 0.0) + seconds
+
+    def occupancy(self, link: Hashable, times: int) -> float:
+        """How long a transfer of one who uses a link so often holds it."""
+        found = self._known.get((link, times))
+        if found is None:
+            users = self._users[link].items()
+            found = sum([seconds if theirs >= times else seconds * theirs / times for theirs, seconds in users])
+            self._known[link, times] = found
+        return found

@@ -7,14 +7,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from atoll.fabric.backoff import Backoff
     from atoll.fabric.connection import ConnectionSettings
-    from atoll.fabric.deadline import DeadlineRule, LinkEstimate
+    from atoll.fabric.deadline import Backoff, DeadlineRule, LinkEstimate
     from atoll.fabric.fabric import Fabric
     from atoll.fabric.liveness import LivenessRule, PeerState
     from atoll.fabric.memory_carrier import MemoryCarrier
-    from atoll.fabric.method import Peer
     from atoll.fabric.remote import Remote
+    from atoll.fabric.service import CallingPeer
     from atoll.fabric.shaped import ShapedLink
     from atoll.fabric.tcp import TcpCarrier
 
@@ -26,7 +25,7 @@ __all__ = [
     "LinkEstimate",
     "LivenessRule",
     "MemoryCarrier",
-    "Peer",
+    "CallingPeer",
     "PeerState",
     "Remote",
     "ShapedLink",
@@ -34,14 +33,14 @@ __all__ = [
 ]
 
 _HOME = {
-    "Backoff": "atoll.fabric.backoff",
+    "Backoff": "atoll.fabric.deadline",
     "ConnectionSettings": "atoll.fabric.connection",
     "DeadlineRule": "atoll.fabric.deadline",
     "Fabric": "atoll.fabric.fabric",
     "LinkEstimate": "atoll.fabric.deadline",
     "LivenessRule": "atoll.fabric.liveness",
     "MemoryCarrier": "atoll.fabric.memory_carrier",
-    "Peer": "atoll.fabric.method",
+    "CallingPeer": "atoll.fabric.service",
     "PeerState": "atoll.fabric.liveness",
     "Remote": "atoll.fabric.remote",
     "ShapedLink": "atoll.fabric.shaped",

@@ -12,13 +12,27 @@ import msgspec
 
 from atoll.errors import DeadlineError, FabricError, FrameError, PeerLostError, RefusedError, RemoteError
 from atoll.fabric.deadline import LinkEstimate
-from atoll.fabric.frame import FrameLimits, FrameParser, Kind, Prefix
-from atoll.fabric.headers import LATE, Credit, Failure, Goodbye, Hello, Message, Open, Ping, Pong, decode_header, encode_frame
+from atoll.fabric.frame import (
+    LATE,
+    CallMessage,
+    Credit,
+    FrameLimits,
+    FrameParser,
+    Goodbye,
+    Hello,
+    Kind,
+    Open,
+    Ping,
+    Pong,
+    Prefix,
+    StreamFailure,
+    decode_header,
+    encode_frame,
+)
 from atoll.fabric.liveness import Detector, LivenessRule, Verdict
 from atoll.fabric.payload import Payload
-from atoll.fabric.sending import INLINE_BYTES, OutgoingFrame, OutgoingMessage, SendQueue
-from atoll.fabric.stream import IncomingMessage, Stream, StreamHandler, message_size
-from atoll.fabric.window import Window, cost_of
+from atoll.fabric.send_queue import INLINE_BYTES, OutgoingFrame, OutgoingMessage, SendQueue
+from atoll.fabric.stream import FlowWindow, IncomingMessage, Stream, StreamHandler, cost_of, message_size
 from atoll.units import format_bytes
 
 __all__ = ["Connection", "ConnectionEvents", "ConnectionSettings"]
@@ -101,7 +115,7 @@ class Connection:
         self._streams: dict[int, Stream] = {}
         self._next_local, self._next_remote = (1, 2) if dialled else (2, 1)
         self._passed: set[int] = set()  # numbers of the peer's below `_next_remote` that it has not used yet
-        self._unread = {True: Window(settings.bulk_window_bytes), False: Window(settings.control_window_bytes)}
+        self._unread = {True: FlowWindow(settings.bulk_window_bytes), False: FlowWindow(settings.control_window_bytes)}
         self._owed = 0  # credit for small messages that is not given back yet
         self._arriving = 0  # messages of bulk on their way in
         self._inline: IncomingMessage | None = None  # whose bytes are in the frame being read
@@ -288,11 +302,11 @@ class Connection:
 
     def fail(self, stream_id: int, kind: str, text: str) -> None:
         """Ends a stream with an error; the other side is told."""
-        self._abandon(stream_id, Kind.FAIL, Failure(kind, text[:100_000]))
+        self._abandon(stream_id, Kind.FAIL, StreamFailure(kind, text[:100_000]))
 
     def cancel(self, stream_id: int, reason: str) -> None:
         """Ends a stream that is no longer wanted; the other side is told."""
-        self._abandon(stream_id, Kind.CANCEL, Failure("CancelledError", reason))
+        self._abandon(stream_id, Kind.CANCEL, StreamFailure("CancelledError", reason))
 
     def taken(self, message: IncomingMessage) -> None:
         """The reader has a message: its sender may send as much again. Once for each."""
@@ -376,7 +390,7 @@ class Connection:
             case Kind.END:
                 self._remote_end(self._known(prefix))
             case Kind.FAIL | Kind.CANCEL:
-                self._remote_failed(self._stopped(prefix), decode_header(header, Failure), prefix.kind)
+                self._remote_failed(self._stopped(prefix), decode_header(header, StreamFailure), prefix.kind)
             case Kind.GOODBYE:
                 goodbye = decode_header(header, Goodbye)
                 self.finishing = True
@@ -398,10 +412,10 @@ class Connection:
         self._events.on_greeted(hello)
 
     def _begin_message(self, prefix: Prefix, encoded: bytes) -> list[memoryview] | None:
-        header: Message
+        header: CallMessage
         stream: Stream | None
         opened = decode_header(encoded, Open) if prefix.kind == Kind.OPEN else None
-        header = opened.message if opened else decode_header(encoded, Message)
+        header = opened.message if opened else decode_header(encoded, CallMessage)
         size_bytes = message_size(header)
         bulk = not prefix.body_bytes and size_bytes > 0
         if prefix.body_bytes not in (0, size_bytes):
@@ -422,7 +436,7 @@ class Connection:
             return None
         return self._receive(stream, header, size_bytes, bulk)
 
-    def _receive(self, stream: Stream, header: Message, size_bytes: int, bulk: bool) -> list[memoryview]:
+    def _receive(self, stream: Stream, header: CallMessage, size_bytes: int, bulk: bool) -> list[memoryview]:
         """Sets memory aside for a message; everything about it was checked but its place in the stream."""
         if stream.remote_done or stream.arriving is not None:
             raise FrameError(f"stream {stream.id}: a message {'after the end' if stream.remote_done else 'inside another'}")
@@ -493,7 +507,7 @@ class Connection:
             stream.handler.on_end()
             self._close_if_done(stream)
 
-    def _remote_failed(self, stream: Stream | None, failure: Failure, kind: int) -> None:
+    def _remote_failed(self, stream: Stream | None, failure: StreamFailure, kind: int) -> None:
         if stream is None:
             return
         self._forget(stream)
@@ -502,7 +516,7 @@ class Connection:
     def _refuse_stream(self, stream_id: int, error: RefusedError) -> None:
         """Fails one stream because of what the peer sent on it; the others go on."""
         stream = self._streams.get(stream_id)
-        self._urgent(encode_frame(Kind.FAIL, stream_id, Failure("RefusedError", str(error))))
+        self._urgent(encode_frame(Kind.FAIL, stream_id, StreamFailure("RefusedError", str(error))))
         if stream is not None:
             self._forget(stream)
             stream.handler.on_failed(error)
@@ -535,7 +549,7 @@ class Connection:
         self,
         kind: Kind,
         stream: Stream,
-        header: Message | Open,
+        header: CallMessage | Open,
         payload: Payload,
         buffers: list[memoryview],
         end: bool,
@@ -564,7 +578,7 @@ class Connection:
             raise FrameError(f"{self._peer_name()} does not read: {_MOST_URGENT} answers wait")
         self._queue.urgent(frame)
 
-    def _abandon(self, stream_id: int, kind: Kind, failure: Failure) -> None:
+    def _abandon(self, stream_id: int, kind: Kind, failure: StreamFailure) -> None:
         stream = self._streams.get(stream_id)
         if stream is not None:
             self._forget(stream)
@@ -637,7 +651,7 @@ def _bytes_of(payload: Payload) -> list[memoryview]:
         raise RefusedError(f"a tensor that cannot be read as bytes: {type(error).__name__}: {error}") from None
 
 
-def _error_of(failure: Failure, kind: int, peer: str) -> FabricError:
+def _error_of(failure: StreamFailure, kind: int, peer: str) -> FabricError:
     if kind == Kind.CANCEL:
         return RefusedError(f"{peer} cancelled the call: {failure.text}")
     if failure.kind == "RefusedError":

@@ -1,10 +1,13 @@
-"""How long a call may take: from measured round trips, throughput and the method's own times, not from a guess. No clocks here."""
+"""How long a call may take, from measured round trips, throughput and the method's own times, and when to try again. No clocks here.
+
+Delays between attempts are bounded, growing and jittered; the randomness comes from outside.
+"""
 
 from collections import deque
 
 import msgspec
 
-__all__ = ["DeadlineRule", "LinkEstimate", "RateMeter", "Smoothed"]
+__all__ = ["Backoff", "DeadlineRule", "LinkEstimate", "RateMeter", "Smoothed"]
 
 
 class Smoothed:
@@ -105,3 +108,19 @@ class DeadlineRule(msgspec.Struct, frozen=True, kw_only=True):
     def timeout_seconds(self, link: LinkEstimate, service: Smoothed, outgoing_bytes: int, incoming_bytes: int = 0) -> float:
         """After how long the call has failed."""
         return self.floor_seconds + self.margin * self.expected_seconds(link, service, outgoing_bytes, incoming_bytes)
+
+
+class Backoff(msgspec.Struct, frozen=True, kw_only=True):
+    """Delays between attempts to connect: doubling from `first_seconds` to `largest_seconds`, each cut by up to half at random so that
+    peers that lost the same host do not return in step. After `attempts` failures in a row the peer is given up."""
+
+    first_seconds: float = 0.1
+    largest_seconds: float = 10.0
+    attempts: int = 12
+
+    def delay_seconds(self, failures: int, random: float) -> float | None:
+        """How long to wait after this many failures in a row, with `random` in [0, 1); None: give up."""
+        if failures >= self.attempts:
+            return None
+        whole = min(self.first_seconds * 2.0 ** min(failures - 1, 60), self.largest_seconds)
+        return float(whole * (1 - random / 2))

@@ -22,18 +22,16 @@ from typing import Any, Literal, Self, TypeVar
 
 from atoll.errors import FabricError, FrameError, RefusedError
 from atoll.events import AnyEvent, Observer, PeerChanged, PeerRefused, PeerRetried
-from atoll.fabric.backoff import Backoff
 from atoll.fabric.carrier import Carrier, Listener, Wire
 from atoll.fabric.connection import Connection, ConnectionSettings
-from atoll.fabric.deadline import DeadlineRule
+from atoll.fabric.deadline import Backoff, DeadlineRule
 from atoll.fabric.fingerprint import check_fingerprint
-from atoll.fabric.headers import Hello
-from atoll.fabric.inbox import Inbox
-from atoll.fabric.link import Link, LinkOwner
+from atoll.fabric.frame import Hello
+from atoll.fabric.link import FabricLink, LinkOwner
 from atoll.fabric.liveness import Verdict
-from atoll.fabric.method import Method, methods_of, read_method
 from atoll.fabric.remote import Dial, Expected, Remote
-from atoll.fabric.serving import serve_call
+from atoll.fabric.service import Method, methods_of, read_method, serve_call
+from atoll.fabric.stream import Inbox
 from atoll.fabric.tcp import TcpCarrier
 
 __all__ = ["Fabric"]
@@ -80,9 +78,9 @@ class Fabric(LinkOwner):
         for service in services:
             self._methods |= methods_of(service)
         self._read: dict[Callable[..., Any], Method] = {}
-        self._links: set[Link] = set()
-        self._strangers: dict[Link, asyncio.TimerHandle] = {}  # who dialled and has not said who it is, and until when
-        self._remotes: dict[Link, Remote] = {}
+        self._links: set[FabricLink] = set()
+        self._strangers: dict[FabricLink, asyncio.TimerHandle] = {}  # who dialled and has not said who it is, and until when
+        self._remotes: dict[FabricLink, Remote] = {}
         self._peers: dict[str, Remote] = {}
         self._listeners: list[Listener] = []
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -234,7 +232,7 @@ class Fabric(LinkOwner):
         """Somebody dialled (in the loop). Says no when too many have not yet said who they are; those who do not are cut off in time."""
         if len(self._strangers) >= _MOST_STRANGERS:
             return False
-        link = Link(self.settings, self, self._loop, dialled=False)
+        link = FabricLink(self.settings, self, self._loop, dialled=False)
         try:
             wire = make_wire(link.connection)
         except OSError:  # no descriptors left: whoever dialled tries again
@@ -253,9 +251,9 @@ class Fabric(LinkOwner):
             self._read[function] = read_method(function)
         return self._read[function]
 
-    def new_link(self, address: str, remote: Remote) -> Link:
+    def new_link(self, address: str, remote: Remote) -> FabricLink:
         """A link that begins to connect to a remote. FabricError: it never can. OSError: this process has no descriptors left."""
-        link = Link(self.settings, self, self._loop, dialled=True)
+        link = FabricLink(self.settings, self, self._loop, dialled=True)
         wire = self._carrier.dial(address, link.connection, self._loop) if remote.dial is None else remote.dial(link.connection)
         self._remotes[link] = remote
         self._links.add(link)
@@ -272,7 +270,7 @@ class Fabric(LinkOwner):
 
     # ---- LinkOwner
 
-    def check_peer(self, link: Link, hello: Hello) -> None:
+    def check_peer(self, link: FabricLink, hello: Hello) -> None:
         """May this peer connect?"""
         remote = self._remotes.get(link)
         if remote is not None:
@@ -282,7 +280,7 @@ class Fabric(LinkOwner):
         check_fingerprint(self.settings.fingerprint, hello.fingerprint, hello.name)
         link.connection.message_bytes = min(self.settings.message_bytes, self._role_bytes.get(hello.role, self.settings.message_bytes))
 
-    def check_call(self, link: Link, method: str) -> None:
+    def check_call(self, link: FabricLink, method: str) -> None:
         """Is there such a method, and may this peer call it?"""
         if method not in self._methods:
             raise RefusedError(f"{self.name} has no method {method!r}; it has {', '.join(sorted(self._methods)) or 'none'}")
@@ -296,12 +294,12 @@ class Fabric(LinkOwner):
                 why = f"{type(error).__name__}: {error}"
                 raise RefusedError(f"{method}: {self.name} could not decide whether it is allowed: {why}") from None
 
-    def called(self, link: Link, inbox: Inbox, method: str, timeout_seconds: float) -> None:
+    def called(self, link: FabricLink, inbox: Inbox, method: str, timeout_seconds: float) -> None:
         """Serves a call in a task of its own."""
         found, function = self._methods[method]
         self._spawn(serve_call(link, inbox, found, function, timeout_seconds))
 
-    def greeted(self, link: Link) -> None:
+    def greeted(self, link: FabricLink) -> None:
         """The peer is there: by its name from now on."""
         hello = link.connection.peer
         assert hello is not None
@@ -313,13 +311,13 @@ class Fabric(LinkOwner):
         remote.attach(link)
         self._changed(remote, before, Verdict("alive", "connected"))
 
-    def judged(self, link: Link, verdict: Verdict) -> None:
+    def judged(self, link: FabricLink, verdict: Verdict) -> None:
         """The peer's state changed."""
         remote = self._remotes.get(link)
         if remote is not None and remote.holds(link) and remote.state != verdict.state:
             self._changed(remote, remote.state, verdict)
 
-    def closed(self, link: Link, error: FabricError) -> None:
+    def closed(self, link: FabricLink, error: FabricError) -> None:
         """The link is over."""
         self._links.discard(link)
         self._known(link)
@@ -329,15 +327,15 @@ class Fabric(LinkOwner):
         if isinstance(error, (RefusedError, FrameError)):
             self._refusal(link, "connection", str(error))
 
-    def refused(self, link: Link, method: str, reason: str) -> None:
+    def refused(self, link: FabricLink, method: str, reason: str) -> None:
         """A call was refused; its caller is told by the connection."""
         self._refusal(link, "call", f"{method}: {reason}")
 
-    def _refusal(self, link: Link, what: Literal["connection", "call"], reason: str) -> None:
+    def _refusal(self, link: FabricLink, what: Literal["connection", "call"], reason: str) -> None:
         role = "" if link.connection.peer is None else link.connection.peer.role
         self.tell(PeerRefused(at_seconds=self.seconds(), peer=link.peer_name, role=role, what=what, reason=reason))
 
-    def _known(self, link: Link) -> None:
+    def _known(self, link: FabricLink) -> None:
         """It is no longer waited for."""
         timer = self._strangers.pop(link, None)
         if timer is not None:

@@ -10,41 +10,40 @@ from typing import Any
 from atoll.errors import FabricError, FrameError, RefusedError
 from atoll.fabric.carrier import Wire
 from atoll.fabric.connection import Connection, ConnectionSettings
-from atoll.fabric.headers import Hello
-from atoll.fabric.inbox import Inbox
+from atoll.fabric.frame import Hello
 from atoll.fabric.liveness import Verdict
 from atoll.fabric.payload import Payload
-from atoll.fabric.stream import IncomingMessage
+from atoll.fabric.stream import Inbox, IncomingMessage
 
-__all__ = ["Link", "LinkOwner"]
+__all__ = ["FabricLink", "LinkOwner"]
 
 
 class LinkOwner:
     """What a fabric decides about its links. `check_*` run in the thread that drives the connection, the others in the loop."""
 
-    def check_peer(self, link: "Link", hello: Hello) -> None:
+    def check_peer(self, link: "FabricLink", hello: Hello) -> None:
         """May this peer connect? RefusedError if not."""
 
-    def check_call(self, link: "Link", method: str) -> None:
+    def check_call(self, link: "FabricLink", method: str) -> None:
         """May it call this? RefusedError if not."""
 
-    def greeted(self, link: "Link") -> None:
+    def greeted(self, link: "FabricLink") -> None:
         """The peer is there."""
 
-    def called(self, link: "Link", inbox: Inbox, method: str, timeout_seconds: float) -> None:
+    def called(self, link: "FabricLink", inbox: Inbox, method: str, timeout_seconds: float) -> None:
         """The peer calls."""
 
-    def refused(self, link: "Link", method: str, reason: str) -> None:
+    def refused(self, link: "FabricLink", method: str, reason: str) -> None:
         """A call of the peer's was refused."""
 
-    def judged(self, link: "Link", verdict: Verdict) -> None:
+    def judged(self, link: "FabricLink", verdict: Verdict) -> None:
         """The peer's state changed."""
 
-    def closed(self, link: "Link", error: FabricError) -> None:
+    def closed(self, link: "FabricLink", error: FabricError) -> None:
         """The link is over."""
 
 
-class Link:
+class FabricLink:
     """One connection and its wire, for use in the event loop. Implements ConnectionEvents."""
 
     def __init__(self, settings: ConnectionSettings, owner: LinkOwner, loop: asyncio.AbstractEventLoop, *, dialled: bool) -> None:

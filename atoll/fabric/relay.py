@@ -23,13 +23,12 @@ from atoll.errors import FabricError, PeerLostError, RefusedError
 from atoll.fabric.carrier import Wire
 from atoll.fabric.connection import Connection
 from atoll.fabric.fabric import Fabric
-from atoll.fabric.method import Peer
 from atoll.fabric.remote import Remote
-from atoll.fabric.roles import allowed
+from atoll.fabric.service import CallingPeer, allowed
 from atoll.fabric.shaped import ShapedLink
 from atoll.fabric.tcp import TcpCarrier
 
-__all__ = ["Piece", "Relay", "RelayEnd"]
+__all__ = ["RelayedPiece", "Relay", "RelayEnd"]
 
 _PIECE_BYTES = 256 * 1024
 _OPEN_SECONDS = 20.0
@@ -37,7 +36,7 @@ _LONG_SECONDS = 1e9  # a relayed connection lasts as long as its ends want
 _EVERYBODY = ("coordinator", "feeder", "observer", "worker")
 
 
-class Piece(msgspec.Struct, array_like=True):
+class RelayedPiece(msgspec.Struct, array_like=True):
     """Bytes on their way. The first piece of a call has none and says who is meant, or who asks."""
 
     data: bytes
@@ -53,13 +52,13 @@ class Relay:
         self._open: Counter[str] = Counter()  # relayed connections by who asked
 
     @allowed(*_EVERYBODY)
-    async def through(self, pieces: AsyncIterator[Piece], peer: Peer) -> AsyncIterator[Piece]:
+    async def through(self, pieces: AsyncIterator[RelayedPiece], peer: CallingPeer) -> AsyncIterator[RelayedPiece]:
         """Joins the caller with the peer its first piece names; then bytes both ways until either ends."""
-        target = self._target(await anext(pieces, Piece(b"")), peer)
+        target = self._target(await anext(pieces, RelayedPiece(b"")), peer)
         self._open[peer.name] += 1
         try:
             async with _read_aside(pieces) as rest:
-                onward = self._forward(_after(Piece(b"", peer.name), rest))
+                onward = self._forward(_after(RelayedPiece(b"", peer.name), rest))
                 replies = target.stream(RelayEnd.incoming, onward, timeout_seconds=_LONG_SECONDS)
                 async with contextlib.aclosing(self._forward(replies)) as forwarded:
                     async for piece in forwarded:
@@ -69,7 +68,7 @@ class Relay:
             if not self._open[peer.name]:
                 del self._open[peer.name]
 
-    def _target(self, first: Piece, peer: Peer) -> Remote:
+    def _target(self, first: RelayedPiece, peer: CallingPeer) -> Remote:
         assert self.fabric is not None, "a relay is given its fabric"
         if self._open.total() >= self._pairs or self._open[peer.name] >= self._pairs_per_peer:
             raise RefusedError(f"{self.fabric.name} relays {self._open[peer.name]} connections for {peer.name} and accepts no more")
@@ -78,7 +77,7 @@ class Relay:
             raise RefusedError(f"{self.fabric.name} has no connection to {first.name}")
         return remote
 
-    async def _forward(self, pieces: AsyncIterator[Piece]) -> AsyncGenerator[Piece, None]:
+    async def _forward(self, pieces: AsyncIterator[RelayedPiece]) -> AsyncGenerator[RelayedPiece, None]:
         """One direction, within its limits."""
         link = None if self._bytes_per_s is None else ShapedLink(self._bytes_per_s, 0.0)
         loop = asyncio.get_running_loop()
@@ -101,9 +100,9 @@ class RelayEnd:
         self._carrying: set[asyncio.Task[None]] = set()
 
     @allowed(*_EVERYBODY)
-    async def incoming(self, pieces: AsyncIterator[Piece], peer: Peer) -> AsyncIterator[Piece]:
+    async def incoming(self, pieces: AsyncIterator[RelayedPiece], peer: CallingPeer) -> AsyncIterator[RelayedPiece]:
         """A relay has somebody who wants to connect; its bytes are those of an ordinary connection."""
-        first = await anext(pieces, Piece(b""))
+        first = await anext(pieces, RelayedPiece(b""))
         assert self.fabric is not None, "a relay's end is given its fabric"
         if self._open >= self._connections:
             raise RefusedError(f"{self.fabric.name} has {self._open} relayed connections and accepts no more")
@@ -114,7 +113,7 @@ class RelayEnd:
             if not self.fabric.accept(lambda connection: self._carrier.over(lambda: near, connection, dialled=False, address=address)):
                 near.close()
                 raise RefusedError(f"{self.fabric.name} has too many connections that have not said who they are")
-            yield Piece(b"")
+            yield RelayedPiece(b"")
             async with _read_aside(pieces, ends):
                 async for piece in ends.read_all():
                     yield piece
@@ -147,7 +146,7 @@ class RelayEnd:
 
     async def _begin(self, relay: Remote, name: str) -> socket.socket:
         near, ends = await _open_ends()
-        replies = relay.stream(Relay.through, _after(Piece(b"", name), ends.read_all()), timeout_seconds=_LONG_SECONDS)
+        replies = relay.stream(Relay.through, _after(RelayedPiece(b"", name), ends.read_all()), timeout_seconds=_LONG_SECONDS)
         try:
             await anext(replies)
         except BaseException as error:
@@ -162,7 +161,7 @@ class RelayEnd:
         return near
 
 
-async def _carry(ends: "_Ends", replies: AsyncIterator[Piece]) -> None:
+async def _carry(ends: "_Ends", replies: AsyncIterator[RelayedPiece]) -> None:
     """What comes through the relay goes to the near end, for as long as both last."""
     try:
         await ends.write_all(replies)
@@ -190,13 +189,13 @@ class _Ends:
         self._reader, self._writer = reader, writer
         writer.transport.set_write_buffer_limits(high=0)  # what was written and waited for is in the kernel
 
-    async def read_all(self) -> AsyncGenerator[Piece, None]:
+    async def read_all(self) -> AsyncGenerator[RelayedPiece, None]:
         """What comes out of it, until its end."""
         with contextlib.suppress(OSError):
             while data := await self._reader.read(_PIECE_BYTES):
-                yield Piece(data)
+                yield RelayedPiece(data)
 
-    async def write_all(self, pieces: AsyncIterator[Piece]) -> None:
+    async def write_all(self, pieces: AsyncIterator[RelayedPiece]) -> None:
         """Puts everything in, as fast as it is read; then the near end sees an end."""
         with contextlib.suppress(FabricError, OSError):
             async for piece in pieces:
@@ -211,12 +210,12 @@ class _Ends:
 
 
 @contextlib.asynccontextmanager
-async def _read_aside(pieces: AsyncIterator[Piece], into: _Ends | None = None) -> AsyncIterator[AsyncIterator[Piece]]:
+async def _read_aside(pieces: AsyncIterator[RelayedPiece], into: _Ends | None = None) -> AsyncIterator[AsyncIterator[RelayedPiece]]:
     """The caller's pieces, read by a task that has ended when this is left: nobody may be using a call's iterator when the call ends.
 
     They go `into` a socket, or come out of the iterator this gives.
     """
-    queue: asyncio.Queue[Piece | None] = asyncio.Queue(maxsize=1)
+    queue: asyncio.Queue[RelayedPiece | None] = asyncio.Queue(maxsize=1)
 
     async def read() -> None:
         with contextlib.suppress(FabricError):  # the call is over, and whoever serves it is told so
@@ -224,7 +223,7 @@ async def _read_aside(pieces: AsyncIterator[Piece], into: _Ends | None = None) -
                 await queue.put(piece)
         await queue.put(None)
 
-    async def taken() -> AsyncGenerator[Piece, None]:
+    async def taken() -> AsyncGenerator[RelayedPiece, None]:
         while (piece := await queue.get()) is not None:
             yield piece
 
@@ -236,7 +235,7 @@ async def _read_aside(pieces: AsyncIterator[Piece], into: _Ends | None = None) -
         await asyncio.wait([reading])
 
 
-async def _after(first: Piece, rest: AsyncIterator[Piece]) -> AsyncGenerator[Piece, None]:
+async def _after(first: RelayedPiece, rest: AsyncIterator[RelayedPiece]) -> AsyncGenerator[RelayedPiece, None]:
     yield first
     async for piece in rest:
         yield piece

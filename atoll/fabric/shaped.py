@@ -2,15 +2,22 @@
 
 Shaping is at the sender: bytes enter a line at the link's bandwidth and leave it, to the real wire, `latency_seconds` later. With both
 ends shaped, a round trip takes twice the latency. Connections given the same `ShapedLink` share its bandwidth.
+
+A lab without network namespaces imposes links on its processes from outside: `ATOLL_LINKS` names a file that says what the way to each
+peer has as bandwidth and latency, and `imposed_links(os.environ)` reads it.
 """
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
+import msgspec
+
+from atoll.errors import FabricError
 from atoll.fabric.connection import Connection
 
-__all__ = ["ShapedLink", "ShapedOutlet"]
+__all__ = ["LINKS", "ImposedLink", "ImposedLinks", "LinkChoice", "ShapedLink", "ShapedOutlet", "imposed_links"]
 
 _BURST_SECONDS = 0.002  # bytes are let in so much ahead of time, as timers are not exact
 
@@ -100,3 +107,50 @@ class ShapedOutlet:
                 return
             self._connection.sent(len(data))
             self._line.append((self._link.enter(now, len(data)), memoryview(data)))
+
+
+LINKS = "ATOLL_LINKS"
+
+
+class ImposedLink(msgspec.Struct, frozen=True):
+    """The way to a peer; those of one name share their bandwidth."""
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+
+
+class ImposedLinks(msgspec.Struct, frozen=True):
+    """All of them, by the peer's address, and the address this process has itself."""
+
+    source: str
+    peers: dict[str, ImposedLink]
+
+
+class LinkChoice:
+    """The shaped link for each peer of this process. Connections of one link share it."""
+
+    def __init__(self, links: ImposedLinks) -> None:
+        self._source = links.source
+        self._peers = links.peers
+        self._shaped = {link.name: ShapedLink(link.bytes_per_s, link.latency_s) for link in links.peers.values()}
+
+    def link_to(self, address: str) -> ShapedLink | None:
+        """For a peer with this address, without port; None: not a peer that something is imposed on."""
+        found = self._peers.get(address)
+        return None if found is None else self._shaped[found.name]
+
+    def source_for(self, address: str) -> tuple[str, int] | None:
+        """What to dial such a peer from, so that it knows who comes; None: as it happens to be."""
+        return (self._source, 0) if address in self._peers else None
+
+
+def imposed_links(environ: Mapping[str, str]) -> LinkChoice | None:
+    """What the environment imposes on this process; None: nothing."""
+    path = environ.get(LINKS)
+    if not path:
+        return None
+    try:
+        return LinkChoice(msgspec.json.decode(Path(path).read_bytes(), type=ImposedLinks))
+    except (OSError, msgspec.DecodeError) as error:
+        raise FabricError(f"{path} ({LINKS}): cannot be read: {error}") from None

@@ -12,9 +12,8 @@ from atoll.errors import FabricError, PeerLostError
 from atoll.fabric.address import split_address
 from atoll.fabric.carrier import Accept, Listener, Wire
 from atoll.fabric.connection import Connection
-from atoll.fabric.imposed import LinkChoice
 from atoll.fabric.pump import TcpPump, prepare_socket
-from atoll.fabric.shaped import ShapedLink, ShapedOutlet
+from atoll.fabric.shaped import LinkChoice, ShapedLink, ShapedOutlet
 from atoll.fabric.tls import shake_hands
 
 __all__ = ["ContextSource", "TcpCarrier"]

@@ -6,11 +6,15 @@ What needs torch (the annotations' functions) is loaded when it is first asked f
 import importlib
 from typing import TYPE_CHECKING
 
-from atoll.graph.annotation import Annotation
-from atoll.graph.constraints import resolve
-from atoll.graph.contradictions import check_constraints
-from atoll.graph.generate import dense_transformer, encoder_decoder, mixture_of_experts, speech_recogniser, transformer_encoder
-from atoll.graph.generate_recurrent import recurrent_translator
+from atoll.graph.constraints import Annotation, check_constraints, resolve
+from atoll.graph.generate import (
+    dense_transformer,
+    encoder_decoder,
+    mixture_of_experts,
+    recurrent_translator,
+    speech_recogniser,
+    transformer_encoder,
+)
 from atoll.graph.generate_vision import residual_network, vision_transformer
 from atoll.graph.graph import Constraint, Graph, Layer, Node, Precision, SharedParameter, Work
 from atoll.graph.presets import PRESETS, Preset, preset
@@ -20,13 +24,13 @@ if TYPE_CHECKING:
     from atoll.graph.capture import Captured, capture_program
 
 __all__ = [
+    "PRESETS",
     "Annotation",
     "Captured",
     "Constraint",
     "Graph",
     "Layer",
     "Node",
-    "PRESETS",
     "Precision",
     "Preset",
     "SharedParameter",

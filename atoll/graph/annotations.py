@@ -36,7 +36,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 
 from atoll.errors import AnnotationError
-from atoll.graph.annotation import Annotation, Kind
+from atoll.graph.constraints import Annotation, Kind
 
 __all__ = ["Annotation", "Scope", "annotations_of", "default", "pipeline", "replica", "split", "stage"]
 

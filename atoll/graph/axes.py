@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from atoll.graph.flops import TensorSpec
-from atoll.graph.operators import OperatorTable
+from atoll.graph.operators import OperatorTable, schema_name
 
 __all__ = ["Axes", "find_axes"]
 
@@ -41,9 +41,8 @@ class Axes:
 
 def operator_name(node: fx.Node) -> str:
     """`add` for `aten.add.Tensor` and for `aten.add_.Tensor`."""
-    schema = getattr(node.target, "_schema", None)
-    name = schema.name.split("::")[1] if schema is not None else getattr(node.target, "__name__", str(node.target))
-    return name.rstrip("_") if not name.startswith("__") else str(name)
+    name = schema_name(node)
+    return name.rstrip("_") if not name.startswith("__") else name
 
 
 def find_axes(table: OperatorTable, node: fx.Node) -> Axes | None:

@@ -17,7 +17,7 @@ from atoll.errors import CaptureError, JobError
 from atoll.graph.annotations import annotations_of
 from atoll.graph.constraints import resolve
 from atoll.graph.experts import find_experts
-from atoll.graph.export import Exported, TrainingJob, export_job
+from atoll.graph.export import ExportedJob, TrainingJob, export_job
 from atoll.graph.flops import TensorSpec
 from atoll.graph.graph import Graph, Layer, Node, Precision, SharedParameter
 from atoll.graph.layers import Segment, group_into_segments
@@ -162,7 +162,7 @@ def _charge_to_makers(table: OperatorTable, liveness: Liveness) -> None:
 
 class _Assembly:
     def __init__(
-        self, name: str, precision: Precision, exported: Exported, table: OperatorTable, liveness: Liveness, segments: list[Segment]
+        self, name: str, precision: Precision, exported: ExportedJob, table: OperatorTable, liveness: Liveness, segments: list[Segment]
     ):
         self.name, self.precision, self.exported = name, precision, exported
         self.table, self.liveness, self.segments = table, liveness, segments

@@ -18,7 +18,7 @@ from atoll.graph.flops import TensorSpec
 from atoll.graph.operators import OperatorTable
 from atoll.graph.regions import is_random
 
-__all__ = ["Boundary", "ExpertRegion", "Experts", "Tag", "find_experts"]
+__all__ = ["RegionBoundary", "ExpertRegion", "LayerExperts", "ExpertTag", "find_experts"]
 
 _PRODUCTS = ("bmm", "matmul", "baddbmm", "einsum", "_grouped_mm")
 _PICKS = ("index", "index_select")
@@ -26,7 +26,7 @@ _SIZED = ("view", "reshape", "_unsafe_view", "expand")  # they name the size of 
 
 
 @dataclass(frozen=True)
-class Tag:
+class ExpertTag:
     """Which dimensions of a value are experts and rows."""
 
     expert: int | None = None
@@ -36,11 +36,11 @@ class Tag:
 
 
 @dataclass(frozen=True)
-class Boundary:
+class RegionBoundary:
     """A value that enters or leaves a region."""
 
     value: fx.Node
-    tag: Tag
+    tag: ExpertTag
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class ExpertRegion:
     parameters: tuple[fx.Node, ...]
     weights: tuple[fx.Node, ...]  # parameters picked, transposed or otherwise made ready, in program order
     nodes: tuple[fx.Node, ...]  # what the experts compute, in program order
-    entries: tuple[Boundary, ...]
-    exits: tuple[Boundary, ...]
-    sized: dict[fx.Node, Tag]  # operators that name sizes of their result, some of which change
+    entries: tuple[RegionBoundary, ...]
+    exits: tuple[RegionBoundary, ...]
+    sized: dict[fx.Node, ExpertTag]  # operators that name sizes of their result, some of which change
 
 
 @dataclass
-class Experts:
+class LayerExperts:
     """The experts of one layer."""
 
     count: int = 0
@@ -78,21 +78,21 @@ class _Weight:
     """A value made of one parameter alone."""
 
     parameter: fx.Node
-    tag: Tag
+    tag: ExpertTag
     ids: fx.Node | None = None
 
 
-def find_experts(table: OperatorTable, start: int, stop: int) -> Experts:
+def find_experts(table: OperatorTable, start: int, stop: int) -> LayerExperts:
     """Experts among operators `start` to `stop`; `count` is 0 when there are none, or none that can be divided: then `refusal` says why."""
     finder = _Finder(table, start, stop)
     regions = finder.regions()
     if regions and len({region.experts for region in regions}) > 1:
-        return Experts(refusal="its mixtures have different numbers of experts")
+        return LayerExperts(refusal="its mixtures have different numbers of experts")
     if not regions:
-        return Experts(refusal=finder.refusal)
+        return LayerExperts(refusal=finder.refusal)
     nodes = [node for region in regions for node in region.nodes]
     boundaries = [boundary for region in regions for boundary in (*region.entries, *region.exits)]
-    return Experts(
+    return LayerExperts(
         count=regions[0].experts,
         parameters={parameter for region in regions for parameter in region.parameters},
         positions={table.position[node] for node in nodes},
@@ -115,7 +115,7 @@ class _Finder:
     def _weights(self) -> dict[fx.Node, _Weight]:
         """Parameters with an expert dimension and what is made of one of them alone."""
         table = self.table
-        found = {node: _Weight(node, Tag(expert=0)) for node in table.parameters if len(table.specs[node].shape) >= 1}
+        found = {node: _Weight(node, ExpertTag(expert=0)) for node in table.parameters if len(table.specs[node].shape) >= 1}
         for node in self.nodes:
             tensors = [value for value in node.all_input_nodes if isinstance(table.specs[value], TensorSpec)]
             if tensors and tensors[0] in found:
@@ -130,7 +130,7 @@ class _Finder:
             ids = _ids_of(self.table, node)
             if ids is None or source.tag.expert != 0:
                 return None
-            return _Weight(source.parameter, Tag(rows=0, choices=1 if len(self.table.specs[ids].shape) > 1 else None), ids)
+            return _Weight(source.parameter, ExpertTag(rows=0, choices=1 if len(self.table.specs[ids].shape) > 1 else None), ids)
         if tensors > 1 or operator_name(node) in _PRODUCTS:
             return None
         tag = _moved_tag(find_axes(self.table, node), source.tag)
@@ -207,8 +207,8 @@ class _Walk:
         self.finder, self.table, self.weights = finder, finder.table, finder.weights
         self.nodes = self._between(group)
         self.inside = set(self.nodes)
-        self.tags: dict[fx.Node, Tag] = {}
-        self.entries: dict[fx.Node, Tag] = {}
+        self.tags: dict[fx.Node, ExpertTag] = {}
+        self.entries: dict[fx.Node, ExpertTag] = {}
         self.ids: fx.Node | None = None
         self.experts = 0
 
@@ -249,7 +249,7 @@ class _Walk:
             if number and value not in sizes and value not in self.finder.fixed:
                 raise _NoRuleError(f"{node.name} reads a number that depends on the batch")
 
-    def _tag_of(self, value: fx.Node) -> Tag | None:
+    def _tag_of(self, value: fx.Node) -> ExpertTag | None:
         """The tag of a value of the region or of an expert parameter; other parameters have none."""
         if value in self.tags:
             return self.tags[value]
@@ -260,7 +260,7 @@ class _Walk:
             raise _NoRuleError("experts are picked by different routes")
         return weight.tag if weight.ids is not None or self.ids is None else None
 
-    def _follow(self, node: fx.Node, axes: Axes) -> Tag:
+    def _follow(self, node: fx.Node, axes: Axes) -> ExpertTag:
         tagged = [(labels, tag) for value, labels in axes.operands if (tag := self._tag_of(value)) is not None]
         if any(tag.partial for _, tag in tagged):
             raise _NoRuleError(f"{node.name} uses a sum over experts that lanes have only in part")
@@ -277,10 +277,10 @@ class _Walk:
         if expert is not None and expert not in axes.result:
             if not axes.sums:
                 raise _NoRuleError(f"{node.name} ({operator_name(node)}) does not act on each expert alone")
-            return Tag(rows=axes.result.index(rows), partial=True)
+            return ExpertTag(rows=axes.result.index(rows), partial=True)
         return _tag(axes.result, expert, rows, choices)
 
-    def _operand(self, node: fx.Node, value: fx.Node, own: Tag) -> None:
+    def _operand(self, node: fx.Node, value: fx.Node, own: ExpertTag) -> None:
         known = self._tag_of(value)
         if known is not None:
             if own != known:
@@ -295,7 +295,7 @@ class _Walk:
         else:
             self._enter(value, own)
 
-    def _enter(self, value: fx.Node, tag: Tag) -> None:
+    def _enter(self, value: fx.Node, tag: ExpertTag) -> None:
         if self.ids is not None and (tag.rows != 0 or tag.choices not in (None, 1)):
             raise _NoRuleError(f"{value.name} enters the experts with rows that are not its first dimension")
         if self.entries.setdefault(value, tag) != tag:
@@ -335,8 +335,8 @@ class _Walk:
             parameters=parameters,
             weights=made,
             nodes=tuple(sorted(self.nodes, key=lambda node: self.table.position[node])),
-            entries=tuple(Boundary(value, tag) for value, tag in self.entries.items()),
-            exits=tuple(Boundary(value, self.tags[value]) for value in exits),
+            entries=tuple(RegionBoundary(value, tag) for value, tag in self.entries.items()),
+            exits=tuple(RegionBoundary(value, self.tags[value]) for value in exits),
             sized={node: tag for node, tag in tags.items() if operator_name(node) in _SIZED},
         )
 
@@ -372,16 +372,16 @@ class _Walk:
             if axes.result[tag.expert] in labels or axes.result[tag.rows] not in labels or source in self.entries:
                 continue
             del self.entries[value]
-            self.entries[source] = Tag(rows=labels.index(axes.result[tag.rows]))
+            self.entries[source] = ExpertTag(rows=labels.index(axes.result[tag.rows]))
             self.nodes.append(value)
             self.inside.add(value)
             self.tags[value] = tag
 
 
-def _tag(labels: tuple[object, ...], *axes: object) -> Tag:
+def _tag(labels: tuple[object, ...], *axes: object) -> ExpertTag:
     """Where the axes of experts, rows and choices are among the labels of a value."""
     expert, rows, choices = (labels.index(axis) if axis is not None and axis in labels else None for axis in axes)
-    return Tag(expert=expert, rows=rows, choices=choices)
+    return ExpertTag(expert=expert, rows=rows, choices=choices)
 
 
 def _one(node: fx.Node, labels: list[object]) -> object:
@@ -391,7 +391,7 @@ def _one(node: fx.Node, labels: list[object]) -> object:
     return found.pop() if found else None
 
 
-def _moved_tag(axes: Axes | None, tag: Tag) -> Tag | None:
+def _moved_tag(axes: Axes | None, tag: ExpertTag) -> ExpertTag | None:
     """Where the dimensions of the only operand are in the result; None when one is lost or mixed."""
     if axes is None:
         return None
@@ -400,7 +400,7 @@ def _moved_tag(axes: Axes | None, tag: Tag) -> Tag | None:
     if any(label not in axes.result or label in axes.mixed for label in wanted):
         return None
     places = [None if d is None else axes.result.index(labels[d]) for d in (tag.expert, tag.rows, tag.choices)]
-    return Tag(expert=places[0], rows=places[1], choices=places[2])
+    return ExpertTag(expert=places[0], rows=places[1], choices=places[2])
 
 
 def _ids_of(table: OperatorTable, node: fx.Node) -> fx.Node | None:

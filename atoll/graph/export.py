@@ -1,4 +1,7 @@
-"""Job → exported program: `loss(model, batch)` in training mode on fake tensors, with the batch dimension symbolic where it can be."""
+"""Job → exported program: `loss(model, batch)` in training mode on fake tensors, with the batch dimension symbolic where it can be.
+
+A user's `torch.autograd.Function` is kept through export, which would trace its forward and forget its backward.
+"""
 
 import contextlib
 import io
@@ -9,18 +12,52 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._export.wrappers import allow_in_pre_dispatch_graph
 from torch.export import Dim, ExportedProgram
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
 
 from atoll.errors import AtollError, CaptureError, JobError
-from atoll.graph.custom_function import keep_custom_functions
 from atoll.graph.fake import build_model, fake_model, first_line, new_fake_mode, plain_batch, real_model
 from atoll.graph.graph import Precision
-from atoll.graph.oracle import Answers, Assumption, Recorder, Replayer, find_random_assumption
+from atoll.graph.oracle import Answers, Assumption, Replayer, ValueRecorder, find_random_assumption
 from atoll.graph.regions import write_early
 
-__all__ = ["Exported", "TrainingJob", "ambient_precision", "export_job"]
+__all__ = ["ExportedJob", "TrainingJob", "ambient_precision", "export_job"]
+
+
+@contextlib.contextmanager
+def keep_custom_functions() -> Iterator[None]:
+    """While it is on, `apply` of a custom function becomes one node of the program that calls it by name.
+
+    Export offers this only as a decorator on each class's own `apply`; users' classes are not ours to edit, so the shared base's is
+    replaced for the duration of one capture and put back.
+    """
+    base: Any = torch.autograd.Function
+    keep: Any = allow_in_pre_dispatch_graph
+    original = base.__dict__["apply"]
+    kept = keep(original.__func__)
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction and torch.compiler.is_exporting():
+            raise CaptureError(
+                "the model calls torch.utils.checkpoint with use_reentrant=True, through which gradients cannot be followed; pass "
+                "use_reentrant=False, or leave it out: plans say themselves what is recomputed"
+            )
+        if cls.__module__.startswith("torch.") or not torch.compiler.is_exporting():
+            return original.__func__(cls, *args, **kwargs)
+        if "<locals>" in cls.__qualname__ or (cls.__module__ == "__main__" and "." in cls.__qualname__):
+            raise CaptureError(f"autograd function {cls.__qualname__!r} is defined inside a function; move it to the top of its module")
+        return kept(cls, *args, **kwargs)
+
+    apply.__name__ = "apply"
+    base.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        base.apply = original
+
 
 SAMPLES = 4  # in the captured batch: not 0 or 1, which torch specialises, and large enough that what is shared by the batch weighs little
 OTHER_SAMPLES = (3, 2, 8)  # in other batches, to see which dimensions grow with the samples, or with the longest of them
@@ -43,7 +80,7 @@ class TrainingJob(Protocol):
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedJob:
     """The program and what was found out on the way."""
 
     program: ExportedProgram
@@ -196,7 +233,7 @@ def _record_answers(job: TrainingJob, model: nn.Module, batch: Any, training: bo
         return None
     use_batched_experts(real)
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), ambient_precision(job.precision), Recorder() as recorder:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), ambient_precision(job.precision), ValueRecorder() as recorder:
             torch.manual_seed(0)
             job.loss(real.train(training), batch)
     except Exception as error:
@@ -327,7 +364,7 @@ def _check_parameters(job: TrainingJob, model: nn.Module) -> None:
         raise JobError("Job: model: it has no trainable parameter; set requires_grad on what is to be trained")
 
 
-def export_job(job: TrainingJob, *, training: bool = True) -> Exported:
+def export_job(job: TrainingJob, *, training: bool = True) -> ExportedJob:
     """Capture `job.loss(job.model, batch)` without allocating the model; raises `CaptureError` with the module and the reason."""
     with _running_the_users_code(job, "building the model"):
         model, building = build_model(job.model)
@@ -347,7 +384,7 @@ def export_job(job: TrainingJob, *, training: bool = True) -> Exported:
     write_early(program.graph_module)
     varying = _varying(program, batch, growing)
     fixed = {name: rest for name, dims in growing.items() if (rest := tuple(d for d in dims if d not in varying.get(name, ())))}
-    return Exported(
+    return ExportedJob(
         program=program,
         model=fake,
         samples=SAMPLES,

@@ -21,7 +21,7 @@ from atoll.graph.export import ambient_precision
 from atoll.graph.fake import first_line
 from atoll.graph.graph import Precision
 
-__all__ = ["Kernel", "OperatorCost", "TensorSpec", "measure", "storage_bytes"]
+__all__ = ["Kernel", "OperatorCost", "TensorSpec", "measure_operator", "storage_bytes"]
 
 aten = torch.ops.aten
 
@@ -205,7 +205,7 @@ def _saving(saved: list[torch.Tensor]) -> Iterator[None]:
         yield
 
 
-def measure(target: Callable[..., Any], args: Any, kwargs: Any, precision: Precision) -> OperatorCost:
+def measure_operator(target: Callable[..., Any], args: Any, kwargs: Any, precision: Precision) -> OperatorCost:
     """Run `target` on fake tensors made from the `TensorSpec`s among its arguments, forward and backward, and say what it cost."""
     if target is aten.scaled_dot_product_attention.default:
         return _attention(*args, **kwargs)

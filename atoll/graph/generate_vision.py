@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from atoll.errors import JobError
 from atoll.graph.graph import Graph, Layer, Precision, Work
-from atoll.graph.parts import ELEMENT_BYTES, Part, matmul, memory, norm
+from atoll.graph.parts import ELEMENT_BYTES, LayerPart, matmul, memory, norm
 from atoll.graph.transformers import TransformerShape, block, layer_of
 
 __all__ = ["residual_network", "vision_transformer"]
@@ -24,7 +24,9 @@ class _Picture:
         return self.channels * self.side**2
 
 
-def _convolution(source: _Picture, channels: int, kernel: int, stride: int, element: int, *, relu: bool = True) -> tuple[Part, _Picture]:
+def _convolution(
+    source: _Picture, channels: int, kernel: int, stride: int, element: int, *, relu: bool = True
+) -> tuple[LayerPart, _Picture]:
     """Convolution, batch norm and (in place) ReLU. Kept for backward: the input, and the batch norm's input."""
     target = _Picture(channels, -(-source.side // stride))
     depth = kernel * kernel * source.channels
@@ -39,7 +41,7 @@ def _convolution(source: _Picture, channels: int, kernel: int, stride: int, elem
     )
     normalise = memory(3.0 * target.elements * element, backward=5 / 3)  # statistics read it once more
     activate = (memory(2.0 * target.elements * element),) if relu else ()
-    part = Part(
+    part = LayerPart(
         work=(work, normalise, *activate),
         parameters=channels * depth + 2 * channels,
         saved_bytes=float((source.elements + target.elements) * element),
@@ -47,7 +49,7 @@ def _convolution(source: _Picture, channels: int, kernel: int, stride: int, elem
     return part, target
 
 
-def _bottleneck(source: _Picture, width: int, stride: int, element: int) -> tuple[Part, _Picture]:
+def _bottleneck(source: _Picture, width: int, stride: int, element: int) -> tuple[LayerPart, _Picture]:
     """1×1, 3×3 (which carries the stride), 1×1 to four times the width, and the shortcut."""
     first, middle = _convolution(source, width, 1, 1, element)
     second, middle = _convolution(middle, width, 3, stride, element)
@@ -56,17 +58,17 @@ def _bottleneck(source: _Picture, width: int, stride: int, element: int) -> tupl
     if stride != 1 or source.channels != target.channels:
         shortcut, _ = _convolution(source, target.channels, 1, stride, element, relu=False)
         # the shortcut reads what the first convolution already keeps
-        part += Part(work=shortcut.work, parameters=shortcut.parameters, saved_bytes=shortcut.saved_bytes - source.elements * element)
-    return part + Part(work=(memory(5.0 * target.elements * element, backward=1.0),)), target  # addition, then ReLU
+        part += LayerPart(work=shortcut.work, parameters=shortcut.parameters, saved_bytes=shortcut.saved_bytes - source.elements * element)
+    return part + LayerPart(work=(memory(5.0 * target.elements * element, backward=1.0),)), target  # addition, then ReLU
 
 
-def _classifier(features: int, classes: int, element: int, pooled: Part, input_bytes: float) -> Layer:
+def _classifier(features: int, classes: int, element: int, pooled: LayerPart, input_bytes: float) -> Layer:
     """Pooling, one fully connected layer that can be split over the classes, and cross-entropy."""
     work = (
         matmul(1.0, classes, features, element, split="columns"),
         memory(float(classes * (element + 16)), split="rows", backward=1.0),
     )
-    own = Part(
+    own = LayerPart(
         work=work,
         parameters=classes * (features + 1),
         split_parameters=classes * (features + 1),
@@ -87,7 +89,7 @@ def residual_network(*, name: str, depth: int = 50, image: int = 224, classes: i
     element = ELEMENT_BYTES[precision]
     part, picture = _convolution(_Picture(3, image), 64, 7, 2, element)
     pooled = _Picture(64, -(-picture.side // 2))
-    part += Part(work=(memory(float((picture.elements + pooled.elements) * element)),), saved_bytes=float(8 * pooled.elements))
+    part += LayerPart(work=(memory(float((picture.elements + pooled.elements) * element)),), saved_bytes=float(8 * pooled.elements))
     image_bytes = 3.0 * image * image * element
     layers = [layer_of(part, name="stem", signature="stem", input_bytes=image_bytes, output_bytes=float(pooled.elements * element))]
     picture = pooled
@@ -98,7 +100,7 @@ def residual_network(*, name: str, depth: int = 50, image: int = 224, classes: i
             signature = f"group{group + 1}.{'first' if not i else 'next'}"
             came, goes = float(source.elements * element), float(picture.elements * element)
             layers.append(layer_of(part, name=f"group{group + 1}.{i}", signature=signature, input_bytes=came, output_bytes=goes))
-    averaging = Part(work=(memory(float(picture.elements * element), backward=1.0),))
+    averaging = LayerPart(work=(memory(float(picture.elements * element), backward=1.0),))
     head = _classifier(picture.channels, classes, element, averaging, float(picture.elements * element))
     return Graph(name=name, layers=(*layers, head), precision=precision, input_bytes=image_bytes)
 
@@ -132,7 +134,7 @@ def vision_transformer(
         causal=False,
     )
     element, pixels = shape.element, 3 * patch * patch
-    stem_part = Part(
+    stem_part = LayerPart(
         work=(matmul(patches, hidden, pixels, element, backward=1.0), memory(2.0 * shape.stream_bytes, backward=0.5)),
         parameters=hidden * (pixels + 1) + hidden * (patches + 2),
         saved_bytes=3.0 * image * image * element,

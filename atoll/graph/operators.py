@@ -12,12 +12,12 @@ from torch import fx
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from atoll.graph.export import Exported
+from atoll.graph.export import ExportedJob
 from atoll.graph.fake import first_line
-from atoll.graph.flops import OperatorCost, TensorSpec, measure, storage_bytes
+from atoll.graph.flops import OperatorCost, TensorSpec, measure_operator, storage_bytes
 from atoll.graph.graph import Precision
 
-__all__ = ["Operator", "OperatorTable", "build_table"]
+__all__ = ["Operator", "OperatorTable", "build_table", "schema_name"]
 
 aten = torch.ops.aten
 
@@ -61,6 +61,12 @@ class OperatorTable:
     state_updates: set[fx.Node]  # values written back to buffers at the end
     notes: list[str]
     module: fx.GraphModule  # whose graph it is; holds the regions
+
+
+def schema_name(node: fx.Node) -> str:
+    """What an operator is called, whichever its overload: "view", "add"; in place, "add_"."""
+    schema = getattr(node.target, "_schema", None)
+    return str(schema.name.split("::")[1] if schema is not None else getattr(node.target, "__name__", str(node.target)))
 
 
 def _concrete(value: Any, fallback: int) -> Any:
@@ -107,7 +113,7 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 class _Builder:
-    def __init__(self, exported: Exported, precision: Precision):
+    def __init__(self, exported: ExportedJob, precision: Precision):
         self.exported, self.precision = exported, precision
         self.graph = exported.program.graph
         self.module = exported.program.graph_module
@@ -237,7 +243,7 @@ class _Builder:
         if target in _ASKS or "assert" in str(target) or (not specs and not isinstance(target, torch._ops.OpOverload)):
             return OperatorCost()
         try:
-            return measure(target, args, kwargs, self.precision)
+            return measure_operator(target, args, kwargs, self.precision)
         except Exception as error:  # an operator that cannot run on fake tensors is estimated, and said so
             gradient = any(spec.requires_grad for spec in specs)
             traffic = float(sum(spec.bytes for spec in specs))
@@ -293,6 +299,6 @@ def _key(leaf: Any) -> Any:
     return id(leaf)
 
 
-def build_table(exported: Exported, precision: Precision) -> OperatorTable:
+def build_table(exported: ExportedJob, precision: Precision) -> OperatorTable:
     """Measure every operator of an exported program."""
     return _Builder(exported, precision).build()

@@ -3,23 +3,72 @@
 `torch.export` has no values, so such a model stops it. One eager run tells what each question was answered, by the place in the code that
 asked; the capture replays the answers and leaves an assertion in the program for each of them, so that data which would have taken
 another branch raises instead of training wrongly.
+
+CTC loss becomes one opaque operator: the shapes inside PyTorch's own depend on data, so it cannot be captured as it is.
 """
 
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from functools import cache
 from types import FrameType
 from typing import Any
 
 import msgspec
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 
-from atoll.graph.ctc import ctc_loss
+__all__ = ["Answers", "Assumption", "Replayer", "ValueRecorder", "find_random_assumption"]
 
-__all__ = ["Answers", "Assumption", "Recorder", "Replayer", "find_random_assumption"]
+
+@cache
+def _operator() -> Any:
+    """Registered when it is first needed: `atoll::ctc_loss`, whose backward is that of PyTorch's loss."""
+
+    @torch.library.custom_op("atoll::ctc_loss", mutates_args=())
+    def operator(
+        log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, reduction: str, zero_infinity: bool
+    ) -> Tensor:
+        return torch.nn.functional.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
+
+    @operator.register_fake
+    def _(
+        log_probs: Tensor, targets: Any, input_lengths: Any, target_lengths: Any, blank: Any, reduction: str, zero_infinity: Any
+    ) -> Tensor:
+        return log_probs.new_empty((log_probs.shape[1],) if reduction == "none" else ())
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:4])
+        ctx.options = inputs[4:]
+
+    operator.register_autograd(_backward, setup_context=setup)
+    return operator
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    log_probs, *rest = ctx.saved_tensors
+    with torch.enable_grad():
+        leaf = log_probs.detach().requires_grad_()
+        loss = torch.nn.functional.ctc_loss(leaf, *rest, *ctx.options)
+    (result,) = torch.autograd.grad(loss, leaf, gradient)
+    return result, None, None, None, None, None, None
+
+
+def ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.ctc_loss` in a form that can be captured."""
+    result: Tensor = _operator()(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
+    return result
+
 
 _ASKING: frozenset[Any] = frozenset(
     {
@@ -98,7 +147,7 @@ def _call_site() -> tuple[str, int]:
     return "", 0
 
 
-class Recorder(TorchFunctionMode):
+class ValueRecorder(TorchFunctionMode):
     """While it is on, every value asked of a tensor is written down."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ __all__ = [
     "NOTHING",
     "Attention",
     "FeedForward",
-    "Part",
+    "LayerPart",
     "attention",
     "experts",
     "feed_forward",
@@ -31,7 +31,7 @@ Split = Literal["", "rows", "columns", "depth"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class LayerPart:
     """What one piece of a layer adds to it; the fields mean what they mean in `Layer`."""
 
     work: tuple[Work, ...] = ()
@@ -44,8 +44,8 @@ class Part:
     tensor_reductions: int = 0
     expert_bytes: float = 0.0
 
-    def __add__(self, other: "Part") -> "Part":
-        return Part(
+    def __add__(self, other: "LayerPart") -> "LayerPart":
+        return LayerPart(
             work=self.work + other.work,
             parameters=self.parameters + other.parameters,
             split_parameters=self.split_parameters + other.split_parameters,
@@ -58,7 +58,7 @@ class Part:
         )
 
 
-NOTHING = Part()
+NOTHING = LayerPart()
 
 
 def matmul(
@@ -85,16 +85,16 @@ def memory(amount: float, *, split: Split = "", backward: float = 1.5, count: in
     return Work(kind="memory", bytes=amount, split=split, backward=backward, count=count, expert=expert)
 
 
-def norm(tokens: float, hidden: int, element: int, *, bias: bool = True) -> Part:
+def norm(tokens: float, hidden: int, element: int, *, bias: bool = True) -> LayerPart:
     """A layer norm (scale and shift) or, without bias, an RMS norm; repeated on every device of a tensor group."""
     size = tokens * hidden * element
-    return Part(work=(memory(2.0 * size),), parameters=hidden * (2 if bias else 1), saved_bytes=size)
+    return LayerPart(work=(memory(2.0 * size),), parameters=hidden * (2 if bias else 1), saved_bytes=size)
 
 
-def _residual(tokens: float, hidden: int, element: int, *, dropout: bool) -> Part:
+def _residual(tokens: float, hidden: int, element: int, *, dropout: bool) -> LayerPart:
     """Bias, dropout and residual addition, fused: reads the branch and the trunk, writes the trunk and the mask."""
     mask = tokens * hidden * _MASK_BYTES if dropout else 0.0
-    return Part(work=(memory(3.0 * tokens * hidden * element + mask, backward=1.0),), saved_bytes=mask)
+    return LayerPart(work=(memory(3.0 * tokens * hidden * element + mask, backward=1.0),), saved_bytes=mask)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class Attention:
     cross: bool = False
 
 
-def attention(a: Attention) -> Part:
+def attention(a: Attention) -> LayerPart:
     """Projections, scores, softmax, context, output projection, residual; one all-reduce under tensor parallelism."""
     queries, keys = a.heads * a.head_size, a.kv_heads * a.head_size
     tokens, element = a.sequence, a.element
@@ -137,7 +137,7 @@ def attention(a: Attention) -> Part:
     split_biases = queries + 2 * keys if a.bias else 0
     kept = (2 * tokens * queries + 2 * a.memory_sequence * keys) * element  # query, output projection's input; key, value
     read = tokens * a.hidden * element  # the projections' input; the memory of a cross-attention is kept once by whoever made it
-    own = Part(
+    own = LayerPart(
         work=projections + rotary + inner.work + (output,),
         parameters=weights + split_biases + (a.hidden if a.output_bias else 0),
         split_parameters=weights + split_biases,
@@ -146,11 +146,11 @@ def attention(a: Attention) -> Part:
         tensor_bytes=tokens * a.hidden * element,
         tensor_reductions=1,
     )
-    scores_kept = Part(saved_bytes=inner.saved_bytes, split_saved_bytes=inner.saved_bytes)
+    scores_kept = LayerPart(saved_bytes=inner.saved_bytes, split_saved_bytes=inner.saved_bytes)
     return own + scores_kept + _residual(tokens, a.hidden, element, dropout=a.dropout)
 
 
-def _plain_attention(a: Attention) -> Part:
+def _plain_attention(a: Attention) -> LayerPart:
     """Scores and context as two batched products with the whole square of scores in memory between them."""
     square = float(a.heads * a.sequence * a.memory_sequence)
     rows = float(a.heads * a.sequence)
@@ -165,14 +165,14 @@ def _plain_attention(a: Attention) -> Part:
         *dropout,
         _batched(a, **product, columns=a.head_size, depth=a.memory_sequence),
     )
-    return Part(work=work, saved_bytes=kept)
+    return LayerPart(work=work, saved_bytes=kept)
 
 
 def _batched(a: Attention, *, flops: float, bytes: float, rows: float, columns: int, depth: int) -> Work:
     return Work(kind="attention", flops=flops, bytes=bytes, rows=rows, columns=columns, depth=depth, split="rows")
 
 
-def _flash_attention(a: Attention) -> Part:
+def _flash_attention(a: Attention) -> LayerPart:
     """One fused kernel: half the square when causal, five products in backward for two in forward, a float a row kept."""
     square = float(a.heads * a.sequence * a.memory_sequence) * (0.5 if a.causal else 1.0)
     rows = float(a.heads * a.sequence)
@@ -187,7 +187,7 @@ def _flash_attention(a: Attention) -> Part:
         backward=2.5,
         split="rows",
     )
-    return Part(work=(work,), saved_bytes=4.0 * rows)
+    return LayerPart(work=(work,), saved_bytes=4.0 * rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +213,7 @@ class FeedForward:
         return self.inner * (2 if self.gated else 1)
 
 
-def feed_forward(f: FeedForward) -> Part:
+def feed_forward(f: FeedForward) -> LayerPart:
     """Up, activation, down, residual; one all-reduce under tensor parallelism."""
     split_biases = f.up_columns if f.bias else 0
     work = (
@@ -222,7 +222,7 @@ def feed_forward(f: FeedForward) -> Part:
         matmul(f.tokens, f.hidden, f.inner, f.element, split="depth"),
     )
     kept = _activations(f, f.tokens)
-    own = Part(
+    own = LayerPart(
         work=work,
         parameters=f.weights + split_biases + (f.hidden if f.bias else 0),
         split_parameters=f.weights + split_biases,
@@ -239,7 +239,7 @@ def _activations(f: FeedForward, tokens: float) -> float:
     return tokens * f.inner * f.element * (4 if f.gated else 2)
 
 
-def experts(f: FeedForward, *, count: int, active: int, capacity: float = 1.0, shared: int = 0) -> Part:
+def experts(f: FeedForward, *, count: int, active: int, capacity: float = 1.0, shared: int = 0) -> LayerPart:
     """A router and `count` such perceptrons, each token sent to `active` of them (padded by `capacity`) and to `shared` common ones.
 
     Experts are divided by expert parallelism, never by tensor parallelism: `expert_parameters` and `split_parameters` are disjoint.
@@ -256,7 +256,7 @@ def experts(f: FeedForward, *, count: int, active: int, capacity: float = 1.0, s
         memory((routed + f.tokens) * f.hidden * f.element, backward=2.0),  # … and combine, weighted
     )
     biases = (f.up_columns + f.hidden) if f.bias else 0
-    own = Part(
+    own = LayerPart(
         work=work,
         parameters=count * (f.weights + biases) + count * f.hidden,
         expert_parameters=count * (f.weights + biases),
@@ -267,7 +267,7 @@ def experts(f: FeedForward, *, count: int, active: int, capacity: float = 1.0, s
     return own + common + _residual(f.tokens, f.hidden, f.element, dropout=f.dropout)
 
 
-def _shared_experts(f: FeedForward, shared: int) -> Part:
+def _shared_experts(f: FeedForward, shared: int) -> LayerPart:
     """Experts every token visits are one ordinary perceptron `shared` times as wide, without a residual of its own."""
     wide = FeedForward(
         hidden=f.hidden, inner=f.inner * shared, tokens=f.tokens, element=f.element, gated=f.gated, bias=f.bias, dropout=f.dropout
@@ -276,7 +276,7 @@ def _shared_experts(f: FeedForward, shared: int) -> Part:
     residual = _residual(f.tokens, f.hidden, f.element, dropout=f.dropout)
     own_work = part.work[: -len(residual.work)]
     kept = _activations(wide, wide.tokens)
-    return Part(
+    return LayerPart(
         work=own_work,
         parameters=part.parameters,
         split_parameters=part.split_parameters,

@@ -11,9 +11,7 @@ import torch
 from torch import fx
 
 from atoll.graph.flops import TensorSpec
-from atoll.graph.operators import OperatorTable
-from atoll.graph.sharding_products import Product, find_product, operator_name
-from atoll.graph.sharding_regions import NoRuleError, Regions, Tag, require
+from atoll.graph.operators import OperatorTable, schema_name
 from atoll.graph.sharding_rewrites import (
     ByDepth,
     Cut,
@@ -26,7 +24,7 @@ from atoll.graph.sharding_rewrites import (
     Scale,
     Sharding,
 )
-from atoll.graph.sharding_rules import RULES, Step
+from atoll.graph.sharding_rules import RULES, ColumnTag, NoRuleError, Product, Regions, Step, find_product, require
 
 __all__ = ["SMALLEST_VOCABULARY", "Analysis"]
 
@@ -42,7 +40,7 @@ class _Use:
 
     reader: fx.Node
     dim: int
-    tag: Tag
+    tag: ColumnTag
 
 
 class Analysis:
@@ -59,7 +57,7 @@ class Analysis:
         whole: frozenset[fx.Node],
     ):
         self.table, self.start, self.stop, self.withdrawn, self.whole = table, start, stop, withdrawn, whole
-        self.tags: dict[fx.Node, Tag] = {}
+        self.tags: dict[fx.Node, ColumnTag] = {}
         self.regions = Regions(fused)
         self.result = Sharding()
         self.inside = {entry.node for entry in table.operators[start:stop]}
@@ -99,7 +97,7 @@ class Analysis:
             return
         if any(self._is_written_after(node, value) for value in node.all_input_nodes):
             return
-        tag = Tag(frozenset([(node, 0, shape[-1])]), len(shape) - 1)
+        tag = ColumnTag(frozenset([(node, 0, shape[-1])]), len(shape) - 1)
         self.tags[node] = tag
         self.regions.start(node, shape[-1])
         self.result.split[position] = "columns"
@@ -109,7 +107,7 @@ class Analysis:
         if product.bias is not None:
             self._start_bias(node, product.bias, tag)
 
-    def _start_bias(self, node: fx.Node, bias: fx.Node, tag: Tag) -> None:
+    def _start_bias(self, node: fx.Node, bias: fx.Node, tag: ColumnTag) -> None:
         dim, columns = len(self._shape(bias)) - 1, self._shape(node)[-1]
         if self._shape(bias)[-1:] != (columns,):
             self._operand(node, bias)
@@ -122,7 +120,7 @@ class Analysis:
         self.result.parameters.add(parameter)
         self._uses[parameter].append(use)
 
-    def _operand(self, node: fx.Node, value: fx.Node, tag: Tag | None = None, size: int = 0, dim: int = 0) -> None:
+    def _operand(self, node: fx.Node, value: fx.Node, tag: ColumnTag | None = None, size: int = 0, dim: int = 0) -> None:
         spec = self.table.specs[value]
         if isinstance(spec, TensorSpec):
             require(not self._is_written_after(node, value))
@@ -146,7 +144,7 @@ class Analysis:
     def _carry(self, node: fx.Node, product: Product | None, position: int, sources: frozenset[fx.Node]) -> None:
         if product is not None and product.x in self.tags:
             return self._contract(node, product, position)
-        name = operator_name(node)
+        name = schema_name(node)
         if name in _LOSSES:
             return self._consume(node, position, sources)
         tag = self._moved(node, name, sources)
@@ -190,13 +188,13 @@ class Analysis:
         self._operand(node, target)
         self._rewrites.append(lambda: DivideLoss(node, self._one_block(tag, shape[tag.dim])))
 
-    def _one_block(self, tag: Tag, size: int) -> Cut:
+    def _one_block(self, tag: ColumnTag, size: int) -> Cut:
         cut = self.regions.cut(tag, size)
         if len(cut.blocks) > 1:
             raise NoRuleError(self.regions.joined(tag.sources))
         return cut
 
-    def _note_draws(self, node: fx.Node, name: str, tag: Tag) -> None:
+    def _note_draws(self, node: fx.Node, name: str, tag: ColumnTag) -> None:
         """Random numbers and normalisation over the tagged dimension take more than the rule of their kind."""
         args: Any = node.args
         if name == "log_softmax" and tag.vocabulary and tag.dim == args[1] % len(self._shape(node)):
@@ -214,10 +212,10 @@ class Analysis:
         stride = self.table.specs[value].stride
         return tuple(sorted(range(len(stride)), key=lambda d: (-stride[d], d)))
 
-    def _cut_of(self, node: fx.Node, tag: Tag) -> Cut:
+    def _cut_of(self, node: fx.Node, tag: ColumnTag) -> Cut:
         return self.regions.cut(tag, self._shape(node)[tag.dim] // tag.outer)
 
-    def _moved(self, node: fx.Node, name: str, sources: frozenset[fx.Node]) -> Tag:
+    def _moved(self, node: fx.Node, name: str, sources: frozenset[fx.Node]) -> ColumnTag:
         """Where the tagged dimension is in the result."""
         first: Any = node.args[0] if node.args else None
         if not isinstance(first, fx.Node) or first not in self.tags or name not in RULES:
@@ -256,7 +254,7 @@ class Analysis:
             require(args[0] in self.tags)
         return [value for value in node.all_input_nodes if isinstance(self.table.specs[value], TensorSpec)], set()
 
-    def _together(self, node: fx.Node, name: str, sources: frozenset[fx.Node]) -> Tag:
+    def _together(self, node: fx.Node, name: str, sources: frozenset[fx.Node]) -> ColumnTag:
         """Operators on several tensors that act on each slice of the tagged dimension alone."""
         operands, forbidden = self._operands(node, name, sources)
         rank = len(self._shape(node))
@@ -267,7 +265,7 @@ class Analysis:
         require(dim not in forbidden)
         size = self._shape(node)[dim] // outer
         self.regions.limit(sources, size)
-        tag = Tag(frozenset().union(*(self.tags[value].spans for value in tagged)), dim, outer=outer)
+        tag = ColumnTag(frozenset().union(*(self.tags[value].spans for value in tagged)), dim, outer=outer)
         for value in operands:
             own = dim - (rank - len(self._shape(value)))
             length = self._shape(value)[own] if own >= 0 else 1

@@ -10,7 +10,7 @@ from atoll.graph.parts import (
     NOTHING,
     Attention,
     FeedForward,
-    Part,
+    LayerPart,
     attention,
     experts,
     feed_forward,
@@ -75,7 +75,7 @@ class TransformerShape:
 
 
 def layer_of(
-    part: Part, *, name: str, signature: str, input_bytes: float, output_bytes: float, tensor_units: int = 1, experts: int = 0
+    part: LayerPart, *, name: str, signature: str, input_bytes: float, output_bytes: float, tensor_units: int = 1, experts: int = 0
 ) -> Layer:
     """A Layer from the sum of its parts."""
     return Layer(
@@ -112,7 +112,7 @@ def embedding(shape: TransformerShape, name: str, *, passing: float = 0.0) -> La
     if shape.dropout:
         works.append(memory(2.0 * size + mask, backward=1.0))
     table = shape.vocabulary * shape.hidden
-    part = Part(
+    part = LayerPart(
         work=tuple(works),
         parameters=table + (shape.sequence * shape.hidden if learned else 0),
         split_parameters=table,
@@ -158,7 +158,7 @@ def head(shape: TransformerShape, name: str, *, tied: bool, transform: bool = Fa
     logits = float(tokens * vocabulary)
     table = vocabulary * hidden
     part = (_transform(shape) if transform else NOTHING) + _norm(shape)
-    part += Part(
+    part += LayerPart(
         work=(
             matmul(tokens, vocabulary, hidden, element, split="columns"),
             memory(logits * (element + 16), split="rows", backward=1.0),  # to fp32 (e+4), then log-softmax reads twice and writes (12)
@@ -173,13 +173,13 @@ def head(shape: TransformerShape, name: str, *, tied: bool, transform: bool = Fa
     return layer_of(part, name=name, signature=name, input_bytes=shape.stream_bytes, output_bytes=0.0, tensor_units=shape.kv_heads)
 
 
-def _transform(shape: TransformerShape) -> Part:
+def _transform(shape: TransformerShape) -> LayerPart:
     size = shape.stream_bytes
     work = (matmul(shape.sequence, shape.hidden, shape.hidden, shape.element), memory(2.0 * size))
-    return Part(work=work, parameters=shape.hidden * (shape.hidden + 1) + shape.vocabulary, saved_bytes=2.0 * size)
+    return LayerPart(work=work, parameters=shape.hidden * (shape.hidden + 1) + shape.vocabulary, saved_bytes=2.0 * size)
 
 
-def _norm(shape: TransformerShape) -> Part:
+def _norm(shape: TransformerShape) -> LayerPart:
     return norm(shape.sequence, shape.hidden, shape.element, bias=shape.bias)
 
 
@@ -201,7 +201,7 @@ def _attention_shape(shape: TransformerShape) -> Attention:
     )
 
 
-def _feed_forward(shape: TransformerShape) -> Part:
+def _feed_forward(shape: TransformerShape) -> LayerPart:
     perceptron = FeedForward(
         hidden=shape.hidden,
         inner=shape.experts.hidden if shape.experts else shape.feed_forward,

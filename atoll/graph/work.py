@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import torch
 
-from atoll.graph.experts import Experts
+from atoll.graph.experts import LayerExperts
 from atoll.graph.flops import Kernel, TensorSpec
 from atoll.graph.graph import Work
 from atoll.graph.operators import Operator, OperatorTable
@@ -18,7 +18,7 @@ __all__ = ["work_of_layer"]
 aten = torch.ops.aten
 
 
-def work_of_layer(table: OperatorTable, start: int, stop: int, sharding: Sharding, experts: Experts) -> tuple[Work, ...]:
+def work_of_layer(table: OperatorTable, start: int, stop: int, sharding: Sharding, experts: LayerExperts) -> tuple[Work, ...]:
     """All forward kernels of operators `start` to `stop`."""
     kinds: Counter[Work] = Counter()
     for position in range(start, stop):

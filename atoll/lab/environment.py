@@ -1,56 +1,21 @@
-"""What a lab's processes find in their environment, and how they find the lab. Pure: the environment is given.
+"""What a lab's processes find in their environment; `runtime/supervise/hosts.py` finds the lab in it. Pure: the environment is given.
 
 Every process of a lab has `ATOLL_LAB` (its name), `ATOLL_LAB_HOST`, `ATOLL_LAB_HOSTS` (`oslo-0=10.1.0.2,…`), `ATOLL_LAB_SOCKET` (where
 processes on other hosts are asked for), `ATOLL_CLUSTER` (the cluster file) and the interface for Gloo and NCCL. Where the lab imposes
 speeds, `ATOLL_SPEEDS` names the file.
 """
 
-from collections.abc import Mapping, Sequence
-
-import msgspec
+from collections.abc import Mapping
 
 from atoll.cluster import Cluster
-from atoll.errors import LabError
 from atoll.runtime.run_directory import SPEEDS
+from atoll.runtime.supervise.hosts import LabView
 
-__all__ = ["PER_HOST", "LabView", "device_environments", "find_lab", "host_environment", "lab_of"]
+__all__ = ["PER_HOST", "device_environments", "host_environment"]
 
 MASTER_PORT = 29500  # torchrun's
-LINKS = "ATOLL_LINKS"  # as `atoll.fabric.imposed` calls it; importing that would load PyTorch
+LINKS = "ATOLL_LINKS"  # as `atoll.fabric.shaped` calls it; importing that would load PyTorch
 PER_HOST = ("ATOLL_LAB_HOST", "HOSTNAME", "PET_NODE_RANK", "PET_NPROC_PER_NODE", LINKS)  # not to be taken along to another host
-
-
-class LabView(msgspec.Struct, frozen=True, kw_only=True):
-    """A lab as seen from one of its processes."""
-
-    name: str
-    host: str
-    addresses: dict[str, str]
-    socket: str
-
-    @property
-    def address(self) -> str:
-        """Of the host this process is on."""
-        return self.addresses[self.host]
-
-
-def find_lab(environ: Mapping[str, str]) -> LabView | None:
-    """The lab this process runs in, if it runs in one."""
-    if not environ.get("ATOLL_LAB"):
-        return None
-    try:
-        addresses = dict(pair.split("=", 1) for pair in environ["ATOLL_LAB_HOSTS"].split(",") if pair)
-        view = LabView(name=environ["ATOLL_LAB"], host=environ["ATOLL_LAB_HOST"], addresses=addresses, socket=environ["ATOLL_LAB_SOCKET"])
-        view.addresses[view.host]
-    except (KeyError, ValueError) as error:
-        raise LabError(f"environment: ATOLL_LAB is set but {error} is not right; unset ATOLL_LAB outside of labs") from None
-    return view
-
-
-def lab_of(hosts: Sequence[str], environ: Mapping[str, str]) -> LabView | None:
-    """The lab this process runs in, if these hosts are in it: then what belongs on each is started there."""
-    lab = find_lab(environ)
-    return lab if lab is not None and all(host in lab.addresses for host in hosts) else None
 
 
 def host_environment(

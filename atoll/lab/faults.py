@@ -12,6 +12,8 @@ anything runs. Pure.
 ```
 
 In TOML the same: `[[fault]]` with `at`, `kind`, `host`, `between` or `from` and `to`, `factor` or `share`, `duration`.
+
+`Conditions` are the faults of the network in force, and what they mean for a host's interface and for a link. Pure.
 """
 
 import tomllib
@@ -25,7 +27,7 @@ from atoll.cluster import Cluster
 from atoll.errors import LabError
 from atoll.units import exact_seconds, parse_seconds
 
-__all__ = ["Fault", "FaultKind", "check_fault", "load_faults", "parse_fault", "parse_faults"]
+__all__ = ["Conditions", "FaultKind", "LabFault", "check_fault", "load_faults", "parse_fault", "parse_faults"]
 
 FaultKind: TypeAlias = Literal["kill", "stop", "continue", "cut", "one-way-cut", "slow", "loss", "restore"]
 
@@ -36,7 +38,7 @@ _LASTING = ("kill", "stop", "cut", "one-way-cut", "slow", "loss")
 _KEYS = ("at", "kind", "host", "site", "between", "from", "to", "factor", "share", "duration")
 
 
-class Fault(msgspec.Struct, frozen=True, kw_only=True):
+class LabFault(msgspec.Struct, frozen=True, kw_only=True):
     """Something that goes wrong `at_seconds` after the lab's command began. `places` are names of hosts or sites."""
 
     kind: FaultKind
@@ -61,7 +63,7 @@ def _time(seconds: float) -> str:
     return exact_seconds(seconds).replace(" ", "")
 
 
-def parse_fault(text: str, cluster: Cluster) -> Fault:
+def parse_fault(text: str, cluster: Cluster) -> LabFault:
     """`"30s cut rome-0 for 5s"`; LabError says what is wrong with it."""
     words = text.split()
     try:
@@ -74,7 +76,7 @@ def parse_fault(text: str, cluster: Cluster) -> Fault:
         kind = _kind(words[1])
         places = words[2:]
         amount = _amount(kind, places.pop()) if kind in ("slow", "loss") and places else None
-        fault = Fault(
+        fault = LabFault(
             at_seconds=_seconds(words[0], "the first word, when it happens,"),
             kind=kind,
             places=tuple(places),
@@ -87,7 +89,7 @@ def parse_fault(text: str, cluster: Cluster) -> Fault:
     return fault
 
 
-def load_faults(path: str | Path, cluster: Cluster) -> tuple[Fault, ...]:
+def load_faults(path: str | Path, cluster: Cluster) -> tuple[LabFault, ...]:
     """The faults of a TOML file, in the order of time."""
     try:
         text = Path(path).read_text("utf-8")
@@ -96,7 +98,7 @@ def load_faults(path: str | Path, cluster: Cluster) -> tuple[Fault, ...]:
     return parse_faults(text, cluster, str(path))
 
 
-def parse_faults(text: str, cluster: Cluster, where: str = "faults") -> tuple[Fault, ...]:
+def parse_faults(text: str, cluster: Cluster, where: str = "faults") -> tuple[LabFault, ...]:
     """The faults a text in TOML describes, in the order of time."""
     try:
         document = tomllib.loads(text)
@@ -115,7 +117,7 @@ def parse_faults(text: str, cluster: Cluster, where: str = "faults") -> tuple[Fa
     return tuple(sorted(faults, key=lambda fault: fault.at_seconds))
 
 
-def _from_table(entry: object) -> Fault:
+def _from_table(entry: object) -> LabFault:
     if not isinstance(entry, Mapping):
         raise LabError("must be a table [[fault]]")
     for key in entry:
@@ -128,7 +130,7 @@ def _from_table(entry: object) -> Fault:
     amounts = [_amount(kind, str(entry[key])) for key in ("factor", "share") if key in entry]
     if len(amounts) > 1:
         raise LabError("factor is for slow and share for loss; give one")
-    return Fault(
+    return LabFault(
         at_seconds=_seconds(entry["at"], "at"),
         kind=kind,
         places=_table_places(entry),
@@ -175,7 +177,7 @@ def _seconds(text: object, what: str) -> float:
     return seconds
 
 
-def check_fault(fault: Fault, cluster: Cluster) -> None:
+def check_fault(fault: LabFault, cluster: Cluster) -> None:
     """LabError unless the fault makes sense in this cluster."""
     hosts, sites = {host.name for host in cluster.hosts}, {site.name for site in cluster.sites}
     for place in fault.places:
@@ -191,7 +193,7 @@ def check_fault(fault: Fault, cluster: Cluster) -> None:
         raise LabError(f"{fault.kind} has no duration")
 
 
-def _check_links(fault: Fault, sites: set[str]) -> None:
+def _check_links(fault: LabFault, sites: set[str]) -> None:
     if fault.kind not in ("slow", "loss"):
         return
     of_sites = [place in sites for place in fault.places]
@@ -199,7 +201,7 @@ def _check_links(fault: Fault, sites: set[str]) -> None:
         raise LabError(f"{fault.kind} is of one host's interface or of the link of two sites, not of {' and '.join(fault.places)}")
 
 
-def _check_amount(fault: Fault) -> None:
+def _check_amount(fault: LabFault) -> None:
     if fault.kind == "slow" and not (fault.amount is not None and 1e-3 <= fault.amount <= 1e6):
         raise LabError("slow needs a factor by which the bandwidth is divided, such as 10")
     if fault.kind == "loss" and not (fault.amount is not None and 0 <= fault.amount <= 1):
@@ -211,3 +213,70 @@ def _check_amount(fault: Fault) -> None:
 def _some(names: set[str]) -> str:
     shown = sorted(names)
     return ", ".join(shown[:8]) + (" …" if len(shown) > 8 else "")
+
+
+class InForce(msgspec.Struct, frozen=True):
+    """A fault of the network that has begun and not ended."""
+
+    kind: FaultKind
+    places: tuple[str, ...]
+    amount: float | None = None
+
+
+class Conditions(msgspec.Struct, frozen=True):
+    """Everything that is in force. Methods return new conditions or say what these mean."""
+
+    in_force: tuple[InForce, ...] = ()
+
+    def after(self, fault: LabFault) -> "Conditions":
+        """A fault begins, or `restore` ends what is in force at its places. Faults of processes change nothing here."""
+        if fault.kind == "restore":
+            return Conditions(tuple(one for one in self.in_force if not _ends(fault.places, one.places)))
+        if fault.kind in ("kill", "stop", "continue"):
+            return self
+        return Conditions((*self.without(fault).in_force, InForce(fault.kind, fault.places, fault.amount)))
+
+    def without(self, fault: LabFault) -> "Conditions":
+        """This one fault is over."""
+        return Conditions(tuple(one for one in self.in_force if (one.kind, _key(one)) != (fault.kind, _key(fault))))
+
+    def connected(self, host: str) -> bool:
+        """Whether the host's cable is plugged in."""
+        return not any(one.kind == "cut" and one.places == (host,) for one in self.in_force)
+
+    def slowdown(self, *places: str) -> float:
+        """By what the bandwidth of a host's interface, or of the link of two sites, is divided."""
+        return self._amount("slow", places, 1.0)
+
+    def loss(self, *places: str) -> float:
+        """The share of packets lost at a host's interface, or on the link of two sites."""
+        return self._amount("loss", places, 0.0)
+
+    def blocked(self, cluster: Cluster) -> frozenset[tuple[str, str]]:
+        """Pairs of places (from, to) between which nothing passes."""
+        sites = [site.name for site in cluster.sites]
+        pairs: set[tuple[str, str]] = set()
+        for one in self.in_force:
+            if one.kind == "one-way-cut":
+                pairs.add((one.places[0], one.places[1]))
+            elif one.kind == "cut" and len(one.places) == 2:
+                pairs |= {(one.places[0], one.places[1]), (one.places[1], one.places[0])}
+            elif one.kind == "cut" and one.places[0] in sites:
+                others = [site for site in sites if site != one.places[0]]
+                pairs |= {(one.places[0], other) for other in others} | {(other, one.places[0]) for other in others}
+        return frozenset(pairs)
+
+    def _amount(self, kind: FaultKind, places: tuple[str, ...], default: float) -> float:
+        found = [one.amount for one in self.in_force if one.kind == kind and set(one.places) == set(places)]
+        return default if not found or found[0] is None else found[0]
+
+
+def _key(fault: LabFault | InForce) -> tuple[str, ...]:
+    return fault.places if fault.kind == "one-way-cut" else tuple(sorted(fault.places))
+
+
+def _ends(restored: tuple[str, ...], places: tuple[str, ...]) -> bool:
+    """Restoring nothing in particular ends all; one place: whatever concerns it; two: what is between them."""
+    if len(restored) == 2:
+        return set(restored) == set(places)
+    return not restored or restored[0] in places

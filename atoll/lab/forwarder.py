@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import msgspec
 
 from atoll.lab.network import TUNNEL
-from atoll.lab.pipes import Crossing, ForwarderState, wire_bytes
+from atoll.lab.pipes import ForwarderState, Pipes, wire_bytes
 
 __all__ = ["main"]
 
@@ -45,7 +45,7 @@ class Forwarder:
 
     def __init__(self, devices: Sequence[int], control: int) -> None:
         self._devices, self._control = list(devices), control
-        self._crossing: Crossing | None = None
+        self._crossing: Pipes | None = None
         self._chance = random.Random()
         self._on_the_way: list[tuple[float, int, int, bytes]] = []  # when, a number that keeps the order, device, packet
         self._numbers = itertools.count()
@@ -108,7 +108,7 @@ class Forwarder:
 
     def _change(self, state: ForwarderState) -> None:
         if self._crossing is None:
-            self._crossing = Crossing(state, self._chance.random)
+            self._crossing = Pipes(state, self._chance.random)
         self._crossing.change(state)
         if state.loses != self._loses:
             self._loses = state.loses

@@ -26,13 +26,13 @@ from atoll.cluster import Cluster, dump_cluster
 from atoll.cluster.cluster import site_index
 from atoll.errors import AtollError, LabError
 from atoll.events import FaultEnded, FaultInjected, Observer
-from atoll.lab.conditions import Conditions
-from atoll.lab.environment import PER_HOST, LabView, host_environment
-from atoll.lab.faults import Fault, check_fault
+from atoll.lab.environment import PER_HOST, host_environment
+from atoll.lab.faults import Conditions, LabFault, check_fault
 from atoll.lab.loopback import LoopbackWorld
 from atoll.lab.orphans import OWNER, mark, remove_orphans
 from atoll.lab.remote import RemoteServer, Request, Started
 from atoll.lab.world import NamespaceWorld, Stream, World, why_no_namespaces
+from atoll.runtime.supervise.hosts import LabView
 
 __all__ = ["Lab", "LabProcess", "Place"]
 
@@ -77,9 +77,12 @@ class LabProcess:
         return out or b"", complaints or b""
 
     def signal(self, number: int) -> None:
-        """Sends it a signal."""
+        """Sends it a signal; to its whole process group if it is one that nobody can catch and pass on, or that ends such a stop."""
         with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
+            if number in (signal.SIGSTOP, signal.SIGCONT) and self._session and self._process.poll() is None:
+                os.killpg(self._process.pid, number)
+            else:
+                self._process.send_signal(number)
 
     def kill(self) -> None:
         """Ends it, and what is in its process group."""
@@ -202,7 +205,7 @@ class Lab:
         """Whether a killed host is going to be there again by itself."""
         return any(timer.revives and timer.is_alive() for timer in self._timers)
 
-    def inject(self, fault: Fault) -> None:
+    def inject(self, fault: LabFault) -> None:
         """Makes a fault happen now, whatever its time. With a duration it ends by itself."""
         check_fault(fault, self.cluster)
         with self._lock:
@@ -220,7 +223,7 @@ class Lab:
             if fault.duration_seconds is not None:
                 self._later(fault.duration_seconds, lambda: self._over(fault), revives=fault.kind == "kill")
 
-    def play(self, faults: Sequence[Fault]) -> None:
+    def play(self, faults: Sequence[LabFault]) -> None:
         """Has every fault happen at its time from now; returns at once. LabError, before any does, if one never can."""
         for fault in faults:
             if self.why_not is not None and fault.kind in ("cut", "one-way-cut", "slow", "loss"):
@@ -233,35 +236,35 @@ class Lab:
 
     def kill(self, host: str, duration_seconds: float | None = None) -> None:
         """Kills every process of a host (or of a site's hosts). Its kernel lives: peers see their connections end at once."""
-        self.inject(Fault(kind="kill", places=(host,), duration_seconds=duration_seconds))
+        self.inject(LabFault(kind="kill", places=(host,), duration_seconds=duration_seconds))
 
     def stop(self, host: str, duration_seconds: float | None = None) -> None:
         """Stops every process of a host (SIGSTOP): connections stay, nobody answers."""
-        self.inject(Fault(kind="stop", places=(host,), duration_seconds=duration_seconds))
+        self.inject(LabFault(kind="stop", places=(host,), duration_seconds=duration_seconds))
 
     def go_on(self, host: str) -> None:
         """Lets stopped processes of a host go on."""
-        self.inject(Fault(kind="continue", places=(host,)))
+        self.inject(LabFault(kind="continue", places=(host,)))
 
     def cut(self, place: Place, duration_seconds: float | None = None) -> None:
         """Pulls a host's cable, cuts a site off, or two places from each other: packets are lost without a word."""
-        self.inject(Fault(kind="cut", places=_places(place), duration_seconds=duration_seconds))
+        self.inject(LabFault(kind="cut", places=_places(place), duration_seconds=duration_seconds))
 
     def cut_one_way(self, source: str, target: str, duration_seconds: float | None = None) -> None:
         """Nothing from `source` arrives at `target`."""
-        self.inject(Fault(kind="one-way-cut", places=(source, target), duration_seconds=duration_seconds))
+        self.inject(LabFault(kind="one-way-cut", places=(source, target), duration_seconds=duration_seconds))
 
     def slow(self, link: Place, factor: float, duration_seconds: float | None = None) -> None:
         """Divides the bandwidth of a host's interface, or of the link of two sites."""
-        self.inject(Fault(kind="slow", places=_places(link), amount=factor, duration_seconds=duration_seconds))
+        self.inject(LabFault(kind="slow", places=_places(link), amount=factor, duration_seconds=duration_seconds))
 
     def loss(self, link: Place, share: float, duration_seconds: float | None = None) -> None:
         """Loses a share of the packets at a host's interface, or on the link of two sites."""
-        self.inject(Fault(kind="loss", places=_places(link), amount=share, duration_seconds=duration_seconds))
+        self.inject(LabFault(kind="loss", places=_places(link), amount=share, duration_seconds=duration_seconds))
 
     def restore(self, place: Place | None = None) -> None:
         """Ends what is in force at a place, or everywhere: links are whole, dead hosts boot, stopped ones go on."""
-        self.inject(Fault(kind="restore", places=() if place is None else _places(place)))
+        self.inject(LabFault(kind="restore", places=() if place is None else _places(place)))
 
     # ---- the end
 
@@ -311,7 +314,7 @@ class Lab:
         environ = {**own, **request.environ, **{name: own[name] for name in PER_HOST if name in own}}
         return self._start(request.host, request.command, environ, request.directory, streams, True)
 
-    def _act(self, fault: Fault) -> None:
+    def _act(self, fault: LabFault) -> None:
         hosts = [host for place in fault.places for host in self._hosts_of(place)] or list(self.hosts)
         if fault.kind == "kill":
             self._kill(hosts)
@@ -324,7 +327,7 @@ class Lab:
                 self._revive(hosts)
             self._change(self._conditions.after(fault))
 
-    def _over(self, fault: Fault) -> None:
+    def _over(self, fault: LabFault) -> None:
         """A fault has lasted its time."""
         hosts = [host for place in fault.places for host in self._hosts_of(place)]
         with self._lock:

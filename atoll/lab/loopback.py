@@ -2,7 +2,7 @@
 fabric itself.
 
 Every process finds in `ATOLL_LINKS` a file that says which of those addresses it has and what each way to another has as bandwidth and
-latency; a fabric that is given `imposed_carrier(os.environ)` sends through links like that (`atoll/fabric/imposed.py`). Nothing else is
+latency; a fabric that is given `imposed_carrier(os.environ)` sends through links like that (`atoll/fabric/shaped.py`). Nothing else is
 shaped: not Gloo, not other programs.
 """
 
@@ -22,14 +22,14 @@ import msgspec
 from atoll.cluster import Cluster
 from atoll.cluster.cluster import wan_index
 from atoll.errors import LabError
-from atoll.lab.conditions import Conditions
 from atoll.lab.environment import LINKS
-from atoll.lab.network import Network
+from atoll.lab.faults import Conditions
+from atoll.lab.network import LabNetwork
 from atoll.lab.orphans import LAB_FILES, mark
 from atoll.lab.world import Stream
 
 if TYPE_CHECKING:
-    from atoll.fabric.imposed import ImposedLinks
+    from atoll.fabric.shaped import ImposedLinks
 
 __all__ = ["LoopbackWorld"]
 
@@ -44,7 +44,7 @@ class LoopbackWorld:
     def __init__(self, cluster: Cluster, name: str) -> None:
         if sys.platform != "linux":
             raise LabError("a lab needs Linux: elsewhere the loopback interface has one address only")
-        self._cluster, self._name, self._network = cluster, name, Network(cluster)
+        self._cluster, self._name, self._network = cluster, name, LabNetwork(cluster)
         self.files = Path(tempfile.mkdtemp(prefix=f"{LAB_FILES}{mark(os.getpid())}-"))
         self.files_inside = str(self.files)
         self._alive, self._watched = os.pipe()[::-1]
@@ -135,7 +135,7 @@ class LoopbackWorld:
         shutil.rmtree(self.files, ignore_errors=True)
 
     def _links(self, own: str) -> "ImposedLinks":
-        from atoll.fabric.imposed import ImposedLink, ImposedLinks  # loads PyTorch, which a lab of namespaces does without
+        from atoll.fabric.shaped import ImposedLink, ImposedLinks  # loads PyTorch, which a lab of namespaces does without
 
         sites = {host.name: site for site in self._cluster.sites for host in site.hosts}
         wan = wan_index(self._cluster)

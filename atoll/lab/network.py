@@ -13,10 +13,10 @@ import msgspec
 from atoll.cluster import Cluster, Host, Site
 from atoll.cluster.cluster import wan_index
 from atoll.errors import LabError
-from atoll.lab.conditions import Conditions
+from atoll.lab.faults import Conditions
 from atoll.lab.pipes import ForwarderState, PipeState
 
-__all__ = ["INTERFACE", "TUNNEL", "Command", "Network", "SLOWEST_BRIDGE_SECONDS"]
+__all__ = ["INTERFACE", "SLOWEST_BRIDGE_SECONDS", "TUNNEL", "Command", "LabNetwork"]
 
 INTERFACE, TUNNEL, _BRIDGE = "eth0", "tun0", "br0"
 SLOWEST_BRIDGE_SECONDS = 0.0005  # latencies inside a site from here on are imposed by the forwarder; a bridge has about 0.05 ms
@@ -39,7 +39,7 @@ class _Place(msgspec.Struct, frozen=True):
     address: str
 
 
-class Network:
+class LabNetwork:
     """The network of one cluster."""
 
     def __init__(self, cluster: Cluster) -> None:

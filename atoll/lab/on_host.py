@@ -10,8 +10,8 @@ from types import FrameType
 
 import msgspec
 
-from atoll.lab.environment import LabView, find_lab
 from atoll.lab.remote import REQUEST_LENGTH, Reply, Request
+from atoll.runtime.supervise.hosts import LabView, find_lab
 
 __all__ = ["main"]
 
@@ -44,9 +44,17 @@ def _ask(view: LabView, request: Request) -> Reply:
 
         def pass_on(number: int, frame: FrameType | None) -> None:
             with contextlib.suppress(OSError):
-                connection.sendall(bytes([number]))
+                connection.sendall(bytes([signal.SIGSTOP if number == signal.SIGTSTP else number]))
 
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        for number in (
+            signal.SIGTERM,
+            signal.SIGINT,
+            signal.SIGHUP,
+            signal.SIGUSR1,
+            signal.SIGUSR2,
+            signal.SIGTSTP,
+            signal.SIGCONT,
+        ):
             signal.signal(number, pass_on)
         answer = bytearray()
         while chunk := connection.recv(65536):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
-__all__ = ["Crossing", "ForwarderState", "Pipe", "PipeState", "wire_bytes"]
+__all__ = ["Pipes", "ForwarderState", "Pipe", "PipeState", "wire_bytes"]
 
 _QUEUE_SECONDS = 0.05  # a link's buffer holds so much, and a round trip
 _LEAST_QUEUE_BYTES = 256 * 1024
@@ -56,7 +56,7 @@ class Pipe:
         return self._free_at + state.latency_s
 
 
-class Crossing:
+class Pipes:
     """All pipes, and which packets may enter them."""
 
     def __init__(self, state: ForwarderState, chance: Callable[[], float]) -> None:

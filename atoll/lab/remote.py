@@ -10,16 +10,15 @@ import os
 import selectors
 import socket
 import struct
-import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 import msgspec
 
 from atoll.errors import AtollError, LabError
 
-__all__ = ["REQUEST_LENGTH", "RemoteServer", "Reply", "Request", "Started", "remote_command"]
+__all__ = ["REQUEST_LENGTH", "RemoteServer", "Reply", "Request", "Started"]
 
 REQUEST_LENGTH = struct.Struct("<I")
 _LARGEST_REQUEST = 8 << 20
@@ -60,11 +59,6 @@ class Started(Protocol):
 
 
 Starter: TypeAlias = Callable[[Request, tuple[int, int, int]], Started]
-
-
-def remote_command(host: str, command: Sequence[str]) -> list[str]:
-    """The command that runs a command on another host of the lab this process is in."""
-    return [sys.executable, "-m", "atoll.lab.on_host", host, *command]
 
 
 class RemoteServer:

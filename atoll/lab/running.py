@@ -1,23 +1,20 @@
 """Commands on hosts of a lab, looked after until the last has ended: one at the terminal, or all with the host's name before each line."""
 
-import contextlib
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
-from typing import IO, BinaryIO, Literal, TypeAlias
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import Literal, TypeAlias
 
 from atoll.lab.environment import device_environments
 from atoll.lab.lab import Lab, LabProcess
+from atoll.runtime.supervise.hosts import LineSource, OutputSource, ProcessSpec, StartedProcess, ThisMachine, exit_in_words
+from atoll.runtime.supervise.supervisor import INTERRUPTED, Supervisor
 
 __all__ = ["Spread", "run_in_lab"]
 
 Spread: TypeAlias = Literal["host", "hosts", "devices"]
-_LOOK_SECONDS = 0.05
 
 
 def run_in_lab(lab: Lab, command: Sequence[str], *, spread: Spread, host: str) -> int:
@@ -26,87 +23,102 @@ def run_in_lab(lab: Lab, command: Sequence[str], *, spread: Spread, host: str) -
     That is 0 if all ended well, else the first failure's. Who was killed by a fault together with its host has not failed. The first Ctrl-C
     or SIGTERM is passed on to the commands; the second ends everything.
     """
-    runner = _Runner(lab, list(command), spread)
-    with runner.obeying_signals():
-        for name in [host] if spread == "host" else lab.hosts:
-            runner.start(name)
-        if spread != "host":
-            lab.booted = runner.start
-        return runner.wait()
+    commands = _Commands(lab, tuple(command), spread)
+    try:
+        with commands.supervisor.obeying_signals():
+            for name in [host] if spread == "host" else lab.hosts:
+                commands.start(name)
+            if spread != "host":
+                lab.booted = commands.booted.put
+            commands.supervisor.run(commands)
+    finally:
+        lab.booted = None
+        commands.supervisor.end()
+    return commands.code()
 
 
-class _Runner:
-    """The processes and what they print."""
+class _Commands:
+    """The processes, and what their ends mean: a supervisor's policy."""
 
-    def __init__(self, lab: Lab, command: list[str], spread: Spread) -> None:
+    def __init__(self, lab: Lab, command: tuple[str, ...], spread: Spread) -> None:
+        self.supervisor = Supervisor()
+        self.booted: SimpleQueue[str] = SimpleQueue()  # hosts that are there again, told by another thread
         self._lab, self._command, self._spread = lab, command, spread
         self._terminal = spread == "host" and sys.stdin is not None and sys.stdin.isatty()
-        self._processes: list[LabProcess] = []
-        self._readers: list[threading.Thread] = []
-        self._printing = threading.Lock()
-        self._asked: list[int] = []
+        self._processes: dict[str, LabProcess] = {}
+        self._codes: list[int] = []  # of those that failed
 
     def start(self, host: str) -> None:
         """What a host has to run."""
-        if self._spread == "host":
-            self._processes.append(self._lab.start(host, self._command, stdin=None, session=not self._terminal))
-            return
         environments = device_environments(self._lab.cluster, host) if self._spread == "devices" else [{}]
         for number, environ in enumerate(environments):
-            process = self._lab.start(host, self._command, environ=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             name = f"{host}/{number}" if self._spread == "devices" else host
-            for stream, into in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-                assert stream is not None
-                reader = threading.Thread(target=self._pass_on, args=(stream, f"[{name}] ".encode(), into.buffer), daemon=True)
-                reader.start()
-                self._readers.append(reader)
-            self._processes.append(process)
+            spec = ProcessSpec(
+                name=f"{name} {len(self._processes)}",
+                role=self._spread,
+                command=self._command,
+                host=_LabHost(self._lab, host, self._processes),
+                environment=environ,
+                prefix=f"[{name}] ",
+                terminal=self._terminal,
+            )
+            self.supervisor.start(spec)
 
-    def wait(self) -> int:
-        """Until all have ended, also those that restored hosts start meanwhile."""
-        failed: int | None = None
-        while any(process.returncode is None for process in self._processes) or self._lab.reviving:
-            for process in self._processes:
-                code = process.returncode
-                if failed is None and code and not self._excused(process):
-                    failed = code
-            if len(self._asked) > 1:
-                for process in self._processes:
-                    process.kill()
-            time.sleep(_LOOK_SECONDS)
-        for reader in self._readers:
-            reader.join(1)
-        codes = [process.returncode for process in self._processes if not self._excused(process)]
-        code = failed or next((code for code in codes if code), 0)
+    def ended(self, spec: ProcessSpec, code: int, how: str) -> None:
+        """Those that died with their host have not failed; if it was the only one, nothing is left that could have ended well."""
+        if code and (self._spread == "host" or not self._processes[spec.name].host_killed):
+            self._codes.append(code)
+
+    def asked_to_stop(self, number: int) -> None:
+        """Passes it on. At a terminal Ctrl-C reaches the command by itself."""
+        if number != signal.SIGINT or not self._terminal:
+            self.supervisor.signal(number)
+
+    def look(self, now: float) -> None:
+        """Starts what restored hosts have to run; the end is when nobody runs or will."""
+        reviving = self._lab.reviving
+        while not self.booted.empty():
+            self.start(self.booted.get())
+        if not self.supervisor.running and not reviving:
+            self.supervisor.finish()
+
+    def code(self) -> int:
+        """Of the first that failed."""
+        code = self._codes[0] if self._codes else INTERRUPTED if self.supervisor.killed else 0
         return 128 - code if code < 0 else code
 
-    def _excused(self, process: LabProcess) -> bool:
-        """One of many that died with its host; if it was the only one, nothing is left that could have ended well."""
-        return process.host_killed and self._spread != "host"
 
-    def _pass_on(self, stream: IO[bytes], prefix: bytes, into: BinaryIO) -> None:
-        with stream:
-            for line in stream:
-                with self._printing, contextlib.suppress(OSError, ValueError):  # nobody reads any more: the commands go on
-                    into.write(prefix + line.rstrip(b"\r\n") + b"\n")
-                    into.flush()
+class _LabHost(ThisMachine):
+    """A host of a lab of this very process. With the terminal, its command also reads from it, and is in its session."""
 
-    @contextmanager
-    def obeying_signals(self) -> Iterator[None]:
-        """Passes the first on. At a terminal Ctrl-C reaches the command by itself."""
+    def __init__(self, lab: Lab, name: str, processes: dict[str, LabProcess]) -> None:
+        self.name, self._lab, self._processes = name, lab, processes
 
-        def ask(number: int, frame: FrameType | None) -> None:
-            self._asked.append(number)
-            if number != signal.SIGINT or not self._terminal:
-                for process in self._processes:
-                    process.signal(number)
+    def start(self, spec: ProcessSpec) -> tuple[StartedProcess, Sequence[OutputSource]]:
+        if spec.role == "host":
+            process = self._lab.start(self.name, spec.command, stdin=None, session=not spec.terminal)
+        else:
+            piped = subprocess.PIPE
+            process = self._lab.start(self.name, spec.command, environ=spec.environment, stdout=piped, stderr=piped)
+        self._processes[spec.name] = process
+        streams = ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
+        return _LabChild(process), [LineSource(stream, spec.prefix, into) for stream, into in streams if stream is not None]
 
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+
+class _LabChild:
+    """A process of a lab, as a supervisor knows it."""
+
+    def __init__(self, process: LabProcess) -> None:
+        self._process = process
+
+    def poll(self) -> int | None:
+        return self._process.returncode
+
+    def signal(self, number: int) -> None:
+        if number == signal.SIGKILL:
+            self._process.kill()
+        else:
+            self._process.signal(number)
+
+    def how(self) -> str:
+        return exit_in_words(self._process.returncode or 0)

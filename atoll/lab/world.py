@@ -14,8 +14,8 @@ import msgspec
 
 from atoll.cluster import Cluster
 from atoll.errors import LabError
-from atoll.lab.conditions import Conditions
-from atoll.lab.network import INTERFACE, Command, Network
+from atoll.lab.faults import Conditions
+from atoll.lab.network import INTERFACE, Command, LabNetwork
 from atoll.lab.orphans import OWNER, mark
 
 __all__ = ["NamespaceWorld", "Stream", "World", "why_no_namespaces"]
@@ -172,7 +172,7 @@ class NamespaceWorld:
     files_inside = "/run/netns/lab"
 
     def __init__(self, cluster: Cluster, name: str) -> None:
-        self.network, self._name = Network(cluster), name
+        self.network, self._name = LabNetwork(cluster), name
         self._hosts: dict[str, _Inside] = {}
         self._forwarder: _Inside | None = None
         self._holder = _Inside("hold", name)

@@ -1,15 +1,14 @@
 """Plan: what runs where — its text and JSON forms, its rules, and what differs between two of them."""
 
-from atoll.plan.diff import Change, PlanDiff, diff
+from atoll.plan.diff import PlanChange, PlanDiff, diff
 from atoll.plan.files import load_plan, save_plan
 from atoll.plan.plan import CodecName, Mode, Plan, Replica, Schedule, Stage
-from atoll.plan.swarm import why_not_swarm
 from atoll.plan.text import parse_plan, to_text
 from atoll.plan.units import part_of, unit_runs
 from atoll.plan.validate import validate
 
 __all__ = [
-    "Change",
+    "PlanChange",
     "CodecName",
     "Mode",
     "Plan",
@@ -25,5 +24,4 @@ __all__ = [
     "to_text",
     "unit_runs",
     "validate",
-    "why_not_swarm",
 ]

@@ -11,7 +11,7 @@ from atoll.plan.plan import Plan, Stage
 from atoll.plan.table import inside_text
 from atoll.plan.text import samples_text, to_text
 
-__all__ = ["Change", "PlanDiff", "diff"]
+__all__ = ["PlanChange", "PlanDiff", "diff"]
 
 _FOLDED = 4  # differences of one kind, in so many stages in a row, make one line
 _MOST_CUTS = 8  # stages whose layers are listed
@@ -19,7 +19,7 @@ _MOST_CUTS = 8  # stages whose layers are listed
 ChangeKind = Literal["plan", "codec", "stages", "layers", "inside", "devices", "samples", "shares"]
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
+class PlanChange(msgspec.Struct, frozen=True, kw_only=True):
     """One difference: what it is about, which stage of the second plan it is in (-1: the plan as a whole), and a sentence."""
 
     kind: ChangeKind
@@ -30,7 +30,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 class PlanDiff(msgspec.Struct, frozen=True, kw_only=True):
     """All differences, the plan's own first, then stage by stage. False when there are none; `str()` is what `lines` says."""
 
-    changes: tuple[Change, ...] = ()
+    changes: tuple[PlanChange, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.changes)
@@ -53,7 +53,7 @@ class PlanDiff(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
 
 
-def _runs(changes: tuple[Change, ...]) -> list[list[int]]:
+def _runs(changes: tuple[PlanChange, ...]) -> list[list[int]]:
     """Positions of changes that are about the same thing in stages that follow one another."""
     runs: list[list[int]] = []
     latest: dict[tuple[str, bool, bool], list[int]] = {}
@@ -67,7 +67,7 @@ def _runs(changes: tuple[Change, ...]) -> list[list[int]]:
     return runs
 
 
-def _folded(run: list[Change]) -> str:
+def _folded(run: list[PlanChange]) -> str:
     first, last = (change.text.removeprefix(f"stage {change.stage}: ") for change in (run[0], run[-1]))
     alike = all(change.text == f"stage {change.stage}: {first}" for change in run)
     return f"stages {run[0].stage}–{run[-1].stage}: {first if alike else f'{first} … {last}'}"
@@ -80,24 +80,24 @@ def diff(a: Plan, b: Plan) -> PlanDiff:
     return PlanDiff(changes=tuple(changes))
 
 
-def _fields(a: Plan, b: Plan) -> Iterator[Change]:
-    for name in ("graph", "cluster", "mode", "schedule", "batch_size", "micro_batch_size", "outer_steps", "staleness"):
+def _fields(a: Plan, b: Plan) -> Iterator[PlanChange]:
+    for name in ("graph", "cluster", "mode", "schedule", "batch_size", "micro_batch_size", "staleness"):
         before, after = getattr(a, name), getattr(b, name)
         if before != after:
             words = name.replace("micro_batch", "micro-batch").replace("_", " ")
-            yield Change(kind="plan", text=f"{words}: {before} → {after}")
+            yield PlanChange(kind="plan", text=f"{words}: {before} → {after}")
 
 
-def _codecs(a: Plan, b: Plan) -> Iterator[Change]:
+def _codecs(a: Plan, b: Plan) -> Iterator[PlanChange]:
     for link in sorted({*a.codecs, *b.codecs}):
         before, after = a.codecs.get(link, "not named"), b.codecs.get(link, "not named")
         if before != after:
-            yield Change(kind="codec", text=f"codec of link {link}: {before} → {after}")
+            yield PlanChange(kind="codec", text=f"codec of link {link}: {before} → {after}")
 
 
-def _stages(a: Plan, b: Plan) -> Iterator[Change]:
+def _stages(a: Plan, b: Plan) -> Iterator[PlanChange]:
     if len(a.stages) != len(b.stages):
-        yield Change(kind="stages", text=f"stages: {len(a.stages)} → {len(b.stages)}, now of layers {_cuts(b)} (were {_cuts(a)})")
+        yield PlanChange(kind="stages", text=f"stages: {len(a.stages)} → {len(b.stages)}, now of layers {_cuts(b)} (were {_cuts(a)})")
         yield from _devices("the plan", -1, _all_devices(a), _all_devices(b))
         return
     for index, (before, after) in enumerate(zip(a.stages, b.stages, strict=True)):
@@ -114,15 +114,15 @@ def _all_devices(plan: Plan) -> tuple[str, ...]:
     return tuple(device for stage in plan.stages for device in stage.devices)
 
 
-def _stage(index: int, before: Stage, after: Stage) -> Iterator[Change]:
+def _stage(index: int, before: Stage, after: Stage) -> Iterator[PlanChange]:
     name = f"stage {index}"
     if (before.start, before.stop) != (after.start, after.stop):
         layers = f"layers {before.start}-{before.stop - 1} → {after.start}-{after.stop - 1}"
         growth = (after.stop - after.start) - (before.stop - before.start)
         size = f" ({abs(growth)} {'more' if growth > 0 else 'fewer'})" if growth else ""
-        yield Change(kind="layers", stage=index, text=f"{name}: {layers}{size}")
+        yield PlanChange(kind="layers", stage=index, text=f"{name}: {layers}{size}")
     if _inside(before) != _inside(after):
-        yield Change(kind="inside", stage=index, text=f"{name}: inside a replica {inside_text(before)} → {inside_text(after)}")
+        yield PlanChange(kind="inside", stage=index, text=f"{name}: inside a replica {inside_text(before)} → {inside_text(after)}")
     yield from _devices(name, index, before.devices, after.devices)
     yield from _grouping(name, index, before, after)
 
@@ -131,33 +131,33 @@ def _inside(stage: Stage) -> tuple[int, bool, bool, bool, tuple[int, ...]]:
     return stage.tensor, stage.sharded, stage.expert, stage.recompute, stage.split
 
 
-def _devices(name: str, index: int, before: tuple[str, ...], after: tuple[str, ...]) -> Iterator[Change]:
+def _devices(name: str, index: int, before: tuple[str, ...], after: tuple[str, ...]) -> Iterator[PlanChange]:
     old, new = set(before), set(after)
     added, removed = tuple(d for d in after if d not in old), tuple(d for d in before if d not in new)
     if added:
-        yield Change(kind="devices", stage=index, text=f"{name}: {_counted(added)} added: {' '.join(shorten(added))}")
+        yield PlanChange(kind="devices", stage=index, text=f"{name}: {_counted(added)} added: {' '.join(shorten(added))}")
     if removed:
-        yield Change(kind="devices", stage=index, text=f"{name}: {_counted(removed)} removed: {' '.join(shorten(removed))}")
+        yield PlanChange(kind="devices", stage=index, text=f"{name}: {_counted(removed)} removed: {' '.join(shorten(removed))}")
 
 
 def _counted(devices: tuple[str, ...]) -> str:
     return f"{len(devices)} device{'s' if len(devices) > 1 else ''}"
 
 
-def _grouping(name: str, index: int, before: Stage, after: Stage) -> Iterator[Change]:
+def _grouping(name: str, index: int, before: Stage, after: Stage) -> Iterator[PlanChange]:
     """Replicas formed otherwise of their devices, and their shares of the batch and of tensors."""
     groups_before, groups_after = ([replica.devices for replica in stage.replicas] for stage in (before, after))
     shape_before, shape_after = (f"{len(groups)} × {len(groups[0]) if groups else 0}" for groups in (groups_before, groups_after))
     if shape_before != shape_after:
-        yield Change(kind="devices", stage=index, text=f"{name}: replicas × devices {shape_before} → {shape_after}")
+        yield PlanChange(kind="devices", stage=index, text=f"{name}: replicas × devices {shape_before} → {shape_after}")
     elif groups_before != groups_after and (set(before.devices) == set(after.devices)):
-        yield Change(kind="devices", stage=index, text=f"{name}: the same devices form other replicas")
+        yield PlanChange(kind="devices", stage=index, text=f"{name}: the same devices form other replicas")
     old, new = _samples(before), _samples(after)
     if old != new:
-        yield Change(kind="samples", stage=index, text=f"{name}: samples {old} → {new}")
+        yield PlanChange(kind="samples", stage=index, text=f"{name}: samples {old} → {new}")
     shares_before, shares_after = (tuple(replica.tensor_shares for replica in stage.replicas) for stage in (before, after))
     if shares_before != shares_after and (any(shares_before) or any(shares_after)):
-        yield Change(kind="shares", stage=index, text=f"{name}: tensor shares {_shares(shares_before)} → {_shares(shares_after)}")
+        yield PlanChange(kind="shares", stage=index, text=f"{name}: tensor shares {_shares(shares_before)} → {_shares(shares_after)}")
 
 
 def _samples(stage: Stage) -> str:

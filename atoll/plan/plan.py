@@ -24,13 +24,13 @@ from typing import Literal
 
 import msgspec
 
-from atoll.plan.strict_json import decode_strictly
+from atoll.plan.strict_json import check_word, decode_strictly
 
 __all__ = ["CodecName", "Mode", "Plan", "Replica", "Schedule", "Stage"]
 
-Mode = Literal["lockstep", "swarm", "islands", "parts", "tables"]
+Mode = str  # the name of one of `plan.modes`; whoever reads a plan or validates it checks it
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
-CodecName = Literal["none", "bf16", "int8", "int4"]
+CodecName = Literal["none", "bf16", "fp16", "int8", "int4"]
 
 _FORMAT = 1  # of the JSON form; written first, so that a later Atoll knows what it reads
 
@@ -82,8 +82,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     mode: Mode = "lockstep"
     schedule: Schedule = "1f1b"
     codecs: dict[str, CodecName] = msgspec.field(default_factory=dict)  # by link name; a link not named sends tensors as they are
-    outer_steps: int = 1  # islands: local steps between two exchanges
-    staleness: int = 0  # swarm: steps a reduction may lag
+    staleness: int = 0  # steps a reduction may lag, in modes that can
 
     def __hash__(self) -> int:
         return hash((self.batch_size, self.micro_batch_size, self.stages, self.mode, self.schedule, tuple(sorted(self.codecs.items()))))
@@ -105,4 +104,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @staticmethod
     def from_json(text: "str | bytes", source: str = "plan") -> "Plan":
         """The plan that `to_json` wrote; a `PlanError` begins with `source` and gives the path to the field that is wrong."""
-        return decode_strictly(text, Plan, what=source, version=_FORMAT)
+        from atoll.plan.modes import mode_names  # modes speak of Plans, so they come after this file
+
+        plan = decode_strictly(text, Plan, what=source, version=_FORMAT)
+        check_word(plan.mode, mode_names(), what=source, path="mode")
+        return plan

@@ -2,13 +2,14 @@
 
 import difflib
 import re
+from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
 from atoll.errors import PlanError
 
-__all__ = ["decode_strictly"]
+__all__ = ["check_word", "decode_strictly"]
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -55,8 +56,14 @@ def _refuse_unknown(raw: Any, kind: Any, what: str, path: str) -> None:
     elif get_origin(kind) is dict and isinstance(raw, dict):
         for key, value in raw.items():
             _refuse_unknown(value, get_args(kind)[1], what, f"{path}.{key}")
-    elif get_origin(kind) is Literal and isinstance(raw, str) and raw not in get_args(kind):
-        raise PlanError(f"{what}: {path}: {raw!r} is not one of its values; {_hint(raw, list(get_args(kind)))}")
+    elif get_origin(kind) is Literal and isinstance(raw, str):
+        check_word(raw, get_args(kind), what=what, path=path)
+
+
+def check_word(word: str, known: Sequence[str], *, what: str, path: str) -> None:
+    """PlanError where the word in a field is none of those it may be."""
+    if word not in known:
+        raise PlanError(f"{what}: {path}: {word!r} is not one of its values; {_hint(word, list(known))}")
 
 
 def _hint(wrong: str, right: list[str]) -> str:

@@ -1,35 +1,16 @@
 """A plan as a plain table in which one cell can be marked: what a `PlanError` shows under its sentence."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 from atoll.plan.names import shorten
 from atoll.plan.plan import Plan, Replica, Stage
+from atoll.plan.problem import Mark
 from atoll.plan.text import numbers_text, replica_groups, samples_text
 
-__all__ = ["Mark", "Problem", "inside_text", "stage_table"]
+__all__ = ["inside_text", "stage_table"]
 
 _COLUMNS = ("stage", "layers", "inside", "of batch", "replicas", "devices", "samples", "shares")
 _MOST_STAGES = 12
 _MOST_GROUPS = 6  # rows of one stage; a plan of a thousand unlike replicas still fits on a screen
 _MOST_PATTERNS = 4  # device patterns in one cell
-
-
-@dataclass(frozen=True)
-class Mark:
-    """Which cell is wrong: a column of a stage (and of one replica, and one device in it), or a field of the plan when `stage` is -1."""
-
-    column: str
-    stage: int = -1
-    replica: int = -1
-    device: int = -1  # position among the replica's devices
-
-
-class Problem(NamedTuple):
-    """One broken rule: a sentence, and the cell of the table it speaks of."""
-
-    sentence: str
-    mark: Mark
 
 
 def stage_table(plan: Plan, mark: Mark | None = None) -> str:
@@ -75,7 +56,6 @@ def _fields(plan: Plan, mark: Mark | None) -> str:
         "schedule": plan.schedule,
         "batch": str(plan.batch_size),
         "micro_batch": str(plan.micro_batch_size),
-        **({"outer_steps": str(plan.outer_steps)} if plan.outer_steps != 1 else {}),
         **({"staleness": str(plan.staleness)} if plan.staleness != 0 else {}),
         **{f"codec {link}": codec for link, codec in plan.codecs.items()},
         **({"stages": "none"} if not plan.stages else {}),

@@ -18,8 +18,9 @@ from itertools import groupby
 from typing import cast, get_args
 
 from atoll.plan.cursor import Cursor
+from atoll.plan.modes import default_rules, mode_names
 from atoll.plan.names import quote, shorten
-from atoll.plan.plan import CodecName, Mode, Plan, Replica, Schedule, Stage
+from atoll.plan.plan import CodecName, Plan, Replica, Schedule, Stage
 
 __all__ = ["numbers_text", "parse_plan", "replica_groups", "samples_text", "to_text"]
 
@@ -27,7 +28,7 @@ _WIDTH = 110  # replicas that would make a line longer than this continue on the
 _VERSION = 1
 _COUNT = re.compile(r"([0-9]{1,9})x\(")
 _FLAGS = ("sharded", "expert", "recompute")
-_NUMBERS = ("batch", "micro_batch", "outer_steps", "staleness")
+_NUMBERS = ("batch", "micro_batch", "staleness")
 
 
 def to_text(plan: Plan) -> str:
@@ -35,7 +36,6 @@ def to_text(plan: Plan) -> str:
     fields = [
         f"plan v{_VERSION} graph={quote(plan.graph)} cluster={quote(plan.cluster)} mode={plan.mode} schedule={plan.schedule}",
         f"batch={plan.batch_size} micro_batch={plan.micro_batch_size}",
-        *([f"outer_steps={plan.outer_steps}"] if plan.outer_steps != 1 else []),
         *([f"staleness={plan.staleness}"] if plan.staleness != 0 else []),
     ]
     lines = [" ".join(fields)]
@@ -116,11 +116,10 @@ def parse_plan(text: str, source: str = "plan") -> Plan:
     return Plan(
         graph=words["graph"],
         cluster=words["cluster"],
-        mode=cast(Mode, words.get("mode", "lockstep")),
+        mode=words.get("mode", default_rules().name),
         schedule=cast(Schedule, words.get("schedule", "1f1b")),
         batch_size=numbers["batch"],
         micro_batch_size=numbers["micro_batch"],
-        outer_steps=numbers.get("outer_steps", 1),
         staleness=numbers.get("staleness", 0),
         codecs=codecs,
         stages=tuple(stages),
@@ -144,7 +143,7 @@ def _header(cursor: Cursor) -> tuple[dict[str, int], dict[str, str]]:
         if key in _NUMBERS:
             numbers[key] = cursor.take_number(f"a whole number for {key}")
         elif key in ("mode", "schedule"):
-            words[key] = cursor.take_choice(get_args(Mode if key == "mode" else Schedule), f"a {key}")
+            words[key] = cursor.take_choice(mode_names() if key == "mode" else get_args(Schedule), f"a {key}")
         else:
             words[key] = cursor.take_name(f"the name of the {key}")
     for key in ("graph", "cluster", "batch", "micro_batch"):

@@ -8,7 +8,7 @@ Decisions the rules rest on:
 - Under tensor parallelism, layers that cannot be split are repeated on every device; a stage with nothing to split is an error.
 - Tensor shares deal out whole units (`plan/units.py`): where a layer's units do not divide by `tensor`, a replica must say its shares.
 - Lanes split a layer in parts as equal as its units allow; they do so only where `tensor` is 1, and not where they divide its experts.
-- A plan of mode swarm says only what a swarm can run (`plan/swarm.py`).
+- A plan says only what its mode can run (`plan/modes/`).
 - Memory is not a rule but a prediction: `Cost.over_memory` says what does not fit.
 """
 
@@ -21,13 +21,14 @@ from atoll.cluster.cluster import device_index
 from atoll.errors import PlanError
 from atoll.graph import Graph
 from atoll.plan.constraints import constraint_problems
+from atoll.plan.modes import mode_rules
 from atoll.plan.plan import Plan, Stage
-from atoll.plan.swarm import swarm_problems
-from atoll.plan.table import Mark, Problem, stage_table
+from atoll.plan.problem import Mark, Problem
+from atoll.plan.table import stage_table
 from atoll.plan.text import numbers_text
 from atoll.plan.units import even_shares, split_units
 
-__all__ = ["link_names", "parallelism_problems", "share_problems", "validate"]
+__all__ = ["parallelism_problems", "share_problems", "validate"]
 
 
 def validate(plan: Plan, graph: Graph | None = None, cluster: Cluster | None = None) -> None:
@@ -37,7 +38,7 @@ def validate(plan: Plan, graph: Graph | None = None, cluster: Cluster | None = N
         lambda: _layers(plan),
         lambda: _replicas(plan),
         lambda: _devices(plan),
-        lambda: swarm_problems(plan) if plan.mode == "swarm" else (),
+        lambda: mode_rules(plan.mode).problems(plan),
     ]
     if cluster is not None:
         checks.append(lambda: _against_cluster(plan, cluster))
@@ -48,27 +49,16 @@ def validate(plan: Plan, graph: Graph | None = None, cluster: Cluster | None = N
             raise PlanError(f"{problem.sentence}\n\n{stage_table(plan, problem.mark)}")
 
 
-def link_names(cluster: Cluster) -> set[str]:
-    """The names by which a plan's codecs may call the cluster's links."""
-    inside = {site.link.name for site in cluster.sites} | {host.link.name for host in cluster.hosts}
-    return inside | {link.name for link in cluster.links}
-
-
 def _fields(plan: Plan) -> Iterator[Problem]:
     for column, number, least in (
         ("batch", plan.batch_size, 1),
         ("micro_batch", plan.micro_batch_size, 1),
-        ("outer_steps", plan.outer_steps, 1),
         ("staleness", plan.staleness, 0),
     ):
         if number < least:
             yield Problem(f"{column} must be at least {least}, got {number}", Mark(column))
     if plan.micro_batch_size > plan.batch_size:
         yield Problem(f"a micro-batch of {plan.micro_batch_size} is larger than the batch of {plan.batch_size}", Mark("micro_batch"))
-    if plan.outer_steps != 1 and plan.mode != "islands":
-        yield Problem(f"outer_steps is for mode islands, but the mode is {plan.mode}", Mark("outer_steps"))
-    if plan.staleness != 0 and plan.mode not in ("swarm", "tables"):
-        yield Problem(f"staleness is for modes swarm and tables, but the mode is {plan.mode}", Mark("staleness"))
     if not plan.stages:
         yield Problem("the plan has no stage", Mark("stages"))
 
@@ -173,11 +163,12 @@ def _devices(plan: Plan) -> Iterator[Problem]:
 
 
 def _may_not_share(plan: Plan, a: int, b: int) -> str:
-    """Why these stages may not name the same devices, or `""` when they are virtual stages of one another or hosted in a swarm."""
+    """Why these stages may not name the same devices, or `""` when they are virtual stages of one another, or workers hold whole ones."""
     if plan.schedule != "interleaved":
         return f"stages share devices only under schedule interleaved, not {plan.schedule}"
     groups = [{frozenset(replica.devices) for replica in plan.stages[index].replicas} for index in (a, b)]
-    return "" if plan.mode == "swarm" or groups[0] == groups[1] else "stages that share devices must have the same replicas"
+    alike = mode_rules(plan.mode).whole_stages or groups[0] == groups[1]
+    return "" if alike else "stages that share devices must have the same replicas"
 
 
 def _against_cluster(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
@@ -190,16 +181,13 @@ def _against_cluster(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
                 if device not in known:
                     sentence = f"stage {index}: the cluster has no device {device!r}{_nearest(device, known)}"
                     yield Problem(sentence, Mark("devices", index, number, position))
-            sites = sorted({known[device].site for device in replica.devices if device in known})
-            if plan.mode == "islands" and len(sites) > 1:
-                sentence = (
-                    f"stage {index}, replica {number}: under mode islands a replica stays in one site, this one is in {' and '.join(sites)}"
-                )
-                yield Problem(sentence, Mark("devices", index, number))
-    links = link_names(cluster)
+    links = {link.name for link in cluster.links}
     for link in plan.codecs:
-        if link not in links:
-            yield Problem(f"codecs: the cluster has no link {link!r}{_nearest(link, links)}", Mark(f"codec {link}"))
+        if link in links:
+            continue
+        inside = {site.link.name for site in cluster.sites} | {host.link.name for host in cluster.hosts}
+        why = "is inside a site" if link in inside else "is not in the cluster"
+        yield Problem(f"codecs: {link!r} {why}; codecs are for links between sites{_nearest(link, links)}", Mark(f"codec {link}"))
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -263,7 +263,8 @@ def _plan(evaluator: Evaluator, rules: Rules, layout: _Layout, batch_size: int) 
         batch_size=batch_size,
         micro_batch_size=layout.micro_batch_size,
         stages=tuple(stages),
-        mode=rules.mode,
+        mode=rules.execution.name,
+        codecs=dict(rules.codecs),
     )
     if evaluator.fits(plan):
         return plan

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from atoll.cluster import Device
 from atoll.cost import Evaluator
 from atoll.plan import Plan, Replica, Stage
+from atoll.plan.modes import ModeRules, default_rules
 from atoll.plan.units import even_shares, split_units
 from atoll.planner.balance import shares
 from atoll.planner.rules import Rules
@@ -44,7 +45,8 @@ def best_baselines(evaluator: Evaluator, rules: Rules, batch_size: int, known: f
 
     Always the one next that promises most: by what it computes, then, once that was the least, by its synchronisation too.
     """
-    plans = [plan for plan in dict.fromkeys(baselines(evaluator, batch_size, rules.swarm)) if rules.allows(plan)]
+    drawn = (replace(plan, codecs=dict(rules.codecs)) for plan in baselines(evaluator, batch_size, rules.execution))
+    plans = [plan for plan in dict.fromkeys(drawn) if rules.allows(plan)]
     queue = [(_least_seconds(evaluator, plan, [0.0] * len(plan.stages)), False, number) for number, plan in enumerate(plans)]
     heapq.heapify(queue)
     found: list[Found] = []
@@ -64,19 +66,19 @@ def best_baselines(evaluator: Evaluator, rules: Rules, batch_size: int, known: f
     return sorted(found, key=lambda one: one.seconds)
 
 
-def baselines(evaluator: Evaluator, batch_size: int, swarm: bool = False) -> Iterator[Plan]:
-    """The plans, none of which recomputes; some may not fit. For a swarm, those it can run: whole stages, whole micro-batches, 1F1B."""
+def baselines(evaluator: Evaluator, batch_size: int, mode: ModeRules | None = None) -> Iterator[Plan]:
+    """The plans of a mode (the default one, if none is given), none of which recomputes; some may not fit."""
+    mode = mode or default_rules()
     for group in _groups(evaluator.cluster.devices):
         speeds = _speeds(evaluator, group, batch_size)
         for layout in _layouts(evaluator, group):
-            if swarm and (layout.sharded or layout.tensor > 1):
+            if mode.whole_stages and (layout.sharded or layout.tensor > 1):
                 continue
-            any_share = len(layout.stages) == 1 and not swarm
+            any_share = len(layout.stages) == 1 and not mode.whole_micro_batches
             for micro in _micro_batches(layout, batch_size, any_share):
                 for speed in speeds:
                     for stages in _with_shares(evaluator, layout, batch_size, 1 if any_share else micro, speed):
-                        plans = _plans(evaluator, batch_size, micro, stages)
-                        yield from plans if not swarm else [replace(plans[0], mode="swarm")]
+                        yield from _plans(evaluator, batch_size, micro, stages, mode)
 
 
 def _fitting(evaluator: Evaluator, plan: Plan) -> Plan | None:
@@ -221,6 +223,7 @@ def _rounded(total: int, speeds: Sequence[float]) -> list[int]:
     return found
 
 
-def _plans(evaluator: Evaluator, batch_size: int, micro: int, stages: tuple[Stage, ...]) -> list[Plan]:
-    plan = Plan(graph=evaluator.graph.name, cluster=evaluator.cluster.name, batch_size=batch_size, micro_batch_size=micro, stages=stages)
-    return [plan, replace(plan, schedule="gpipe")] if len(stages) > 1 else [plan]
+def _plans(evaluator: Evaluator, batch_size: int, micro: int, stages: tuple[Stage, ...], mode: ModeRules) -> list[Plan]:
+    graph, cluster = evaluator.graph.name, evaluator.cluster.name
+    plan = Plan(graph=graph, cluster=cluster, batch_size=batch_size, micro_batch_size=micro, stages=stages, mode=mode.name)
+    return [replace(plan, schedule=schedule) for schedule in mode.schedules] if len(stages) > 1 else [plan]

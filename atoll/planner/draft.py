@@ -18,7 +18,7 @@ from atoll.plan.units import even_shares, split_units
 from atoll.planner.balance import balanced_cuts, shares
 from atoll.planner.classes import Slot
 from atoll.planner.rules import Rules
-from atoll.planner.timing import Inside, SlotSeconds, Timing
+from atoll.planner.timing import Inside, SlotSeconds, SlotTimes
 
 __all__ = ["TOO_FEW", "Draft", "Drafted", "complete", "with_names"]
 
@@ -43,7 +43,7 @@ class Drafted(NamedTuple):
     estimate: float
 
 
-def complete(draft: Draft, timing: Timing, rules: Rules, batch_size: int) -> Drafted | str:
+def complete(draft: Draft, timing: SlotTimes, rules: Rules, batch_size: int) -> Drafted | str:
     """Balances the cuts; a sentence saying why where nothing fits."""
     micro_batches = -(-batch_size // draft.micro_batch_size)
     free = rules.any_share(len(draft.stages))
@@ -51,7 +51,7 @@ def complete(draft: Draft, timing: Timing, rules: Rules, batch_size: int) -> Dra
         return TOO_FEW
     kinds = [Counter(slot.kind for slot in stage) for stage in draft.stages]
     times = [_slot_times(draft, timing, stage, batch_size) for stage in draft.stages]
-    bounds = _bounds(draft, timing, rules, kinds, batch_size, _memory_check(draft, timing, micro_batches, batch_size))
+    bounds = _bounds(draft, timing, rules, kinds, batch_size, _memory_check(draft, timing, rules, micro_batches, batch_size))
     if isinstance(bounds, str):
         return bounds
     return Drafted(draft, tuple(bounds), _estimate(draft, timing, bounds, times, kinds, micro_batches))
@@ -59,7 +59,7 @@ def complete(draft: Draft, timing: Timing, rules: Rules, batch_size: int) -> Dra
 
 def _bounds(
     draft: Draft,
-    timing: Timing,
+    timing: SlotTimes,
     rules: Rules,
     kinds: Sequence[Counter[int]],
     batch_size: int,
@@ -79,7 +79,7 @@ def _bounds(
     return bounds if bounds is not None else "out of memory"
 
 
-def _slot_times(draft: Draft, timing: Timing, stage: Sequence[Slot], batch_size: int) -> dict[int, SlotSeconds]:
+def _slot_times(draft: Draft, timing: SlotTimes, stage: Sequence[Slot], batch_size: int) -> dict[int, SlotSeconds]:
     micro = _micro_samples(draft, batch_size)
     first = {slot.kind: slot for slot in reversed(stage)}
     return {kind: timing.slot(slot, draft.inside, micro, draft.recompute) for kind, slot in first.items()}
@@ -92,13 +92,14 @@ def _micro_samples(draft: Draft, batch_size: int) -> float:
     return min(float(draft.micro_batch_size), batch_size / len(draft.stages[0]))
 
 
-def _memory_check(draft: Draft, timing: Timing, micro_batches: int, batch_size: int) -> Callable[[int, int, int], bool]:
+def _memory_check(draft: Draft, timing: SlotTimes, rules: Rules, micro_batches: int, batch_size: int) -> Callable[[int, int, int], bool]:
     inside = draft.inside
+    under_way = rules.execution.under_way_per_worker * sum(map(len, draft.stages))
     ahead = 0
     held: list[int] = []
     for stage in reversed(draft.stages):
         ahead += len(stage)
-        even = ceil(ahead / len(stage))
+        even = max(ceil(ahead / len(stage)), ceil(under_way / len(stage)) if held else 0)  # the last stage goes back at once
         held.append(min(micro_batches, even) if draft.schedule != "gpipe" else ceil(micro_batches / len(stage)))
     held.reverse()
     samples = draft.micro_batch_size / inside.lanes
@@ -120,7 +121,7 @@ def _memory_check(draft: Draft, timing: Timing, micro_batches: int, batch_size: 
 
 def _estimate(
     draft: Draft,
-    timing: Timing,
+    timing: SlotTimes,
     bounds: Sequence[int],
     times: Sequence[dict[int, SlotSeconds]],
     kinds: Sequence[Counter[int]],
@@ -143,7 +144,7 @@ def _estimate(
     return max(busiest, crossing) + fill - longest + latency + sync
 
 
-def _crossings(draft: Draft, timing: Timing, bounds: Sequence[int], micro_batches: int) -> tuple[float, float]:
+def _crossings(draft: Draft, timing: SlotTimes, bounds: Sequence[int], micro_batches: int) -> tuple[float, float]:
     """Seconds the busiest link between sites carries activations (one way), and the latencies on the way there and back."""
     evaluator = timing.evaluator
     carried: dict[tuple[str, str], float] = {}
@@ -162,7 +163,7 @@ def _crossings(draft: Draft, timing: Timing, bounds: Sequence[int], micro_batche
     return max(carried.values(), default=0.0), latency
 
 
-def _sync_seconds(evaluator: Evaluator, draft: Draft, timing: Timing, s: int, nbytes: float, across: bool) -> float:
+def _sync_seconds(evaluator: Evaluator, draft: Draft, timing: SlotTimes, s: int, nbytes: float, across: bool) -> float:
     slots = draft.stages[s]
     members = len(slots) * (draft.inside.lanes if across else 1)
     if members < 2 or not nbytes:
@@ -173,7 +174,7 @@ def _sync_seconds(evaluator: Evaluator, draft: Draft, timing: Timing, s: int, nb
     if len(sites) > 1:
         crossing = sum(len({timing.classes[slot.kind].device.site for slot in stage}) > 1 for stage in draft.stages)
         rate = min(cluster.link_between(a, b).bytes_per_s for a in devices for b in devices if a.site != b.site)
-        carried = nbytes * timing.wan_ratio * draft.inside.size * crossing  # a ring sends each byte about once each way
+        carried = nbytes * draft.inside.size * crossing  # a ring sends each byte about once each way
         return carried / (rate * evaluator.calibration.network_efficiency)
     hosts = {evaluator.devices[slot.devices[0]].host for slot in slots[:64]}
     if len(hosts) > 1:
@@ -187,7 +188,7 @@ def _bare_stage(draft: Draft, start: int, stop: int) -> Stage:
     return draft.inside.stage(start, stop, (draft.inside.replica(draft.stages[0][0].devices),), draft.recompute)
 
 
-def with_names(drafted: Drafted, timing: Timing, rules: Rules, batch_size: int, codecs: dict[str, CodecName]) -> Plan | None:
+def with_names(drafted: Drafted, timing: SlotTimes, rules: Rules, batch_size: int, codecs: dict[str, CodecName]) -> Plan | None:
     """The whole plan: shares balanced by speed, recomputation only where memory asks for it. None where shares cannot be."""
     draft, bounds = drafted.draft, drafted.bounds
     evaluator = timing.evaluator
@@ -210,7 +211,7 @@ def with_names(drafted: Drafted, timing: Timing, rules: Rules, batch_size: int, 
         batch_size=batch_size,
         micro_batch_size=draft.micro_batch_size,
         stages=tuple(stages),
-        mode=rules.mode,
+        mode=rules.execution.name,
         schedule=draft.schedule,
         codecs=codecs,
     )

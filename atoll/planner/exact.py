@@ -2,10 +2,10 @@
 
 The space: ordered partitions of any of the devices into stages × legal cuts × replicas, tensor or sharded groups of any of a stage's
 devices, or groups that divide the layers worth it × micro-batches that divide the batch × whole-number shares × 1F1B or GPipe × codecs,
-recomputing on a stage only where it would not fit otherwise; all as annotated. For a swarm: of all this what it can run, every device a
-replica. The bounds: a replica of stage s is busy for all of its micro-batches, after the first has come through the stages before it and
-before the last has gone back through them; then it synchronises, over links it has to itself; and all that passes between stages in
-different sites passes the links between them, at best encoded to the fewest bits.
+recomputing on a stage only where it would not fit otherwise; all as annotated. Of all this, what the mode can run; where it divides
+nothing inside a stage, every device is a replica. The bounds: a replica of stage s is busy for all of its micro-batches, after the first
+has come through the stages before it and before the last has gone back through them; then it synchronises, over links it has to itself;
+and all that passes between stages in different sites passes the links between them, at best encoded to the fewest bits.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -124,8 +124,7 @@ class Exact:
 
     def _exposed(self, stage: Stage, micro: int) -> float:
         """What the last backward cannot hide of a stage's synchronisation, were no other stage to share its links."""
-        smallest = {link: min(names, key=lambda name: codec_spec(name).bits or 64) for link, names in self.codecs.items()}
-        alone = Plan(graph="", cluster="", batch_size=self.batch_size, micro_batch_size=micro, stages=(stage,), codecs=smallest)
+        alone = Plan(graph="", cluster="", batch_size=self.batch_size, micro_batch_size=micro, stages=(stage,))
         backward = max(self.evaluator.replica_seconds(stage, replica, float(micro)).backward for replica in stage.replicas)
         return max(0.0, self.evaluator.sync_seconds(alone)[0] - self.evaluator.calibration.sync_overlap * backward)
 
@@ -140,7 +139,7 @@ class Exact:
     def _stages(self, start: int, stop: int, group: Group, micro: int) -> Iterator[Stage]:
         units = split_units(self.evaluator.graph.layers[start:stop])
         for size in range(1, len(group) + 1):
-            if len(group) % size or (size > 1 and self.rules.swarm):
+            if len(group) % size or (size > 1 and self.rules.execution.whole_stages):
                 continue
             for blocks in groupings(group, size):
                 divided = even_shares(units, size)
@@ -188,7 +187,7 @@ class Exact:
             fill = fill.plus(option.least)
         for pick in product(*rows):
             stages = tuple(pick)
-            for schedule in ("1f1b", "gpipe") if len(chosen) > 1 and not self.rules.swarm else ("1f1b",):
+            for schedule in self.rules.execution.schedules if len(chosen) > 1 else ("1f1b",):
                 plan = self._fitting(
                     Plan(
                         graph=self.evaluator.graph.name,
@@ -196,7 +195,7 @@ class Exact:
                         batch_size=self.batch_size,
                         micro_batch_size=micro,
                         stages=stages,
-                        mode=self.rules.mode,
+                        mode=self.rules.execution.name,
                         schedule=schedule,
                     )
                 )

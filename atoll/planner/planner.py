@@ -16,18 +16,19 @@ from atoll.cost import Calibration, Cost, Evaluator
 from atoll.errors import NoPlanError
 from atoll.graph import Graph
 from atoll.plan import CodecName, Mode, Plan
+from atoll.plan.modes import ModeRules, default_rules, installed_modes, mode_rules
 from atoll.planner.annotated import annotated_plans
 from atoll.planner.baselines import best_baselines
 from atoll.planner.classes import device_classes
 from atoll.planner.draft import TOO_FEW
 from atoll.planner.exact import Exact, is_small
-from atoll.planner.mode import choose_mode, island_plan
+from atoll.planner.mode import choose_mode
 from atoll.planner.reasons import bottleneck, plan_reasons, relief, what_would_help
 from atoll.planner.refine import climb
 from atoll.planner.rules import Rules, rules_of
 from atoll.planner.search import FEW_DEVICES, Found, micro_batch_sizes, search
 from atoll.planner.tally import Tally
-from atoll.planner.timing import Timing
+from atoll.planner.timing import SlotTimes
 from atoll.units import format_bytes
 
 __all__ = ["Candidate", "Planned", "plan"]
@@ -71,13 +72,14 @@ def plan(
     mode: Mode | None = None,
     optimizer: str = "adamw",
     calibration: Calibration | None = None,
-    codecs: tuple[CodecName, ...] = ("none", "bf16", "int8"),
+    codecs: tuple[CodecName, ...] = ("none",),
     max_priced: int | None = None,
     progress: Progress | None = None,
 ) -> Planned:
     """The `top` best plans for training `graph` on `cluster`; NoPlanError says what came closest where nothing fits.
 
-    `codecs` are those allowed on links between sites; give `("none",)` for bit-exact traffic. `max_priced` bounds the plans priced in full.
+    `codecs` are those allowed for activations on links between sites; a single one is used on all of them (`allowed_codecs` reads
+    `--codec`). `max_priced` bounds the plans priced in full.
     """
     if not 1 <= batch_size <= MOST_SAMPLES:
         raise NoPlanError(f"batch size: must be from 1 to {MOST_SAMPLES:,}, got {batch_size:,}")
@@ -99,20 +101,16 @@ class _Search:
     """One search for plans: what is allowed in them, and what became of those looked at."""
 
     def __init__(
-        self, timing: Timing, rules: Rules, batch_size: int, codecs: tuple[CodecName, ...], max_priced: int, progress: Progress
+        self, timing: SlotTimes, rules: Rules, batch_size: int, codecs: tuple[CodecName, ...], max_priced: int, progress: Progress
     ) -> None:
         self.evaluator, self.timing, self.rules, self.batch_size = timing.evaluator, timing, rules, batch_size
-        self.codecs = {link.name: codecs for link in self.evaluator.cluster.links} if len(codecs) > 1 else {}
+        self.codecs = {link.name: codecs for link in self.evaluator.cluster.links} if codecs != ("none",) else {}
         self.max_priced, self.progress = max_priced, progress
         self.tally = Tally()
 
     def run(self, top: int) -> list[Found]:
         """The plans priced, best first, the leaders improved by local moves."""
-        sets: list[dict[str, CodecName]] = [{}]
-        smallest = [min((name for name in names if name != "none"), key=lambda name: CODECS[name].bits) for names in self.codecs.values()]
-        if smallest:
-            sets.append(dict(zip(self.codecs, smallest, strict=True)))
-        found = self._searched(sets, max(top, 5))
+        found = self._searched(self._codec_sets(), max(top, 5))
         if len(self.evaluator.devices) <= FEW_DEVICES:
             known = found[0].seconds if found else float("inf")
             simple = best_baselines(self.evaluator, self.rules, self.batch_size, known, self.max_priced // 2, self.tally)
@@ -121,11 +119,25 @@ class _Search:
             found = sorted([*found, *self._annotated(max(top, 5))], key=lambda one: one.seconds)
         return self._refined(found)
 
+    def _codec_sets(self) -> list[dict[str, CodecName]]:
+        """What links send with in drafts: as it is, and in the fewest bits; where one codec was asked for, that."""
+        if self.rules.codecs or not self.codecs:
+            return [dict(self.rules.codecs)]
+        return [
+            {},
+            {
+                link: min((name for name in names if name != "none"), key=lambda name: CODECS[name].bits)
+                for link, names in self.codecs.items()
+            },
+        ]
+
     def _searched(self, codec_sets: list[dict[str, CodecName]], keep: int) -> list[Found]:
-        """On all devices of a kind; a swarm's may be more workers than a batch has micro-batches for, and then on some of them."""
+        """On all devices of a kind that the mode may use; where they are more than a batch has micro-batches for, on some of them."""
         about = self.timing, self.rules, self.batch_size, codec_sets, keep, self.max_priced // 2, self.tally, self.progress
-        found = search(*about)
-        return search(*about, few=True) if not found and self.rules.swarm and self.tally.ruled_out[TOO_FEW] else found
+        execution = self.rules.execution
+        found = search(*about, most_devices=execution.most_devices)
+        too_many = not found and execution.whole_micro_batches and self.tally.ruled_out[TOO_FEW]
+        return search(*about, most_devices=self.batch_size) if too_many else found
 
     def _annotated(self, keep: int) -> list[Found]:
         """The best of the plans in which every stage follows its own annotations."""
@@ -176,24 +188,27 @@ class _Planner:
         self.mode = mode
         self.progress = progress
         self.max_priced = max_priced or _prices(len(cluster.devices))
-        self.rules = rules_of(graph, len(cluster.devices))
+        execution = default_rules() if mode is None else mode_rules(mode)
+        others = installed_modes() if mode is None else ()
+        rivals = [other for other in others if other is not execution and other.is_candidate(cluster)]
+        self.rules = rules_of(graph, len(cluster.devices), execution)
         self.classes = device_classes(cluster)
-        self.main = self._search_for_swarms(self.max_priced) if mode == "swarm" else self._search(self.rules, codecs, self.max_priced)
-        self.swarms = self._search_for_swarms(self.max_priced // 2, hosts=2)  # beside the main one
-        self.islands = Tally()  # of the search for plans in which every site holds the whole model
+        self.codecs = codecs
+        if len(codecs) == 1 and codecs != ("none",):
+            self.rules = self.rules._replace(codecs=tuple((link.name, codecs[0]) for link in cluster.links))
+        self.main = self._search(self.rules, self.max_priced)
+        self.rivals = [self._search(self._rules_of_rival(rival), self.max_priced // 2) for rival in rivals]
 
-    def _search(self, rules: Rules, codecs: tuple[CodecName, ...], prices: int) -> _Search:
+    def _rules_of_rival(self, rival: ModeRules) -> Rules:
+        """Plans with which it keeps what it is chosen for."""
+        return self.rules._replace(execution=rival, hosts=rival.hosts_per_stage)
+
+    def _search(self, rules: Rules, prices: int) -> _Search:
         element = 4.0 if self.evaluator.graph.precision == "fp32" else 2.0
-        timing = Timing(self.evaluator, self.classes, min(CODECS[name].ratio(element) for name in codecs))
-        return _Search(timing, rules, self.batch_size, codecs, prices, self.progress)
-
-    def _search_for_swarms(self, prices: int, hosts: int = 1) -> _Search:
-        """Of plans that a swarm can run; their codecs are for `atoll run` to say."""
-        return self._search(self.rules._replace(swarm=True, hosts=hosts), ("none",), prices)
+        timing = SlotTimes(self.evaluator, self.classes, min(CODECS[name].ratio(element) for name in self.codecs))
+        return _Search(timing, rules, self.batch_size, self.codecs, prices, self.progress)
 
     def run(self, top: int, started: float) -> Planned:
-        if self.mode == "islands" and len(self.evaluator.cluster.sites) < 2:
-            raise NoPlanError(f"mode islands: {self.evaluator.cluster.name} has one site; islands need two or more")
         found = self.main.run(top)
         exact = False
         best_seconds, best = (found[0].seconds, found[0].plan) if found else (float("inf"), None)
@@ -202,36 +217,47 @@ class _Planner:
             if best is not None and (not found or best_seconds < found[0].seconds):
                 found.insert(0, Found(best_seconds, best))
         if not found:
-            raise NoPlanError(self._nothing_fits(f" in mode {self.mode}" if self.mode == "swarm" else ""))
+            raise NoPlanError(self._nothing_fits())
         return self._explained(found, top, exact, started)
 
     def _explained(self, found: list[Found], top: int, exact: bool, started: float) -> Planned:
         evaluator = self.evaluator
         found = self._settled(found, max(top, 3))
-        choice = choose_mode(found, self._swarms(found, max(top, 3)), evaluator, self._islands(), self.mode)
-        if self.mode is not None and choice.plan.mode != self.mode:
-            raise NoPlanError(self._nothing_fits(f" in mode {self.mode}"))
-        others = [one.plan for one in found if one.plan != choice.plan] if self.mode != "islands" else []
-        plans = [choice.plan, *others][:top]
+        leaders = max(top, 3)
+        rivals = [(rival.rules.execution, self._settled(rival.run(leaders), leaders)) for rival in self.rivals]
+        choice = choose_mode(found, rivals, evaluator, asked=self.mode is not None)
+        plans = [choice.plan, *(one.plan for one in found if one.plan != choice.plan)][:top]
         candidates = []
         for number, each in enumerate(plans):
+            each = self._with_useful_codecs(each)
             cost = evaluator.cost(each)
-            each = replace(each, codecs={link: codec for link, codec in each.codecs.items() if cost.link_bytes.get(link)})
             reasons = plan_reasons(each, cost, evaluator)
             first = (choice.reason, *(f"as annotated: {said}" for said in self.rules.said))
             candidates.append(Candidate(plan=each, cost=cost, reasons=(*first, *reasons) if number == 0 else reasons))
         head, *rest = candidates
-        exact = exact and choice.plan == found[0].plan  # a swarm's may be one that survives more instead
+        exact = exact and choice.plan == found[0].plan  # one that survives more may be chosen instead
         return Planned(
             candidates=(head, *sorted(rest, key=lambda one: one.cost.step_seconds)),
             considered=sum(tally.considered for tally in self._tallies),
             priced=sum(tally.priced for tally in self._tallies),
-            ruled_out=self._ruled_out(found, choice.plan.mode, exact),
+            ruled_out=self._ruled_out(found, choice.plan, exact),
             bottleneck=bottleneck(head.plan, head.cost, evaluator),
             relief=relief(head.plan, head.cost, evaluator),
             exact=exact,
             seconds=time.perf_counter() - started,
         )
+
+    def _with_useful_codecs(self, plan: Plan) -> Plan:
+        """Without codecs of links that no activation crosses; and unless they were asked for, of links where they save no time."""
+        crossed = self.evaluator.activation_links(plan)
+        plan = replace(plan, codecs={link: codec for link, codec in plan.codecs.items() if link in crossed})
+        while plan.codecs and not self.rules.codecs:
+            fewer = [replace(plan, codecs={o: codec for o, codec in plan.codecs.items() if o != link}) for link in plan.codecs]
+            best = min(fewer, key=self.evaluator.seconds)
+            if self.evaluator.seconds(best) > self.evaluator.seconds(plan):
+                break
+            plan = best
+        return plan
 
     def _settled(self, found: list[Found], leaders: int) -> list[Found]:
         """The leaders in the order of their full prices: a search extrapolates long steps, which may be off by more than they differ."""
@@ -240,41 +266,23 @@ class _Planner:
 
     @property
     def _tallies(self) -> tuple[Tally, ...]:
-        return self.main.tally, self.swarms.tally, self.islands
+        return tuple(each.tally for each in (self.main, *self.rivals))
 
-    def _swarms(self, found: list[Found], leaders: int) -> list[Found]:
-        """Plans that may be run as a swarm, best first; where that was not asked for, only if machines may be taken away."""
-        if self.mode == "swarm":
-            return found
-        cluster = self.evaluator.cluster
-        if self.mode is not None or len(cluster.hosts) < 2 or not any(device.preemptions_per_hour for device in cluster.devices):
-            return []
-        return self._settled(self.swarms.run(leaders), leaders)
-
-    def _islands(self) -> tuple[Plan, float] | None:
-        """The best plan in which every site holds the whole model; None where there is one site or none such fits."""
-        if len(self.evaluator.cluster.sites) < 2 or self.mode not in (None, "islands"):
-            return None
-        apart = Timing(self.evaluator, self.classes, wan_ratio=0.0)
-        found = search(apart, self.rules, self.batch_size, [{}], 1, self.max_priced // 6, self.islands, self.progress, islands=True)
-        return island_plan(found[0].plan, self.evaluator) if found else None
-
-    def _ruled_out(self, found: list[Found], mode: Mode, exact: bool) -> tuple[str, ...]:
+    def _ruled_out(self, found: list[Found], chosen: Plan, exact: bool) -> tuple[str, ...]:
         """What became of all plans considered but the one chosen: the numbers at the lines' beginnings add up to them."""
-        why_not = "priced, and not faster" if mode == "lockstep" else f"priced, and not chosen ({mode}: see above)"
-        if mode == "lockstep" and len(found) > 1:
+        is_fastest = chosen == found[0].plan
+        why_not = "priced, and not faster" if is_fastest else f"priced, and not chosen ({chosen.mode}: see above)"
+        if is_fastest and len(found) > 1:
             why_not += f"; the next best takes {found[1].seconds / found[0].seconds - 1:.1%} longer"
-        swarms = self.swarms.tally.lines(mode == "swarm" and self.mode is None, "priced, and not chosen")
-        islands = self.islands.lines(mode == "islands", "priced, and not chosen")
-        lines = (*self.main.tally.lines(mode == self.main.rules.mode, why_not), *(f"{line} (swarm)" for line in swarms))
-        proof = ("every other plan of the exact search's space: none is faster",) if exact else ()
-        return (*lines, *(f"{line} (islands)" for line in islands), *proof)
+        lines = list(self.main.tally.lines(chosen.mode == self.rules.execution.name, why_not))
+        for rival in self.rivals:
+            name = rival.rules.execution.name
+            lines += [f"{line} ({name})" for line in rival.tally.lines(chosen.mode == name, "priced, and not chosen")]
+        return (*lines, *(("every other plan of the exact search's space: none is faster",) if exact else ()))
 
-    def _whole_stages(self) -> str:
-        return "A swarm's workers hold whole stages, on one host each: nothing inside a stage is divided. " if self.mode == "swarm" else ""
-
-    def _nothing_fits(self, where: str = "") -> str:
+    def _nothing_fits(self) -> str:
         evaluator = self.evaluator
+        where, limits = (f" in mode {self.mode}", self.rules.execution.limits) if self.mode is not None else ("", "")
         need = evaluator.graph.parameters * (8 + evaluator.optimizer.state_bytes)
         have = sum(device.memory_bytes for device in evaluator.cluster.devices)
         ruled_out = self.main.tally.ruled_out
@@ -282,10 +290,10 @@ class _Planner:
         if self.rules.said and not ruled_out["out of memory"]:
             return (
                 f"no plan{where} for {evaluator.graph.name} with a batch of {self.batch_size} on the {len(evaluator.devices)} devices of "
-                f"{evaluator.cluster.name} honours all annotations: {', '.join(self.rules.said)}. {self._whole_stages()}Parts that ask for "
+                f"{evaluator.cluster.name} honours all annotations: {', '.join(self.rules.said)}. {limits}Parts that ask for "
                 "different numbers of devices need devices of their own; leave a number free, annotate less, or plan for more devices"
             )
         problem = f"no plan fits {evaluator.graph.name} with a batch of {self.batch_size} on {evaluator.cluster.name}{where}"
         memory = f"{format_bytes(need)} and all devices together have {format_bytes(have)}"
         needed = f" Parameters, gradients and optimizer state alone need {memory}." if ruled_out["out of memory"] else ""
-        return f"{problem}: {self.main.tally.reasons()}{said}.{needed} {self._whole_stages()}{what_would_help(ruled_out)}"
+        return f"{problem}: {self.main.tally.reasons()}{said}.{needed} {limits}{what_would_help(ruled_out)}"

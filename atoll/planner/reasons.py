@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from atoll.cost import Cost, Evaluator, staleness_effect
 from atoll.plan import Plan
+from atoll.plan.modes import mode_rules
 from atoll.planner.draft import TOO_FEW
 from atoll.units import format_bytes, format_rate, format_seconds
 
@@ -65,6 +66,7 @@ def _busiest_link(cost: Cost, evaluator: Evaluator) -> str:
 def relief(plan: Plan, cost: Cost, evaluator: Evaluator) -> tuple[str, ...]:
     """What would help, with how much the cost model says it would."""
     found = []
+    rules = mode_rules(plan.mode)
     parts = cost.breakdown
     step = cost.step_seconds
     tight = max(cost.memory, key=lambda name: cost.memory[name].total_bytes / cost.memory_available[name])
@@ -80,9 +82,12 @@ def relief(plan: Plan, cost: Cost, evaluator: Evaluator) -> tuple[str, ...]:
     for part, what in (("sync", "gradients"), ("transfer", "activations")):
         if parts.get(part, 0.0) > 0.15 * step:
             found.append(f"links twice as wide would take up to {parts[part] / 2 / step:.0%} off the step ({what})")
-    if plan.mode == "swarm" and len(plan.stages) > 1 and parts.get("transfer", 0.0) > 0.15 * step:
-        found.append("`atoll run --codec auto` would send activations in fewer bytes, which is not predicted")
-    if plan.mode == "swarm" and not plan.staleness and parts.get("sync", 0.0) > 0:
+    if not plan.codecs and parts.get("transfer", 0.0) > 0.15 * step:
+        coded = replace(plan, codecs=dict.fromkeys(evaluator.activation_links(plan), "int8"))
+        gain = step / evaluator.seconds(coded)
+        if gain > _WORTH_OTHER_NUMBERS:
+            found.append(f"`--codec auto` would send activations between sites in fewer bytes: this plan is {gain:.2f}× as fast with int8")
+    if rules.most_staleness > plan.staleness and parts.get("sync", 0.0) > 0:
         effect = staleness_effect(evaluator, plan)
         if effect.gain > _WORTH_OTHER_NUMBERS:
             found.append(f"`atoll run --staleness 1` would sum gradients during the next step: {effect}")
@@ -120,7 +125,7 @@ def plan_reasons(plan: Plan, cost: Cost, evaluator: Evaluator) -> tuple[str, ...
         slower = evaluator.seconds(whole) / cost.step_seconds - 1
         why = f"would fit too, for a step {slower:.1%} longer" if evaluator.fits(whole) else "would not fit"
         reasons.append(f"parameters are sharded: a whole copy on every device {why}")
-    if plan.mode == "swarm" and any(stage.lanes > 1 for stage in plan.stages):
+    if mode_rules(plan.mode).whole_stages and any(stage.lanes > 1 for stage in plan.stages):
         said = "devices of a host are one worker, which divides samples among them and sums once"
         reasons.append(f"{said}; a loss that is a mean cannot be divided: let it return (total, weight)")
     split = [layer for stage in plan.stages for layer in stage.split]
@@ -135,7 +140,10 @@ def plan_reasons(plan: Plan, cost: Cost, evaluator: Evaluator) -> tuple[str, ...
     for codec in sorted(set(plan.codecs.values())):
         links = [link for link, chosen in plan.codecs.items() if chosen == codec]
         said = ", ".join(links[:3]) + (f" and {len(links) - 3} more" if len(links) > 3 else "")
-        reasons.append(f"{codec} on {said}: sending less saves more than encoding costs")
+        without = evaluator.seconds(replace(plan, codecs={link: chosen for link, chosen in plan.codecs.items() if chosen != codec}))
+        gain = without / evaluator.seconds(plan)
+        why = f"without it the step would take {gain:.2f}× as long" if gain > 1.005 else "as asked for; without it steps would be as long"
+        reasons.append(f"{codec} on {said}: {why}")
     used = {name for stage in plan.stages for name in stage.devices}
     idle = [device for device in evaluator.cluster.devices if device.name not in used]
     if idle:

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from atoll.cost import Evaluator
 from atoll.plan import CodecName, Plan, Replica, Stage
+from atoll.plan.modes import mode_rules
 from atoll.planner.balance import shares
 from atoll.planner.rules import Rules
 from atoll.planner.search import Found
@@ -57,7 +58,7 @@ def _moves(plan: Plan, evaluator: Evaluator, rules: Rules, codecs: Mapping[str, 
 
 def _any_share(plan: Plan) -> bool:
     """Whether replicas may take any number of samples; others take whole micro-batches."""
-    return len(plan.stages) == 1 and plan.mode != "swarm"
+    return len(plan.stages) == 1 and not mode_rules(plan.mode).whole_micro_batches
 
 
 def _with_stages(plan: Plan, changed: Mapping[int, Stage]) -> Plan:
@@ -161,8 +162,8 @@ def _other_micro_batches(plan: Plan, evaluator: Evaluator) -> Iterator[Plan]:
 
 
 def _other_schedules(plan: Plan) -> Iterator[Plan]:
-    if len(plan.stages) > 1 and plan.schedule != "interleaved" and plan.mode != "swarm":
-        yield replace(plan, schedule="gpipe" if plan.schedule == "1f1b" else "1f1b")
+    if len(plan.stages) > 1 and plan.schedule != "interleaved":
+        yield from (replace(plan, schedule=other) for other in mode_rules(plan.mode).schedules if other != plan.schedule)
 
 
 def _other_codecs(plan: Plan, codecs: Mapping[str, Sequence[CodecName]]) -> Iterator[Plan]:

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 from atoll.errors import AnnotationError
 from atoll.graph import Constraint, Graph, check_constraints
-from atoll.graph.contradictions import describe
-from atoll.plan import Mode, Plan, Stage, why_not_swarm
+from atoll.graph.constraints import describe
+from atoll.plan import CodecName, Plan, Stage
 from atoll.plan.constraints import constraint_problems, micro_batches_asked, stage_problems
-from atoll.plan.swarm import hosts_of, swarm_stage_problems
+from atoll.plan.modes import ModeRules, hosts_of
 from atoll.plan.validate import parallelism_problems, share_problems
 
 __all__ = ["Rules", "rules_of"]
@@ -20,23 +20,19 @@ class Rules(NamedTuple):
     """Constraints in the planner's own terms. Whatever the searches do, a plan is kept only where `allows` says so."""
 
     graph: Graph
+    execution: ModeRules  # only plans of this mode, and such as it runs as they are priced
     cuts: tuple[int, ...]  # where a stage may end: legal cuts outside of annotated stages
     bounds: tuple[int, ...] | None = None  # the boundaries to begin with, where stages were annotated
     micro_batches: tuple[int, ...] = ()  # numbers of micro-batches that were asked for; () leaves them free
     counts: tuple[int, ...] = ()  # numbers of devices that replicas and splits name, ascending
     split: tuple[int, ...] = ()  # layers whose tensors must be divided and can be
     said: tuple[str, ...] = ()  # what was asked, for the reasons
-    swarm: bool = False  # only plans that a swarm can run, in mode swarm
     hosts: int = 1  # that every stage must be on at least
-
-    @property
-    def mode(self) -> Mode:
-        """Of the plans that are looked for."""
-        return "swarm" if self.swarm else "lockstep"
+    codecs: tuple[tuple[str, CodecName], ...] = ()  # of all links between sites, where one was asked for
 
     def any_share(self, stages: int) -> bool:
-        """Whether replicas may take any number of samples: with one stage nothing is routed, but a swarm always hands out micro-batches."""
-        return stages == 1 and not self.swarm
+        """Whether replicas may take any number of samples: with one stage nothing is routed, but some modes hand out micro-batches."""
+        return stages == 1 and not self.execution.whole_micro_batches
 
     def allows(self, plan: Plan) -> bool:
         """Whether a plan is one of those that are looked for."""
@@ -51,8 +47,8 @@ class Rules(NamedTuple):
                 return "not as annotated"
         if self.graph.constraints and next(constraint_problems(plan, self.graph), None) is not None:
             return "not as annotated"
-        if self.swarm and not _for_a_swarm(plan):
-            return "not for a swarm"
+        if not self.execution.runs_as_priced(plan):
+            return f"not for mode {self.execution.name}"
         if self.hosts > 1 and any(len(hosts_of(stage.devices)) < self.hosts for stage in plan.stages):
             return "a stage on too few hosts"
         return None
@@ -63,7 +59,7 @@ class Rules(NamedTuple):
 
     def allows_stage(self, stage: Stage) -> bool:
         """Whether a stage honours the replicas and splits in it, and can run in the mode asked for."""
-        if self.swarm and next(swarm_stage_problems(stage), None) is not None:
+        if next(self.execution.stage_problems(stage), None) is not None:
             return False
         return not self.graph.constraints or next(stage_problems(stage, self.graph), None) is None
 
@@ -78,7 +74,7 @@ class Rules(NamedTuple):
     def worth_splitting(self) -> tuple[int, ...]:
         """Layers that lanes might divide while they repeat the rest: those annotated so, else those that hold much of the model."""
         heavy = (i for i, layer in enumerate(self.graph.layers) if layer.split_parameters >= _HEAVY * max(1, self.graph.parameters))
-        return () if self.swarm else self.split or tuple(heavy)
+        return () if self.execution.whole_stages else self.split or tuple(heavy)
 
     def micro_batch_sizes(self, batch_size: int) -> list[int] | None:
         """Micro-batches that make the numbers asked for; None where they are free."""
@@ -87,7 +83,7 @@ class Rules(NamedTuple):
         return sorted({batch_size // number for number in self.micro_batches if batch_size % number == 0})
 
 
-def rules_of(graph: Graph, device_count: int) -> Rules:
+def rules_of(graph: Graph, device_count: int, execution: ModeRules) -> Rules:
     """Reads the annotations of a graph; AnnotationError where they contradict each other or need more devices."""
     check_constraints(graph, device_count)
     stages = [constraint for constraint in graph.constraints if constraint.kind == "stage"]
@@ -95,6 +91,7 @@ def rules_of(graph: Graph, device_count: int) -> Rules:
     splits = [layer for layer in annotated if graph.layers[layer].tensor_units > 1 and not graph.layers[layer].experts]
     return Rules(
         graph=graph,
+        execution=execution,
         cuts=tuple(cut for cut in graph.cuts if not any(cut - 1 in stage.layers and cut in stage.layers for stage in stages)),
         bounds=_stage_bounds(graph, stages) if stages else None,
         micro_batches=micro_batches_asked(graph),
@@ -102,12 +99,6 @@ def rules_of(graph: Graph, device_count: int) -> Rules:
         split=tuple(sorted(splits)),
         said=tuple(dict.fromkeys(describe(constraint) for constraint in graph.constraints)),
     )
-
-
-def _for_a_swarm(plan: Plan) -> bool:
-    """Whether a swarm runs a plan as it is priced: its workers take whole micro-batches and run backwards first."""
-    broken = [replica for stage in plan.stages for replica in stage.replicas if replica.total_samples % plan.micro_batch_size]
-    return not broken and plan.schedule != "gpipe" and why_not_swarm(plan) is None
 
 
 def _stage_bounds(graph: Graph, stages: list[Constraint]) -> tuple[int, ...]:

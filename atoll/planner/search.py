@@ -9,22 +9,19 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
-from msgspec.structs import replace
-
 from atoll.plan import CodecName, Plan
-from atoll.plan.swarm import hosts_of
+from atoll.plan.modes import hosts_of
 from atoll.plan.units import even_shares, split_units
 from atoll.planner.arrange import arrange, site_columns
 from atoll.planner.classes import DeviceClass, Slot, slots_of
 from atoll.planner.draft import Draft, Drafted, complete, with_names
 from atoll.planner.rules import Rules
 from atoll.planner.tally import Tally
-from atoll.planner.timing import Inside, Timing
+from atoll.planner.timing import Inside, SlotTimes
 
 __all__ = ["Found", "insides", "micro_batch_sizes", "search", "stage_counts"]
 
 Progress = Callable[[str, int, int], None]
-RARELY = 64  # steps between exchanges of islands, until `mode` chooses how many
 FEW_DEVICES = 64  # up to which even small parts of a cluster are tried
 
 
@@ -35,9 +32,9 @@ class Found(NamedTuple):
     plan: Plan
 
 
-def insides(timing: Timing, rules: Rules) -> list[Inside]:
+def insides(timing: SlotTimes, rules: Rules) -> list[Inside]:
     """Parallelism inside a replica worth trying on these devices."""
-    if rules.swarm:
+    if rules.execution.whole_stages:
         return _whole_hosts(timing.classes)
     graph = timing.evaluator.graph
     units = split_units(graph.layers)
@@ -62,12 +59,12 @@ def insides(timing: Timing, rules: Rules) -> list[Inside]:
 
 
 def _whole_hosts(classes: Sequence[DeviceClass]) -> list[Inside]:
-    """For a swarm: every device a worker, or every host one, so that its sums leave it once; cores are faster in processes of their own."""
+    """Every device a worker, or every host one, so that its sums leave it once; cores are faster in processes of their own."""
     several = [each for each in classes if len(each.hosts) > 1 and not each.device.kind.cpu]
     return [Inside(lanes=count) for count in sorted({1, *(len(names) for each in several for names in each.hosts)})]
 
 
-def _lane_splits(timing: Timing, rules: Rules, largest: int) -> list[Inside]:
+def _lane_splits(timing: SlotTimes, rules: Rules, largest: int) -> list[Inside]:
     """Lanes that divide the layers which hold much of the model, or are annotated so, and repeat (or shard) the others."""
     graph = timing.evaluator.graph
     layers = rules.worth_splitting
@@ -114,7 +111,7 @@ def micro_batch_sizes(batch_size: int, rules: Rules, replicas: int = 0) -> list[
     return kept
 
 
-def _kind_sets(timing: Timing) -> list[tuple[DeviceClass, ...]]:
+def _kind_sets(timing: SlotTimes) -> list[tuple[DeviceClass, ...]]:
     """All classes; without the slowest kinds, one after another; the strongest site alone; in small clusters also parts of a class."""
     precision = timing.evaluator.graph.precision
     speed = {each.number: each.device.kind.peak(precision) * each.device.speed for each in timing.classes}
@@ -147,7 +144,7 @@ def _first_hosts(classes: Sequence[DeviceClass], most: int) -> tuple[DeviceClass
     return tuple(kept)
 
 
-def _small_sets(timing: Timing) -> list[tuple[DeviceClass, ...]]:
+def _small_sets(timing: SlotTimes) -> list[tuple[DeviceClass, ...]]:
     """A small model may want two sites, one, a single host, or a single device."""
     classes = timing.classes
     sites = sorted({each.device.site for each in classes})
@@ -165,7 +162,7 @@ def _small_sets(timing: Timing) -> list[tuple[DeviceClass, ...]]:
     return [*found, *alike.values()]
 
 
-def _could_fit(timing: Timing, classes: Sequence[DeviceClass], inside: Inside, stages: int) -> bool:
+def _could_fit(timing: SlotTimes, classes: Sequence[DeviceClass], inside: Inside, stages: int) -> bool:
     """Whether the state of an average stage fits the roomiest device: a quick no to most hopeless layouts."""
     evaluator = timing.evaluator
     held = evaluator.amounts
@@ -177,7 +174,7 @@ def _could_fit(timing: Timing, classes: Sequence[DeviceClass], inside: Inside, s
 
 
 def search(
-    timing: Timing,
+    timing: SlotTimes,
     rules: Rules,
     batch_size: int,
     codec_sets: Sequence[dict[str, CodecName]],
@@ -185,34 +182,30 @@ def search(
     budget: int,
     tally: Tally,
     progress: Progress,
-    islands: bool = False,
-    few: bool = False,
+    most_devices: int | None = None,
 ) -> list[Found]:
-    """The best plans found, best first; at most `budget` are priced in full. For islands, each site holds the whole model.
-
-    `few`: on no more devices than a batch has samples for, where all that are alike are too many.
-    """
+    """The best plans found, best first; at most `budget` are priced in full. `most_devices` bounds those that a plan may use."""
     drafted: list[Drafted] = []
     sets = _kind_sets(timing)
-    if few:
-        sets = list(dict.fromkeys(_first_hosts(chosen, batch_size) for chosen in sets))
-    layouts = list(_layouts(timing, rules, tally, islands, sets))
+    if most_devices is not None:
+        sets = list(dict.fromkeys(_first_hosts(part, most_devices) for chosen in sets for part in (chosen, *((one,) for one in chosen))))
+    layouts = list(_layouts(timing, rules, tally, sets))
     for number, (inside, stages) in enumerate(layouts):
         progress("drafting", number, len(layouts))
         drafted.extend(_drafts(timing, rules, batch_size, inside, stages, tally))
     drafted.sort(key=lambda each: each.estimate)
-    return _price(drafted, timing, rules, batch_size, codec_sets, keep, budget, tally, progress, islands)
+    return _price(drafted, timing, rules, batch_size, codec_sets, keep, budget, tally, progress)
 
 
 def _layouts(
-    timing: Timing, rules: Rules, tally: Tally, islands: bool, sets: Sequence[tuple[DeviceClass, ...]]
+    timing: SlotTimes, rules: Rules, tally: Tally, sets: Sequence[tuple[DeviceClass, ...]]
 ) -> Iterator[tuple[Inside, tuple[tuple[Slot, ...], ...]]]:
     layers = len(timing.evaluator.graph.layers)
     seen: set[tuple[Inside, tuple[tuple[Slot, ...], ...]]] = set()
     for inside in insides(timing, rules):
         for chosen in sets:
             slots = slots_of(chosen, inside.size)
-            if rules.swarm:
+            if rules.execution.whole_stages:
                 slots = [slot for slot in slots if len(hosts_of(slot.devices)) == 1]
             if not slots:
                 continue
@@ -221,7 +214,7 @@ def _layouts(
             tally.ruled_out["out of memory"] += len(possible) - len(counts)
             if inside.lanes > 1:
                 counts = [n for n in counts if n <= 8 or rules.bounds]  # sharding replaces stages more than it joins them
-            for layout in _arrangements(timing, slots, inside, counts, islands):
+            for layout in _arrangements(timing, slots, inside, counts):
                 if (inside, layout) not in seen and (rules.hosts == 1 or all(map(_on_several_hosts, layout))):
                     seen.add((inside, layout))
                     yield inside, layout
@@ -234,15 +227,13 @@ def _on_several_hosts(slots: Sequence[Slot]) -> bool:
 
 
 def _arrangements(
-    timing: Timing, slots: Sequence[Slot], inside: Inside, counts: Sequence[int], islands: bool
+    timing: SlotTimes, slots: Sequence[Slot], inside: Inside, counts: Sequence[int]
 ) -> Iterator[tuple[tuple[Slot, ...], ...]]:
     first = {slot.kind: slot for slot in reversed(slots)}
     layers = len(timing.evaluator.graph.layers)
     times = {kind: timing.slot(slot, inside, 1.0 * inside.lanes, False).of(0, layers) for kind, slot in first.items()}
     sites = sorted({timing.classes[slot.kind].device.site for slot in slots})
     ways = [way for way in site_columns(timing.evaluator.cluster, sites) if len(way) in (1, 2, 4, len(sites))]
-    if islands:
-        ways = ways[:1]  # each site a column of its own
     several = len(first) > len(sites)
     for stages in counts:
         for columns in ways if stages > 1 else ways[:1]:
@@ -254,7 +245,7 @@ def _arrangements(
 
 
 def _drafts(
-    timing: Timing, rules: Rules, batch_size: int, inside: Inside, stages: tuple[tuple[Slot, ...], ...], tally: Tally
+    timing: SlotTimes, rules: Rules, batch_size: int, inside: Inside, stages: tuple[tuple[Slot, ...], ...], tally: Tally
 ) -> Iterator[Drafted]:
     for micro in micro_batch_sizes(batch_size, rules, len(stages[0]) if rules.any_share(len(stages)) else 0):
         if micro < inside.lanes:
@@ -271,7 +262,7 @@ def _drafts(
 
 def _price(
     drafted: Sequence[Drafted],
-    timing: Timing,
+    timing: SlotTimes,
     rules: Rules,
     batch_size: int,
     codec_sets: Sequence[dict[str, CodecName]],
@@ -279,7 +270,6 @@ def _price(
     budget: int,
     tally: Tally,
     progress: Progress,
-    islands: bool,
 ) -> list[Found]:
     found: list[Found] = []
     tried = 0
@@ -299,8 +289,6 @@ def _price(
             if (why_not := rules.why_not(plan)) is not None:
                 tally.ruled_out[why_not] += 1
                 break
-            if islands:
-                plan = replace(plan, mode="islands", outer_steps=RARELY)
             tried += 1
             if not timing.evaluator.fits(plan):
                 tally.ruled_out["out of memory"] += 1
@@ -313,6 +301,6 @@ def _price(
     return found
 
 
-def _crosses_sites(plan: Plan, timing: Timing) -> bool:
+def _crosses_sites(plan: Plan, timing: SlotTimes) -> bool:
     devices = timing.evaluator.devices
     return len({devices[name].site for stage in plan.stages for name in stage.devices}) > 1

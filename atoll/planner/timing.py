@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from atoll.cost import Evaluator
 from atoll.cost.communication import Span, all_gather_seconds, all_reduce_seconds, all_to_all_seconds, span_of
-from atoll.cost.compute import Compute
+from atoll.cost.compute import ComputeTimes
 from atoll.plan import Replica, Stage
 from atoll.planner.classes import DeviceClass, Slot
 
-__all__ = ["Inside", "SlotSeconds", "Timing"]
+__all__ = ["Inside", "SlotSeconds", "SlotTimes"]
 
 
 class Inside(NamedTuple):
@@ -75,15 +75,15 @@ class SlotMemory(NamedTuple):
         return self.fixed + self.state[stop] - self.state[start] + kept + self.once * micro_samples
 
 
-class Timing:
+class SlotTimes:
     """Slot times for one evaluator; what was computed once is remembered."""
 
     def __init__(self, evaluator: Evaluator, classes: tuple[DeviceClass, ...], wan_ratio: float = 1.0) -> None:
-        """`wan_ratio` is how small the best codec allowed makes what passes between sites."""
+        """`wan_ratio` is how small the best codec allowed makes activations between sites."""
         self.evaluator = evaluator
         self.wan_ratio = wan_ratio
         self.classes = classes
-        self._compute = Compute(evaluator.graph, evaluator.calibration, evaluator.optimizer.update_bytes)
+        self._compute = ComputeTimes(evaluator.graph, evaluator.calibration, evaluator.optimizer.update_bytes)
         self._found: dict[tuple[int, Inside, float, bool], SlotSeconds] = {}
         self._together: dict[tuple[object, ...], Sequence[float]] = {}
         self._memory: dict[tuple[Inside, bool, bool], SlotMemory] = {}
@@ -168,7 +168,7 @@ class Timing:
         total = [0.0] * len(amounts.parameters)
         if inside.tensor > 1:
             span = self._span(slot.devices[: inside.tensor])
-            base, slope = _affine(lambda x: all_reduce_seconds(span, x, calibration, {}), _typical(amounts.tensor_bytes, samples))
+            base, slope = _affine(lambda x: all_reduce_seconds(span, x, calibration), _typical(amounts.tensor_bytes, samples))
             rows = zip(amounts.tensor_reductions, amounts.tensor_bytes, strict=True)
             total = [t + n * base + x * samples * slope for t, (n, x) in zip(total, rows, strict=True)]
         if inside.expert and inside.lanes > 1:
@@ -179,7 +179,7 @@ class Timing:
         if inside.split:
             span, together = self._lanes(slot, inside), samples * inside.lanes
             rows_of_layers = [
-                layer.tensor_reductions * all_reduce_seconds(span, layer.tensor_bytes * together / layer.tensor_reductions, calibration, {})
+                layer.tensor_reductions * all_reduce_seconds(span, layer.tensor_bytes * together / layer.tensor_reductions, calibration)
                 if layer.tensor_reductions
                 else 0.0
                 for layer in evaluator.graph.layers

@@ -1,6 +1,6 @@
 """A run's directory: everything about the run, for those who continue it, report on it or export its weights.
 
-run.json          what was started: the script, its arguments, how often to save
+run.json          what was started: the script, its arguments, the mode and its options, how often to save
 plan.json         what runs where
 cluster.toml      the devices it was planned for
 predicted.json    what the cost model expected
@@ -12,12 +12,13 @@ checkpoints/      the weights and everything else a run continues from
 import os
 import tempfile
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from atoll.errors import AtollError, JobError
 from atoll.plan import Plan, load_plan, save_plan
+from atoll.plan.modes import default_rules
 
 __all__ = ["SPEEDS", "RunDirectory", "RunSettings"]
 
@@ -25,6 +26,7 @@ SPEEDS = "ATOLL_SPEEDS"  # in the environment: the cluster file whose speeds are
 _TAIL_BYTES = 1 << 16  # more than any event has
 
 T = TypeVar("T")
+Options = TypeVar("Options", bound=msgspec.Struct)
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,13 +35,17 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     format: int = 1
     script: str  # absolute path
     arguments: tuple[str, ...] = ()
-    mode: str = "lockstep"
+    mode: str = msgspec.field(default_factory=lambda: default_rules().name)
     checkpoint_every: int | None = None  # steps; None: at the end only
     keep_last: int = 2
     profile: bool = False
-    codec: str = "none"  # swarm: of activations and their gradients on links
-    nats: str | None = None  # swarm: servers that keep its journal, with commas between
+    codec: str = "none"  # of activations and their gradients on links: what `--codec` said
     speeds: str | None = None  # a cluster file: ranks compute no faster than its devices would
+    options: dict[str, Any] = msgspec.field(default_factory=dict)  # the mode's own, as its rules' options struct has them
+
+    def options_as(self, kind: type[Options]) -> Options:
+        """The mode's own options, typed; those that were not given have their defaults."""
+        return msgspec.convert(self.options, kind)
 
 
 class _Moment(msgspec.Struct):
@@ -77,11 +83,15 @@ class RunDirectory:
         """What the cost model expected."""
         return self.path / "predicted.json"
 
-    def create(self, settings: RunSettings) -> None:
-        """Make a new run here; a directory that holds one already is refused."""
+    def check_new(self) -> None:
+        """A directory that holds a run already is refused."""
         if (self.path / "run.json").exists() or self.events.exists():
             advice = f"choose another with --out, or continue that run with --resume {self.path}"
             raise JobError(f"--out {self.path}: holds a run already; {advice}")
+
+    def create(self, settings: RunSettings) -> None:
+        """Make a new run here; a directory that holds one already is refused."""
+        self.check_new()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -11,17 +11,17 @@ from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple
 
-from atoll.control.clipping import clip_factor
+from atoll.control.clipping import clip_or_skip
 from atoll.control.messages import Committed
 
-__all__ = ["CHUNKS", "MAX_NORM", "PRIME", "Cell", "Reference", "Sum", "digest", "mix", "model_apply", "reference"]
+__all__ = ["CHUNKS", "MAX_NORM", "PRIME", "ExactState", "Reference", "ExactSum", "digest", "stable_hash", "model_apply", "reference"]
 
 PRIME = (1 << 61) - 1
 CHUNKS = 2
 MAX_NORM = 1.5
 
 
-class Cell(NamedTuple):
+class ExactState(NamedTuple):
     """One chunk of a state."""
 
     weight: int
@@ -30,14 +30,14 @@ class Cell(NamedTuple):
     before: int  # the weight before the last step
 
 
-class Sum(NamedTuple):
+class ExactSum(NamedTuple):
     """One chunk of a gradient."""
 
     value: int
     rounding: int
 
 
-def mix(*numbers: int) -> int:
+def stable_hash(*numbers: int) -> int:
     """A hash that is the same in every process."""
     found = 0x9E3779B9
     for number in numbers:
@@ -45,35 +45,35 @@ def mix(*numbers: int) -> int:
     return found
 
 
-def initial_cells(stage: int, tied: bool = False) -> tuple[Cell, ...]:
+def initial_cells(stage: int, tied: bool = False) -> tuple[ExactState, ...]:
     """A stage before step 0."""
-    weights = [mix(1, owner, chunk) for owner in ((stage, -1) if tied else (stage,)) for chunk in range(CHUNKS)]
-    return tuple(Cell(weight, 0, 0, weight) for weight in weights)
+    weights = [stable_hash(1, owner, chunk) for owner in ((stage, -1) if tied else (stage,)) for chunk in range(CHUNKS)]
+    return tuple(ExactState(weight, 0, 0, weight) for weight in weights)
 
 
 @lru_cache(maxsize=65536)
 def entering(version: int, micro_batch: int) -> int:
     """What stage 0 is fed."""
-    return mix(2, version, micro_batch)
+    return stable_hash(2, version, micro_batch)
 
 
 @lru_cache(maxsize=65536)
 def noise(version: int, micro_batch: int, stage: int) -> int:
     """Dropout, so to say."""
-    return mix(3, version, micro_batch, stage)
+    return stable_hash(3, version, micro_batch, stage)
 
 
-def forward(cells: Sequence[Cell], version: int, micro_batch: int, stage: int, x: int) -> int:
+def forward(cells: Sequence[ExactState], version: int, micro_batch: int, stage: int, x: int) -> int:
     """What leaves the stage."""
     slope, offset = _weights(cells)
     return (x * slope + offset + noise(version, micro_batch, stage)) % PRIME
 
 
-def _weights(cells: Sequence[Cell]) -> tuple[int, int]:
+def _weights(cells: Sequence[ExactState]) -> tuple[int, int]:
     return sum(cell.weight for cell in cells[::CHUNKS]), sum(cell.weight for cell in cells[1::CHUNKS])
 
 
-def backward(cells: Sequence[Cell], x: int, gradient: int) -> tuple[int, tuple[int, int]]:
+def backward(cells: Sequence[ExactState], x: int, gradient: int) -> tuple[int, tuple[int, int]]:
     """(gradient of what entered, contributions to the two weights; those to tied ones are the same)."""
     return gradient * _weights(cells)[0] % PRIME, (gradient * x % PRIME, gradient)
 
@@ -84,9 +84,9 @@ def loss_gradient(y: int, version: int, micro_batch: int) -> tuple[int, float]:
     return gradient, float(gradient % 97)
 
 
-def add(total: Sum, part: Sum) -> Sum:
+def add(total: ExactSum, part: ExactSum) -> ExactSum:
     """The sum; its rounding depends on the order."""
-    return Sum((total.value + part.value) % PRIME, (total.rounding * 31 + part.rounding * 17 + part.value + 1) % PRIME)
+    return ExactSum((total.value + part.value) % PRIME, (total.rounding * 31 + part.rounding * 17 + part.value + 1) % PRIME)
 
 
 def norm_squared(values: Sequence[int]) -> float:
@@ -94,12 +94,12 @@ def norm_squared(values: Sequence[int]) -> float:
     return inf if values[0] % 29 == 0 else float(values[0] % 16 + values[1] % 16)
 
 
-def digest(sums: Sequence[Sum]) -> str:
+def digest(sums: Sequence[ExactSum]) -> str:
     """Of values and roundings."""
-    return f"{mix(*[number for each in sums for number in each]):x}"
+    return f"{stable_hash(*[number for each in sums for number in each]):x}"
 
 
-def model_apply(cells: Sequence[Cell], sums: Sequence[Sum], clip: float, skipped: bool) -> tuple[Cell, ...]:
+def model_apply(cells: Sequence[ExactState], sums: Sequence[ExactSum], clip: float, skipped: bool) -> tuple[ExactState, ...]:
     """A step of momentum, in integers."""
     if skipped:
         return tuple(cell._replace(before=cell.weight) for cell in cells)
@@ -107,7 +107,7 @@ def model_apply(cells: Sequence[Cell], sums: Sequence[Sum], clip: float, skipped
     found = []
     for cell, total in zip(cells, sums, strict=True):
         momentum = (3 * cell.momentum + scale * total.value) % PRIME
-        found.append(Cell((cell.weight - 5 * momentum) % PRIME, momentum, mix(cell.rounding, total.rounding), cell.weight))
+        found.append(ExactState((cell.weight - 5 * momentum) % PRIME, momentum, stable_hash(cell.rounding, total.rounding), cell.weight))
     return tuple(found)
 
 
@@ -122,7 +122,7 @@ class Reference:
         self._tied = tied
         self._stages = stages
         self._micro_batches = micro_batches
-        self._states: list[tuple[tuple[Cell, ...], ...]] = [tuple(initial_cells(stage, stage in tied) for stage in range(stages))]
+        self._states: list[tuple[tuple[ExactState, ...], ...]] = [tuple(initial_cells(stage, stage in tied) for stage in range(stages))]
         self._gradients: list[tuple[tuple[int, ...], ...]] = []
         self._commits: list[tuple[float, bool, float]] = []
 
@@ -162,12 +162,15 @@ class Reference:
                     totals[stage][chunk] = (totals[stage][chunk] + contribution[chunk]) % PRIME
         shared = tuple(sum(totals[stage][chunk] for stage in self._tied) % PRIME for chunk in range(CHUNKS))
         norms = [norm_squared(each) for each in (*totals, *([shared] if self._tied else []))]
-        clip, skipped = clip_factor(norms, float(self._micro_batches), MAX_NORM)
+        clip, skipped = clip_or_skip(norms, float(self._micro_batches), MAX_NORM)
         gradients = tuple((*total, *(shared if stage in self._tied else ())) for stage, total in enumerate(totals))
         self._gradients.append(gradients)
         self._commits.append((clip, skipped, loss))
         self._states.append(
-            tuple(model_apply(states[stage], [Sum(value, 0) for value in gradients[stage]], clip, skipped) for stage in range(self._stages))
+            tuple(
+                model_apply(states[stage], [ExactSum(value, 0) for value in gradients[stage]], clip, skipped)
+                for stage in range(self._stages)
+            )
         )
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from atoll.control.feeder import Feeder
 from atoll.control.journal import Checkpointed, Epoch, Record, Term
-from atoll.control.messages import Ack, BufferManifest, Committed, Manifest, Part, Round
+from atoll.control.messages import Ack, BufferManifest, Committed, Manifest, Round, SumPart
 from atoll.control.settings import Settings
 from atoll.control.worker import Worker
 from atoll.simulate import arithmetic
-from atoll.simulate.arithmetic import Cell, Sum
+from atoll.simulate.arithmetic import ExactState, ExactSum
 from atoll.simulate.loop import Loop
 
 __all__ = ["Checker"]
@@ -32,8 +32,8 @@ class Checker:
         self._tied = settings.tied[0] if settings.tied else ()
         self._stored = stored
         self._reference = arithmetic.reference(settings.stages, settings.micro_batches, settings.staleness, self._tied)
-        self._sums: dict[str, tuple[Sum, ...]] = {}
-        self._cells: dict[tuple[int, int, int], tuple[Cell, ...]] = {}
+        self._sums: dict[str, tuple[ExactSum, ...]] = {}
+        self._cells: dict[tuple[int, int, int], tuple[ExactState, ...]] = {}
         self._committed: set[tuple[int, int]] = set()
         self._next: tuple[int, int] = (-1, 0)
         self._reported: dict[tuple[str, int], tuple[Round, tuple[BufferManifest, ...]]] = {}  # by worker and incarnation
@@ -42,7 +42,7 @@ class Checker:
         """Something is."""
         self.violations.append(f"{self._loop.now:.2f}: {text}")
 
-    def on_digest(self, digest: str, sums: Sequence[Sum]) -> None:
+    def on_digest(self, digest: str, sums: Sequence[ExactSum]) -> None:
         """A worker has a reduced gradient."""
         self._sums[digest] = tuple(sums)
 
@@ -131,7 +131,7 @@ class Checker:
         """A message is sent: a buffer that is summed must be what its manifest said."""
         if type(message) is Manifest:
             self._reported[message.worker, message.incarnation] = message.round, message.buffers
-        elif type(message) is Part:
+        elif type(message) is SumPart:
             worker = self.workers.get(message.worker)
             round, buffers = self._reported.get((message.worker, message.incarnation), (None, ()))
             if worker is not None and round == message.round and worker.to_reduce().buffers.manifests() != buffers:

@@ -4,10 +4,16 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from atoll.control.coordinator import Coordinator
 from atoll.control.journal import FencedError, Record, admit
 from atoll.simulate.loop import Loop, Process
 
-__all__ = ["CheckpointDisk", "CheckpointStore", "JournalDisk", "JournalHandle"]
+__all__ = ["CheckpointDisk", "CheckpointStore", "JournalDisk", "JournalHandle", "exact_digest"]
+
+
+def exact_digest(snapshot: Any) -> str:
+    """Of an exact state."""
+    return f"{hash(tuple(snapshot)) & ((1 << 64) - 1):x}"
 
 
 class JournalDisk:
@@ -83,18 +89,37 @@ class CheckpointDisk:
         """What a read or a write takes now."""
         return self.slowness * self.seconds * (0.5 + self._random.random())
 
+    def offer(self, leader: Coordinator, process: str, key: tuple[int, int, int], snapshot: Any) -> None:
+        """A process sends a state: it is stored if the coordinator has told it to."""
+        if leader.why_not_stored(process, *key, 1) is None:
+            self.stored.setdefault(key, snapshot)
+            leader.stored(*key, exact_digest(self.stored[key]))
+
+    def discard(self, epoch: int, version: int, stage: int) -> None:
+        """The coordinator does not want it."""
+        self.stored.pop((epoch, version, stage), None)
+
 
 class CheckpointStore:
-    """One process's access: what `atoll.control.world.Checkpoints` asks for."""
+    """One process's access: what `atoll.control.world.Checkpoints` asks for. `leader` is who says what is taken; None: there is nobody."""
 
-    def __init__(self, disk: CheckpointDisk, process: Process) -> None:
+    def __init__(self, disk: CheckpointDisk, process: Process, leader: Callable[[], Coordinator | None]) -> None:
         self._disk = disk
         self._process = process
+        self._leader = leader
 
     async def write(self, epoch: int, version: int, stage: int, snapshot: Any) -> None:
-        """The first write of a key stays."""
-        await self._process.sleep(self._disk.delay())
-        self._disk.stored.setdefault((epoch, version, stage), snapshot)
+        """The first write of a key stays. Whoever coordinates is waited for."""
+        while True:
+            await self._process.sleep(self._disk.delay())
+            leader = self._leader()
+            if leader is not None:
+                self._disk.offer(leader, self._process.name, (epoch, version, stage), snapshot)
+                return
+
+    async def digest(self, snapshot: Any) -> str:
+        """Of what is in it."""
+        return exact_digest(snapshot)
 
     async def read(self, epoch: int, version: int, stage: int) -> Any:
         """What was written, or None."""

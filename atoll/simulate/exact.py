@@ -6,7 +6,7 @@ from typing import Any
 
 from atoll.control.messages import Committed
 from atoll.simulate import arithmetic
-from atoll.simulate.arithmetic import CHUNKS, Cell, Sum
+from atoll.simulate.arithmetic import CHUNKS, ExactState, ExactSum
 from atoll.simulate.loop import Process
 
 __all__ = ["ExactCompute", "ExactFeed"]
@@ -19,7 +19,7 @@ class ExactCompute:
         self,
         process: Process,
         randomness: random.Random,
-        on_digest: Callable[[str, Sequence[Sum]], None] | None = None,
+        on_digest: Callable[[str, Sequence[ExactSum]], None] | None = None,
         tied: tuple[int, ...] = (),
     ) -> None:
         self._tied = tied
@@ -31,7 +31,7 @@ class ExactCompute:
         self.backward_seconds = 0.8
         self.landing_seconds = 0.2
 
-    async def initial(self, stage: int) -> tuple[Cell, ...]:
+    async def initial(self, stage: int) -> tuple[ExactState, ...]:
         """Before step 0."""
         return arithmetic.initial_cells(stage, stage in self._tied)
 
@@ -55,58 +55,58 @@ class ExactCompute:
         await self._process.sleep(self.backward_seconds * self.slowness)
         return arithmetic.backward(state, entering, gradient)
 
-    def buffer(self, stage: int) -> list[Sum]:
+    def buffer(self, stage: int) -> list[ExactSum]:
         """Nothing summed."""
-        return [Sum(0, 0)] * (CHUNKS * (1 + (stage in self._tied)))
+        return [ExactSum(0, 0)] * (CHUNKS * (1 + (stage in self._tied)))
 
-    async def accumulate(self, buffer: list[Sum], contribution: tuple[int, int]) -> None:
+    async def accumulate(self, buffer: list[ExactSum], contribution: tuple[int, int]) -> None:
         """The sum lands a little later, as an asynchronous kernel's does; now and then much later."""
         late = 1.0 if self._random.random() < 0.9 else 15.0
         await self._process.sleep(self.landing_seconds * late * self.slowness)
         for place in range(len(buffer)):
-            buffer[place] = arithmetic.add(buffer[place], Sum(contribution[place % CHUNKS], 0))
+            buffer[place] = arithmetic.add(buffer[place], ExactSum(contribution[place % CHUNKS], 0))
 
-    def part(self, buffers: Sequence[list[Sum]], stage: int, section: int, chunk: int) -> Sum:
+    def part(self, buffers: Sequence[list[ExactSum]], stage: int, section: int, chunk: int) -> ExactSum:
         """One chunk of the sum of buffers."""
         place = section * CHUNKS + chunk
-        total = buffers[0][place] if buffers else Sum(0, 0)
+        total = buffers[0][place] if buffers else ExactSum(0, 0)
         for buffer in buffers[1:]:
             total = arithmetic.add(total, buffer[place])
         return total
 
-    def zero(self, stage: int, chunk: int) -> Sum:
-        """A sum of no parts."""
-        return Sum(0, 0)
+    def fits(self, stage: int, section: int, chunk: int, part: Any) -> bool:
+        """Two whole numbers."""
+        return isinstance(part, ExactSum)
 
-    def add(self, total: Sum, part: Sum) -> Sum:
+    def zero(self, stage: int, chunk: int) -> ExactSum:
+        """A sum of no parts."""
+        return ExactSum(0, 0)
+
+    def add(self, total: ExactSum, part: ExactSum) -> ExactSum:
         """In the order of arrival."""
         return arithmetic.add(total, part)
 
-    def store(self, buffer: list[Sum], chunk: int, value: Sum) -> None:
-        """Overwrites."""
-        buffer[chunk] = value
-
-    def digest(self, sums: Sequence[Sum]) -> str:
+    def digest(self, sums: Sequence[ExactSum]) -> str:
         """Of values and order."""
         found = arithmetic.digest(sums)
         if self._on_digest is not None:
             self._on_digest(found, sums)
         return found
 
-    def norm_squared(self, stage: int, section: int, sums: Sequence[Sum]) -> float:
+    def norm_squared(self, stage: int, section: int, sums: Sequence[ExactSum]) -> float:
         """Exact."""
         return arithmetic.norm_squared(arithmetic.values(sums))
 
-    async def apply(self, state: Any, sums: Sequence[Sum], commit: Committed) -> tuple[Cell, ...]:
+    async def apply(self, state: Any, sums: Sequence[ExactSum], commit: Committed) -> tuple[ExactState, ...]:
         """The optimizer's step."""
         await self._process.sleep(0.1 * self.slowness)
         return arithmetic.model_apply(state, sums, commit.clip, commit.skipped)
 
-    def delayed(self, state: Any) -> tuple[Cell, ...]:
+    def delayed(self, state: Any) -> tuple[ExactState, ...]:
         """With the weights before the last step."""
         return tuple(cell._replace(weight=cell.before) for cell in state)
 
-    def read_chunk(self, state: Any, chunk: int) -> tuple[Cell, ...]:
+    def read_chunk(self, state: Any, chunk: int) -> tuple[ExactState, ...]:
         """Weights and momentum, the stage's own and what it shares."""
         return tuple(state[chunk::CHUNKS])
 
@@ -115,14 +115,14 @@ class ExactCompute:
         await self._process.sleep(0.1 * self.slowness)
         return state
 
-    def read_kept(self, kept: Any, chunk: int) -> tuple[Cell, ...]:
+    def read_kept(self, kept: Any, chunk: int) -> tuple[ExactState, ...]:
         """As of the state."""
         return self.read_chunk(kept, chunk)
 
     def expect(self, stage: int) -> None:
         """Nothing to make ready."""
 
-    async def assemble(self, stage: int, chunks: Sequence[tuple[Cell, ...]]) -> tuple[Cell, ...]:
+    async def assemble(self, stage: int, chunks: Sequence[tuple[ExactState, ...]]) -> tuple[ExactState, ...]:
         """The state."""
         await self._process.sleep(0.1 * self.slowness)
         return tuple(cell for cells in zip(*chunks, strict=True) for cell in cells)

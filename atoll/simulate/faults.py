@@ -7,10 +7,12 @@ from itertools import permutations
 import msgspec
 
 from atoll.control import Coordinator
-from atoll.control.hosting import process_of, processes
+from atoll.control.checkpoint_schedule import WITNESSES
 from atoll.control.messages import Phase, Reduce
+from atoll.control.multi_stage import process_of, processes
+from atoll.simulate import arithmetic
 from atoll.simulate.network import LinkFaults
-from atoll.simulate.swarm import COORDINATORS, ExactSwarm, Shape
+from atoll.simulate.swarm import COORDINATORS, ExactSwarm, SwarmSize
 
 __all__ = ["Fault", "Scenario", "draw_scenario", "schedule"]
 
@@ -31,7 +33,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """A shape, how the network behaves until all is healed, and the faults."""
 
     seed: int
-    shape: Shape
+    shape: SwarmSize
     heal_at: float
     duplicate: float
     reorder: float
@@ -61,6 +63,7 @@ HOSTING = 0.25  # of the seeds
 SLOW_STATES = 0.25
 REWINDS = 0.02
 STOPS = 0.05
+FORGERIES = 0.1
 STOP_BEAT = 0.5  # a wish to stop is seen by whoever coordinates within so many seconds
 
 
@@ -70,20 +73,23 @@ def draw_scenario(seed: int) -> Scenario:
     stages = 2 if draw.random() < 0.8 else 3
     shape = _draw_hosting(
         random.Random(f"hosting {seed}"),  # of its own: a seed without hosting is what it would be if there were none
-        Shape(
+        SwarmSize(
             stages=stages,
             workers=sum(draw.choice((2, 2, 3)) for _ in range(stages)),
             feeders=draw.choice((1, 1, 2)),
             micro_batches=draw.choice((3, 4, 5)),
             staleness=int(seed % 3 == 2),
             tied=seed % 5 in (3, 4),
+            checkpoint_every=0 if seed % 4 == 1 else 2,
+            rebalance_seconds=20.0 if seed % 7 == 3 else 0.0,
         ),
     )
     count = draw.choice((1, 2, 3, 4, 5, 6))
     drawn = [_draw_fault(draw, shape) for _ in range(count)]
     state_seconds, joins = _draw_joins(random.Random(f"joins {seed}"), shape)
     rewinds = _draw_rewind(random.Random(f"rewind {seed}"), shape)
-    faults = sorted(drawn + joins + rewinds, key=lambda fault: fault.at)
+    forgeries = _draw_forgeries(random.Random(f"forge {seed}"), shape)
+    faults = sorted(drawn + joins + rewinds + forgeries, key=lambda fault: fault.at)
     rough = draw.random() < 0.75
     return Scenario(
         seed=seed,
@@ -99,7 +105,7 @@ def draw_scenario(seed: int) -> Scenario:
     )
 
 
-def _draw_hosting(draw: random.Random, shape: Shape) -> Shape:
+def _draw_hosting(draw: random.Random, shape: SwarmSize) -> SwarmSize:
     """In a quarter of the seeds processes host several stages each, some or all of them, and are as many or fewer."""
     if draw.random() >= HOSTING:
         return shape
@@ -111,7 +117,7 @@ def _draw_hosting(draw: random.Random, shape: Shape) -> Shape:
     return msgspec.structs.replace(shape, workers=workers, hosting=tuple(hosting))
 
 
-def _draw_joins(draw: random.Random, shape: Shape) -> tuple[float, list[Fault]]:
+def _draw_joins(draw: random.Random, shape: SwarmSize) -> tuple[float, list[Fault]]:
     """In a quarter of the seeds states take about as long as a step, so that those who fetch one miss commits and catch up; and many do."""
     if draw.random() >= SLOW_STATES:
         return 0.0, []
@@ -123,7 +129,7 @@ def _draw_joins(draw: random.Random, shape: Shape) -> tuple[float, list[Fault]]:
     return round(draw.uniform(6.0, 20.0), 2), moves
 
 
-def _draw_rewind(draw: random.Random, shape: Shape) -> list[Fault]:
+def _draw_rewind(draw: random.Random, shape: SwarmSize) -> list[Fault]:
     """In a few seeds somebody sleeps through a rollback, which takes most of the time there is."""
     if draw.random() >= REWINDS:
         return []
@@ -134,7 +140,7 @@ def _draw_stop(draw: random.Random) -> float:
     return round(draw.uniform(3.0, WINDOW), 2) if draw.random() < STOPS else 0.0
 
 
-def _draw_fault(draw: random.Random, shape: Shape) -> Fault:
+def _draw_fault(draw: random.Random, shape: SwarmSize) -> Fault:
     kind = draw.choices([name for name, _ in KINDS], [weight for _, weight in KINDS])[0]
     at = round(3.0 + draw.random() * (WINDOW - 5.0), 2)
     seconds = round(draw.choice((0.5, 3.0, 8.0, 20.0)) * (0.5 + draw.random()), 2)
@@ -167,6 +173,13 @@ def _draw_fault(draw: random.Random, shape: Shape) -> Fault:
     phase = draw.choice(PHASES[kind]) if kind in PHASES else draw.choice(("", "", "seal", "reduce"))
     longest = 0.5 if kind == "stall" else 1.5
     return Fault(at, kind, targets, seconds, value, phase, round(longest * draw.random(), 2))
+
+
+def _draw_forgeries(draw: random.Random, shape: SwarmSize) -> list[Fault]:
+    """In a tenth of the seeds somebody sends states of its own making to the store, again and again."""
+    if draw.random() >= FORGERIES:
+        return []
+    return [Fault(draw.uniform(2.0, WINDOW), "forge", (f"w{draw.randrange(shape.workers)}",)) for _ in range(40)]
 
 
 def schedule(swarm: ExactSwarm, scenario: Scenario) -> None:
@@ -223,6 +236,8 @@ def _strike(swarm: ExactSwarm, fault: Fault) -> None:
     elif fault.kind == "succeed":  # another coordinator begins while one member, with what it has just got, does not hear of it
         _cut(swarm, Fault(fault.at, "deafen", fault.targets), end + 5.0)
         _kill(swarm, [name for name in (_coordinator_name(swarm),) if name], swarm.loop.now + 0.5)
+    elif fault.kind == "forge":
+        _forge(swarm, fault.targets[0])
     elif fault.kind == "stall":
         _stall(swarm, fault.value, end)
     elif fault.kind == "rewind":
@@ -322,6 +337,18 @@ def _stall(swarm: ExactSwarm, which: float, end: float) -> None:
         swarm.loop.at(swarm.loop.now + 0.25, look)
 
     look(None)
+
+
+def _forge(swarm: ExactSwarm, process: str) -> None:
+    """A wrong state of every stage and about every version. One that was told to store it is outvoted where two others have spoken."""
+    coordinator = swarm.coordinator()
+    if coordinator is None or not swarm.alive(process):
+        return
+    storing, wrong = coordinator.checkpoint_round, (arithmetic.ExactState(1, 2, 3, 4),) * arithmetic.CHUNKS
+    for version in range(max(1, coordinator.version - 2), coordinator.version + 2):
+        for stage in range(swarm.shape.stages):
+            if storing.why_not(process, version, stage) is not None or storing.witnessed(stage) == WITNESSES:
+                swarm.checkpoint_disk.offer(coordinator, process, (coordinator.epoch, version, stage), wrong)
 
 
 def _rewind(swarm: ExactSwarm, sleeper: str, which: float, seconds: float) -> None:

@@ -1,21 +1,48 @@
 """Network: carries messages between processes on the virtual clock, with the faults a seed asks for.
 
 A message that arrives is what was sent: a corrupted one fails its check-sum and is dropped, as the fabric does. Links are between
-processes: what workers of one process tell each other touches none.
+processes: what workers of one process tell each other touches none. A host's connections share its bandwidth, up and down.
 """
 
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from atoll.control.hosting import process_of
-from atoll.control.messages import Backward, Forward, Part, StateChunk, SumChunk
-from atoll.simulate.links import SharedLinks
+from atoll.control.messages import Backward, Forward, StateChunk, SumChunk, SumPart
+from atoll.control.multi_stage import process_of
 from atoll.simulate.loop import Loop, Process, SimulatedMailbox
 
-__all__ = ["LinkFaults", "Network", "Port"]
+__all__ = ["LinkFaults", "Port", "SimulatedLinks", "SimulatedNetwork"]
 
-BULK = (Forward, Backward, Part, SumChunk, StateChunk)
+
+class SimulatedLinks:
+    """Every host has the same bandwidth up and down; connections with something under way share it equally.
+
+    An approximation: a message keeps the share it began with, so that a link whose other connections fall silent is used less than fully.
+    """
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._up: dict[str, dict[str, float]] = {}  # sender → receiver → when the connection is free
+        self._down: dict[str, dict[str, float]] = {}
+
+    def arrives_at(self, now: float, source: str, target: str, size: float) -> float:
+        """When the last byte of a message sent now has passed, without latency. A connection sends one message after another."""
+        up, down = self._busy(self._up, source, now), self._busy(self._down, target, now)
+        begins = max(now, up.get(target, now))
+        sharing = max(len(up.keys() | {target}), len(down.keys() | {source}))
+        end = begins + size * sharing / self._bytes_per_s
+        up[target] = down[source] = end
+        return end
+
+    @staticmethod
+    def _busy(side: dict[str, dict[str, float]], host: str, now: float) -> dict[str, float]:
+        """The connections of a host with something under way."""
+        found = side[host] = {other: free for other, free in side.get(host, {}).items() if free > now}
+        return found
+
+
+BULK = (Forward, Backward, SumPart, SumChunk, StateChunk)
 
 
 class LinkFaults:
@@ -40,7 +67,7 @@ class LinkFaults:
         self.state_seconds = state_seconds
 
 
-class Network:
+class SimulatedNetwork:
     """All links. `sizes` gives the bytes of messages of a kind that take time on a sender's uplink; others count as nothing."""
 
     def __init__(
@@ -53,7 +80,7 @@ class Network:
         sizes: Mapping[type, float] | None = None,
         bytes_per_s: float = 0.0,
         unlimited: frozenset[str] = frozenset(),
-        shared: SharedLinks | None = None,
+        shared: SimulatedLinks | None = None,
     ) -> None:
         self.loop = loop
         self.latency_seconds = latency_seconds
@@ -61,6 +88,8 @@ class Network:
         self.faults: LinkFaults | None = None
         self.watch: Callable[[str, str, Any], None] | None = None
         self.check: Callable[[Any], None] | None = None  # sees every message when it is sent
+        self.refuse: Callable[[Any], str | None] | None = None  # why a message is not taken in, as a transport decides it
+        self.refused: list[tuple[str, str]] = []  # by whom it was sent, and why it was not taken
         self.block: Callable[[str, str, Any], bool] | None = None  # for directed tests: True loses the message
         self.sent = 0
         self.dropped = 0
@@ -109,6 +138,10 @@ class Network:
         """What `Port.send` does: `source` is a process, `target` anybody."""
         self.sent += 1
         process = process_of(target)
+        why = self.refuse(message) if self.refuse is not None else None
+        if why is not None:
+            self.refused.append((source, f"{type(message).__name__}: {why}"))
+            return
         if self.check is not None:
             self.check(message)
         if (self._cut and (source, process) in self._cut) or (self.block is not None and self.block(source, target, message)):
@@ -123,16 +156,20 @@ class Network:
         if self.jitter_seconds:
             arrival += self.jitter_seconds * self._random.random()
         size = self._sizes.get(type(message)) if self._sizes and source != process and source not in self._unlimited else None
-        if size and self._shared is not None:
-            arrival += self._shared.arrives_at(self.loop.now, source, process, size) - self.loop.now
-        elif size:
-            begins = max(self.loop.now, self._free_at.get(source, 0.0))
-            self._free_at[source] = begins + size / self._bytes_per_s
-            arrival += self._free_at[source] - self.loop.now
+        if size:
+            arrival += self.transfer_seconds(source, process, size)
         if self.faults is not None and source != process:
             self._send_badly(self.faults, arrival, target, message)
         else:
             self.loop.at(arrival, self._deliver, (target, message))
+
+    def transfer_seconds(self, source: str, target: str, size: float) -> float:
+        """What so many bytes that are sent now take on links, without latency; the links carry nothing else meanwhile."""
+        now = self.loop.now
+        if self._shared is not None:
+            return self._shared.arrives_at(now, source, target, size) - now
+        self._free_at[source] = max(now, self._free_at.get(source, 0.0)) + size / self._bytes_per_s
+        return self._free_at[source] - now
 
     def hand_over(self, target: str, message: Any) -> None:
         """From one worker to another of the same process, in memory."""
@@ -165,7 +202,7 @@ class Port:
 
     __slots__ = ("network", "process", "name", "inbox")
 
-    def __init__(self, network: Network, process: Process, name: str) -> None:
+    def __init__(self, network: SimulatedNetwork, process: Process, name: str) -> None:
         self.network = network
         self.process = process
         self.name = name

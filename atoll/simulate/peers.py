@@ -5,16 +5,15 @@ from collections.abc import Callable
 
 import msgspec
 
-from atoll.control import Coordinator, Feeder, Node, Settings, Worker
-from atoll.control.device import Device
-from atoll.control.happenings import Happening, Moved, RolledBack, StepCommitted
-from atoll.control.hosting import hosted_workers, process_of
-from atoll.control.messages import Backward, Forward, Part, StateChunk, SumChunk
-from atoll.simulate.disks import CheckpointDisk, CheckpointStore, JournalDisk, JournalHandle
-from atoll.simulate.links import SharedLinks
+from atoll.control import Coordinator, Feeder, Settings, SwarmProcess, Worker
+from atoll.control.kernels import DeviceTurns
+from atoll.control.messages import Backward, Forward, StateChunk, SumChunk, SumPart
+from atoll.control.multi_stage import hosted_workers, process_of
+from atoll.control.notices import Happening, Moved, RolledBack, Saved, StepCommitted
+from atoll.simulate.disks import JournalDisk, JournalHandle
 from atoll.simulate.loop import Loop, Process
 from atoll.simulate.modelled import ModelledCompute, ModelledFeed
-from atoll.simulate.network import Network
+from atoll.simulate.network import SimulatedLinks, SimulatedNetwork
 
 __all__ = ["PeerModel", "PeerSwarm"]
 
@@ -31,6 +30,7 @@ class PeerModel(msgspec.Struct, frozen=True, kw_only=True):
     state_bytes: float = 0.0
     gradient_bytes: float = 0.0
     bytes_per_s: float = 1.25e8
+    disk_bytes_per_s: float = 1e9  # of the coordinator, where states are stored
     shared_links: bool = False  # connections share a host's bandwidth up and down; otherwise uplinks send one message after another
     feeders: int = 1
     seed: int = 0
@@ -39,6 +39,38 @@ class PeerModel(msgspec.Struct, frozen=True, kw_only=True):
     def seconds(self) -> float:
         """Of a micro-batch on one stage."""
         return self.forward_seconds + self.backward_seconds
+
+
+class ModelledStore:
+    """States at the coordinator: what a peer writes or reads passes its link and the coordinator's disk, which serves one after another."""
+
+    def __init__(self, swarm: "PeerSwarm", process: Process) -> None:
+        self._swarm = swarm
+        self._process = process
+
+    async def write(self, epoch: int, version: int, stage: int, snapshot: int) -> None:
+        """The first write of a key stays."""
+        await self._pass(self._process.name, COORDINATOR)
+        coordinator = self._swarm.coordinator
+        if coordinator.why_not_stored(self._process.name, epoch, version, stage, 1) is None:
+            self._swarm.stored.setdefault((epoch, version, stage), snapshot)
+            coordinator.stored(epoch, version, stage, str(snapshot))
+
+    async def digest(self, snapshot: int) -> str:
+        """In no time: bytes are hashed faster than they are sent."""
+        return str(snapshot)
+
+    async def read(self, epoch: int, version: int, stage: int) -> int | None:
+        """What was written, or None."""
+        await self._pass(COORDINATOR, self._process.name)
+        return self._swarm.stored.get((epoch, version, stage))
+
+    async def _pass(self, source: str, target: str) -> None:
+        swarm, size = self._swarm, self._swarm.model.state_bytes
+        now = swarm.loop.now
+        swarm.disk_free_at = max(now, swarm.disk_free_at) + size / swarm.model.disk_bytes_per_s
+        link = swarm.network.transfer_seconds(source, target, size) if size else 0.0
+        await self._process.sleep(swarm.model.latency_seconds + max(link, swarm.disk_free_at - now))
 
 
 class PeerSwarm:
@@ -54,25 +86,27 @@ class PeerSwarm:
             Forward: model.activation_bytes,
             Backward: model.activation_bytes,
             StateChunk: model.state_bytes / chunks,
-            Part: model.gradient_bytes / chunks,
+            SumPart: model.gradient_bytes / chunks,
             SumChunk: model.gradient_bytes / chunks,
         }
-        self.network = Network(
+        self.network = SimulatedNetwork(
             self.loop,
             self.random,
             latency_seconds=model.latency_seconds,
             jitter_seconds=0.0,
             sizes={kind: size for kind, size in sizes.items() if size},
             bytes_per_s=model.bytes_per_s,
-            shared=SharedLinks(model.bytes_per_s) if model.shared_links else None,
+            shared=SimulatedLinks(model.bytes_per_s) if model.shared_links else None,
             unlimited=frozenset(f"feeder{index}" for index in range(model.feeders)),
         )
         self.journal_disk = JournalDisk(self.loop, self.random, fence=True)
         self.journal_disk.seconds = 0.01
-        self.checkpoint_disk = CheckpointDisk(self.random)
+        self.stored: dict[tuple[int, int, int], int] = {}
+        self.disk_free_at = 0.0
         self.committed: list[tuple[float, StepCommitted]] = []
         self.moves: list[tuple[float, Moved]] = []
-        self.rollbacks = 0
+        self.rollbacks: list[tuple[float, RolledBack]] = []
+        self.saves: list[tuple[float, Saved]] = []
         self.workers: dict[str, Worker] = {}
         self._observe = observe
         self._processes: dict[str, Process] = {}
@@ -83,15 +117,15 @@ class PeerSwarm:
         process.spawn(self.coordinator.run())
         self.feeders = [self._start_feeder(f"feeder{index}") for index in range(model.feeders)]
 
-    def _node(self, name: str) -> Node:
+    def _node(self, name: str) -> SwarmProcess:
         self._nonce += 1
         self._processes[name] = Process(name, self.loop)
         return self._hosted_node(name)
 
-    def _hosted_node(self, name: str) -> Node:
+    def _hosted_node(self, name: str) -> SwarmProcess:
         process = self._processes[process_of(name)]
         port = self.network.open(process, name)
-        return Node(name, process, port, port.inbox, self._nonce, random.Random(self.random.getrandbits(32)))
+        return SwarmProcess(name, process, port, port.inbox, self._nonce, random.Random(self.random.getrandbits(32)))
 
     def _start_feeder(self, name: str) -> Feeder:
         feeder = Feeder(self._node(name), ModelledFeed(), self.settings, (COORDINATOR,))
@@ -102,18 +136,18 @@ class PeerSwarm:
         """A process joins that hosts so many stages, on one device."""
         first = self._node(name)
         process = self._processes[name]
-        device = Device(process)
+        device = DeviceTurns(process)
         for worker in hosted_workers(name, stages):
             self._start_worker(first if worker == name else self._hosted_node(worker), process, device, slowness)
 
-    def _start_worker(self, node: Node, process: Process, device: Device, slowness: float) -> None:
+    def _start_worker(self, node: SwarmProcess, process: Process, device: DeviceTurns, slowness: float) -> None:
         compute = ModelledCompute(
             process,
             forward_seconds=self.model.forward_seconds,
             backward_seconds=self.model.backward_seconds,
             slowness=slowness,
         )
-        store = CheckpointStore(self.checkpoint_disk, process)
+        store = ModelledStore(self, process)
         worker = self.workers[node.name] = Worker(node, compute, store, self.settings, (COORDINATOR,), device=device)
         process.spawn(worker.run())
 
@@ -129,7 +163,9 @@ class PeerSwarm:
         elif isinstance(happening, Moved):
             self.moves.append((self.loop.now, happening))
         elif isinstance(happening, RolledBack):
-            self.rollbacks += 1
+            self.rollbacks.append((self.loop.now, happening))
+        elif isinstance(happening, Saved):
+            self.saves.append((self.loop.now, happening))
         if self._observe is not None:
             self._observe(self.loop.now, happening)
 

@@ -5,24 +5,25 @@ from collections.abc import Callable
 
 import msgspec
 
-from atoll.control import ALL_CHECKS, Checks, Coordinator, Feeder, Node, Settings, Worker
-from atoll.control.device import Device
-from atoll.control.happenings import Happening
-from atoll.control.hosting import hosted_workers, process_of
+from atoll.control import Coordinator, Feeder, Settings, SwarmProcess, Worker
 from atoll.control.journal import replay
+from atoll.control.kernels import DeviceTurns
+from atoll.control.message_checks import why_unsound
+from atoll.control.multi_stage import hosted_workers, process_of
+from atoll.control.notices import Happening
 from atoll.simulate.arithmetic import CHUNKS, MAX_NORM
 from atoll.simulate.checker import Checker
 from atoll.simulate.disks import CheckpointDisk, CheckpointStore, JournalDisk, JournalHandle
 from atoll.simulate.exact import ExactCompute, ExactFeed
 from atoll.simulate.loop import Loop, Process
-from atoll.simulate.network import Network
+from atoll.simulate.network import SimulatedNetwork
 
-__all__ = ["COORDINATORS", "ExactSwarm", "Shape", "exact_settings"]
+__all__ = ["COORDINATORS", "ExactSwarm", "SwarmRoles", "SwarmSize", "exact_settings"]
 
 COORDINATORS = ("c0", "c1")
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
+class SwarmSize(msgspec.Struct, frozen=True, kw_only=True):
     """How large a simulated swarm is."""
 
     stages: int = 2
@@ -30,6 +31,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     feeders: int = 1
     micro_batches: int = 6
     staleness: int = 0
+    checkpoint_every: int = 2  # 0: as is worth it
+    rebalance_seconds: float = 0.0
     tied: bool = False  # the first and the last stage share weights
     hosting: tuple[int, ...] = ()  # stages hosted by each of the first processes; all others host one
 
@@ -39,7 +42,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         return hosted_workers(process, self.hosting[number] if number < len(self.hosting) else 1)
 
 
-def exact_settings(shape: Shape) -> Settings:
+def exact_settings(shape: SwarmSize) -> Settings:
     """Settings in the time scale of `ExactCompute`."""
     return Settings(
         stages=shape.stages,
@@ -55,7 +58,9 @@ def exact_settings(shape: Shape) -> Settings:
         hold_seconds=4.0,
         hold_limit_seconds=20.0,
         ban_seconds=6.0,
-        checkpoint_every=2,
+        checkpoint_every=shape.checkpoint_every,
+        rebalance_seconds=shape.rebalance_seconds,
+        migration_seconds=2.0,
         max_norm=MAX_NORM,
         in_flight=8,
         staleness=shape.staleness,
@@ -63,28 +68,38 @@ def exact_settings(shape: Shape) -> Settings:
     )
 
 
+class SwarmRoles(msgspec.Struct, frozen=True, kw_only=True):
+    """What the processes of a swarm run; tests of the checker have others than those of production."""
+
+    coordinator: type[Coordinator] = Coordinator
+    feeder: type[Feeder] = Feeder
+    worker: type[Worker] = Worker
+    fenced: bool = True  # whether the journal refuses records of older terms
+
+
 class ExactSwarm:
     """A swarm with exact arithmetic, its checker, and handles on every process."""
 
     def __init__(
         self,
-        shape: Shape,
+        shape: SwarmSize,
         seed: int,
         *,
-        checks: Checks = ALL_CHECKS,
+        roles: SwarmRoles | None = None,
         settings: Settings | None = None,
         observe: Callable[[Happening], None] | None = None,
     ) -> None:
         self.shape = shape
-        self.checks = checks
+        self.roles = roles or SwarmRoles()
         self.settings = settings or exact_settings(shape)
         self.random = random.Random(seed)
         self.loop = Loop()
-        self.network = Network(self.loop, self.random)
+        self.network = SimulatedNetwork(self.loop, self.random)
         self.checkpoint_disk = CheckpointDisk(self.random)
         self.checker = Checker(self.loop, self.settings, self.checkpoint_disk.stored)
         self.network.check = self.checker.on_message
-        self.journal_disk = JournalDisk(self.loop, self.random, fence=checks.journal_fence, on_record=self.checker.on_record)
+        self.network.refuse = lambda message: why_unsound(message, self.settings)
+        self.journal_disk = JournalDisk(self.loop, self.random, fence=self.roles.fenced, on_record=self.checker.on_record)
         self.processes: dict[str, Process] = {}
         self.coordinators: dict[str, Coordinator] = {}
         self.feeders: dict[str, Feeder] = {}
@@ -118,30 +133,30 @@ class ExactSwarm:
         node = self._node(name, process)
         if name in COORDINATORS:
             journal = JournalHandle(self.journal_disk, process)
-            coordinator = self.coordinators[name] = Coordinator(node, journal, self.settings, self.checks, self._observe)
+            coordinator = self.coordinators[name] = self.roles.coordinator(
+                node, journal, self.settings, self._observe, self.checkpoint_disk.discard
+            )
             process.spawn(coordinator.run())
         elif name.startswith("f"):
-            feeder = self.feeders[name] = Feeder(
-                node, ExactFeed(), self.settings, COORDINATORS, self.checks, on_owned=self.checker.on_owned
-            )
+            feeder = self.feeders[name] = self.roles.feeder(node, ExactFeed(), self.settings, COORDINATORS, on_owned=self.checker.on_owned)
             process.spawn(feeder.run())
         else:
-            device = Device(process)
+            device = DeviceTurns(process)
             for worker in self.shape.hosted(name):
                 self._start_worker(node if worker == name else self._node(worker, process), process, device)
 
-    def _node(self, name: str, process: Process) -> Node:
+    def _node(self, name: str, process: Process) -> SwarmProcess:
         port = self.network.open(process, name)
-        return Node(name, process, port, port.inbox, self._starts, random.Random(self.random.getrandbits(32)))
+        return SwarmProcess(name, process, port, port.inbox, self._starts, random.Random(self.random.getrandbits(32)))
 
-    def _start_worker(self, node: Node, process: Process, device: Device) -> None:
+    def _start_worker(self, node: SwarmProcess, process: Process, device: DeviceTurns) -> None:
         compute = self.computes[node.name] = ExactCompute(
             process, node.random, self.checker.on_digest, self.settings.tied[0] if self.settings.tied else ()
         )
         compute.slowness = self._slowness.get(process.name, 1.0)
-        store = CheckpointStore(self.checkpoint_disk, process)
-        worker = self.workers[node.name] = Worker(
-            node, compute, store, self.settings, COORDINATORS, self.checks, on_state=self.checker.on_state, device=device
+        store = CheckpointStore(self.checkpoint_disk, process, self.coordinator)
+        worker = self.workers[node.name] = self.roles.worker(
+            node, compute, store, self.settings, COORDINATORS, on_state=self.checker.on_state, device=device
         )
         process.spawn(worker.run())
 

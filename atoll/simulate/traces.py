@@ -1,18 +1,20 @@
 """Traces: who was there when, read from a file.
 
-Two kinds of CSV: events (`time_s,event,node_id` with `add` and `remove`) and counts (`time_s,alive_count`, where the newest leave first).
+Two kinds of CSV: events (`time_s,event,node_id` with `add` and `remove`) and counts (`time_s,alive_count`). Counts do not say who leaves:
+it is drawn, the same for the same file.
 Recorded traces begin in the middle and tell things twice: an event that says what is so already changes nothing.
 """
 
 import csv
 import math
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
 
-from atoll.control.hosting import process_of
+from atoll.control.multi_stage import process_of
 from atoll.errors import AtollError
 
 __all__ = ["Change", "alive_over_time", "read_trace"]
@@ -96,11 +98,11 @@ def _name(text: str | None, line: int) -> str:
 def _from_counts(rows: Iterable[tuple[float, int, _Row]]) -> list[Change]:
     found: list[Change] = []
     alive: list[str] = []
-    made = 0
+    made, draw = 0, random.Random(0)
     for at, line, row in rows:
         count = _count(row["alive_count"], line)
         while len(alive) > count:
-            found.append(Change(at, False, alive.pop()))
+            found.append(Change(at, False, alive.pop(draw.randrange(len(alive)))))
         while len(alive) < count:
             made += 1
             alive.append(f"node{made}")

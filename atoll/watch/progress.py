@@ -1,4 +1,5 @@
-"""Progress: a run's events as a line that moves on a terminal, or as plain lines where there is none (files, CI, pipes)."""
+"""Progress: a run's events as people see them: a line each for what matters, and a progress line that moves on a terminal, or plain lines
+now and then where there is none (files, CI, pipes)."""
 
 from collections.abc import Iterable
 from types import TracebackType
@@ -9,8 +10,10 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from atoll.events import AnyEvent, CheckpointFailed, Evaluated, NonFinite, RunFinished, RunStarted, StepFinished
-from atoll.units import format_bytes, format_clock, format_count, plural
+from atoll.events import AnyEvent, CheckpointSaved, CoordinatorStarted, RunFinished, RunStarted, StageLost, StepFinished, WorkerFailed
+from atoll.units import format_bytes, format_clock, plural
+from atoll.watch.describe import describe_event, importance
+from atoll.watch.run_events import starts_in_first_step
 
 __all__ = ["Progress"]
 
@@ -22,10 +25,13 @@ _STEPS_TO_TELL = 3  # how many were made before the time left is told: the first
 
 
 class Progress:
-    """An observer that shows a run: step, loss, samples/s, memory and time left. It reads no clock: events carry their time."""
+    """An observer that shows a run: step, loss, samples/s, memory and time left, and a line for every event that people should see; with
+    `quiet` only warnings and how it ended. It reads no clock: events carry their time.
+    """
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
         self.console = console or Console(stderr=True, highlight=False)
+        self._quiet = quiet
         self._live: Live | None = None
         self._run: RunStarted | None = None
         self._shown_at = float("-inf")
@@ -42,6 +48,9 @@ class Progress:
         self._samples = 0
         self._later_samples = 0  # those of the steps after the first
         self._later_seconds = 0.0
+        self._steps_made: set[int] = set()
+        self._saved: CheckpointSaved | None = None
+        self._coordinators = 0
 
     def __enter__(self) -> Self:
         return self
@@ -55,18 +64,33 @@ class Progress:
                 self._start(event)
             case StepFinished():
                 self._step(event)
-            case Evaluated():
-                metrics = "".join(f"  {name} {_number(value, '.4g')}" for name, value in event.metrics.items())
-                self._say(f"step {event.step}: evaluation loss {_number(event.loss, '.4f')}{metrics}")
-            case CheckpointFailed():
-                self._say(f"step {event.step}: the checkpoint could not be saved: {event.message}")
-            case NonFinite():
-                self._say(f"step {event.step}: the {event.what} is {event.value}")
             case RunFinished():
                 self._stop_live()
                 began = self._run.at_seconds if self._run is not None else event.at_seconds
                 now = max(0, event.steps - self._first_step + 1) if self._seen else 0
-                self._say(_summary(event, self._first_loss, now, self._rate(event, event.at_seconds - began)))
+                self._say(_summary(event, self._first_loss, now, self._rate(event, event.at_seconds - began)) + self._kept(event))
+            case StageLost() if not self._seen and self._coordinators == 1:  # a run that was killed is started again
+                self._say(f"no worker came back with a later state of stage {event.stage}; all workers continue from step {event.step}")
+            case _:
+                self._count_other(event)
+                if isinstance(event, WorkerFailed):
+                    self.console.show_cursor(True)  # a progress line of a process that was killed may have hidden it
+                first = isinstance(event, CoordinatorStarted) and self._coordinators == 1
+                if not first and importance(event) in (("warning",) if self._quiet else ("warning", "notice")):
+                    self._say(describe_event(event))
+
+    def _count_other(self, event: AnyEvent) -> None:
+        if isinstance(event, CheckpointSaved):
+            self._saved = event
+        self._coordinators += isinstance(event, CoordinatorStarted)
+
+    def _kept(self, event: RunFinished) -> str:
+        """What was saved and what was lost since the run was started."""
+        saved = f"; last checkpoint: step {self._saved.step}" if self._saved is not None else ""
+        repeated = self._seen - len(self._steps_made)
+        again = f"; {plural(repeated, 'step')} computed again" if repeated else ""
+        lost = event.steps - self._saved.step if event.reason == "failed" and self._saved is not None else 0
+        return saved + again + (f"; {plural(lost, 'step')} after it lost" if lost > 0 else "")
 
     def recall(self, events: Iterable[AnyEvent]) -> None:
         """Counts, and shows nothing of, what others in this one's place have shown since the run was started."""
@@ -74,18 +98,20 @@ class Progress:
         for event in events:
             if isinstance(event, StepFinished):
                 self._count(event)
+            else:
+                self._count_other(event)
 
     def _start(self, event: RunStarted) -> None:
         self._run = event
-        self._say(
-            f"{event.name}: {format_count(event.parameters)} parameters, {plural(event.steps, 'step')} of "
-            f"{plural(event.batch_size, 'sample')}, {event.precision}" + (f" on {', '.join(event.devices)}" if event.devices else "")
-        )
+        if self._quiet:
+            return
+        self._say(describe_event(event))
         if self.console.is_terminal:
             self._live = Live(console=self.console, transient=True, auto_refresh=False)
             self._live.start()
 
     def _count(self, event: StepFinished) -> None:
+        self._steps_made.add(event.step)
         self._first_step = min(self._first_step, event.step) if self._seen else event.step
         self._first_loss = event.loss if self._first_loss is None else self._first_loss
         self._loss = event.loss if self._loss is None else _SMOOTHING * self._loss + (1 - _SMOOTHING) * event.loss
@@ -97,8 +123,10 @@ class Progress:
 
     def _step(self, event: StepFinished) -> None:
         self._count(event)
+        if self._quiet:
+            return
         if not event.applied:
-            self._say(f"step {event.step}: fp16 gradients overflowed; step skipped, loss scale lowered")
+            self._say(describe_event(event))
         pause = _PLAIN_LINE_SECONDS if self._live is None else _REDRAW_SECONDS
         if event.at_seconds - self._shown_at < pause and event.step != self._steps:
             return
@@ -112,20 +140,24 @@ class Progress:
     def _steps(self) -> int:
         return self._run.steps if self._run is not None else 0
 
+    @property
+    def _starts_in_first_step(self) -> bool:
+        return self._run is not None and starts_in_first_step(self._run.mode)
+
     def _cells(self, event: StepFinished) -> list[str]:
         memory = [f"memory {format_bytes(event.memory_bytes)}"] if event.memory_bytes is not None else []
         return [f"step {event.step}/{self._steps}", f"loss {self._loss:.4f}", *self._speed(), *memory, *self._left(event)]
 
     def _speed(self) -> list[str]:
-        """A swarm's first step lasts from the start of its coordinator, so it tells no speed."""
+        """A first step that lasts from the start of the run tells no speed."""
         seconds = sum(step.seconds for step in self._recent)
-        if not seconds or (self._seen == 1 and self._run is not None and self._run.mode == "swarm"):
+        if not seconds or (self._seen == 1 and self._starts_in_first_step):
             return []
         return [_rate(sum(step.samples for step in self._recent) / seconds)]
 
     def _rate(self, event: RunFinished, seconds: float) -> float | None:
-        """Of what was made now, in so many seconds, in samples a second; of a swarm as the report counts it, without its starting."""
-        if self._run is not None and self._run.mode == "swarm":
+        """Of what was made now, in so many seconds, in samples a second; as the report counts it, without starting."""
+        if self._starts_in_first_step:
             return self._later_samples / self._later_seconds if self._later_seconds else None
         taken = seconds if seconds > 0 and self._seen != event.steps else event.seconds
         return self._samples / taken if taken and self._samples else None
@@ -143,7 +175,8 @@ class Progress:
         return table
 
     def _say(self, line: str) -> None:
-        self.console.print(line if self.console.encoding.startswith("utf") else line.replace("→", "->"), markup=False)
+        text = line if self.console.encoding.startswith("utf") else line.replace("→", "->")
+        self.console.print(text, markup=False, soft_wrap=not self.console.is_terminal)  # in files a line stays a line
 
     def _stop_live(self) -> None:
         if self._live is not None:
@@ -162,10 +195,6 @@ def _summary(event: RunFinished, first_loss: float | None, now: int, samples_per
     why = f" ({event.message})" if event.message and event.reason != "failed" else ""  # the error that is raised says it
     steps = plural(event.steps, "step") + ("" if now == event.steps else f", {now:,} of them now,")
     return f"{how}: {steps} in {format_clock(event.seconds)}{loss}{rate}{why}"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "not finite" if value is None else format(value, form)
 
 
 def _rate(samples_per_s: float) -> str:

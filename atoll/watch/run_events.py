@@ -2,23 +2,34 @@
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
 import msgspec
 
-from atoll.events import AnyEvent, CheckpointSaved, NonFinite, Restarted, RunFinished, RunStarted, StepFinished, WorkerFailed, read_events
+from atoll.events import (
+    AnyEvent,
+    CheckpointSaved,
+    NonFinite,
+    Restarted,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+    WorkerFailed,
+    read_events,
+    steps_after_the_first,
+)
+from atoll.plan.modes import find_rules
 from atoll.units import format_seconds
 
-__all__ = ["EventStory", "Samples", "is_silent", "steps_after_the_first", "tell_events"]
+__all__ = ["EventStory", "SampleCounts", "is_silent", "starts_in_first_step", "tell_events"]
 
 _SILENT_SECONDS = 120.0  # a file of events nobody has written to for so long, and for so many steps, is no run under way
 _SILENT_STEPS = 10
 _STARTING_SECONDS = 30.0  # so long nobody may listen while a coordinator is started in another's place
 
 
-class Samples(msgspec.Struct, frozen=True, kw_only=True):
+class SampleCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Samples of the training data, counted once for every time they were computed on."""
 
     committed: int  # in the weights the run ended with, or has reached
@@ -36,10 +47,10 @@ class EventStory(msgspec.Struct, frozen=True, kw_only=True):
     steps: int  # made
     planned_steps: int
     losses: list[float]  # one a step, the last that was computed
-    samples: Samples
+    samples: SampleCounts
     step_seconds: float | None  # median, without each process's first; of the last start that made steps
     steps_since_start: int  # made since the run was last started: none where nothing was left to do
-    samples_per_second: float | None  # redone ones included; of a swarm without each start's first step, which lasts from its start
+    samples_per_second: float | None  # redone ones included; without each start's first step where that lasts from the start
     counts: dict[str, int]  # events by kind
 
 
@@ -94,20 +105,15 @@ def _story(events: list[AnyEvent], state: str, message: str) -> EventStory:
         samples=_samples(events, steps, last, state),
         step_seconds=median(latest[2:] or latest[1:] or latest) if latest else None,
         steps_since_start=len(starts[-1]),
-        samples_per_second=_rate(steps if started and started[-1].mode != "swarm" else steps_after_the_first(events)),
+        samples_per_second=_rate(steps_after_the_first(events) if started and starts_in_first_step(started[-1].mode) else steps),
         counts=dict(sorted(Counter(event.kind for event in events).items())),
     )
 
 
-def steps_after_the_first(events: Sequence[AnyEvent]) -> list[StepFinished]:
-    """Of every time the run was started."""
-    found: list[StepFinished] = []
-    first = True
-    for event in events:
-        if isinstance(event, StepFinished):
-            found += [] if first else [event]
-        first = isinstance(event, RunStarted) or (first and not isinstance(event, StepFinished))
-    return found
+def starts_in_first_step(mode: str) -> bool:
+    """Whether a mode's first step lasts from the start of the run, so that it tells no speed."""
+    rules = find_rules(mode)
+    return rules is not None and rules.starts_in_first_step
 
 
 def _rate(steps: list[StepFinished]) -> float | None:
@@ -115,15 +121,15 @@ def _rate(steps: list[StepFinished]) -> float | None:
     return sum(event.samples for event in steps) / seconds if seconds else None
 
 
-def _samples(events: list[AnyEvent], steps: list[StepFinished], last: dict[int, StepFinished], state: str) -> Samples:
+def _samples(events: list[AnyEvent], steps: list[StepFinished], last: dict[int, StepFinished], state: str) -> SampleCounts:
     kept = set(last)
-    if state in ("failed", "silent") and any(isinstance(event, RunStarted) and event.mode != "alone" for event in events):
+    if state in ("failed", "silent") and any(isinstance(event, RunStarted) for event in events):
         saved = _saved_step(events)
         kept = {step for step in last if step <= saved}
     kept = {step for step in kept if last[step].applied}
     once = sum(event.samples for event in last.values())
     committed = sum(last[step].samples for step in kept)
-    return Samples(committed=committed, lost=once - committed, redone=sum(event.samples for event in steps) - once)
+    return SampleCounts(committed=committed, lost=once - committed, redone=sum(event.samples for event in steps) - once)
 
 
 def _saved_step(events: list[AnyEvent]) -> int:

@@ -10,8 +10,10 @@ from torch import nn
 
 from atoll.cli.main import run
 from atoll.events import EventLog
-from atoll.runtime.checkpoint import Checkpointer, Held, RunIdentity
-from atoll.runtime.stage.holding import Holding
+from atoll.runtime.checkpoint.checkpointer import Checkpointer
+from atoll.runtime.checkpoint.local_shard import LocalShard
+from atoll.runtime.checkpoint.manifest import RunIdentity
+from atoll.runtime.stage.shard_spec import ShardSpec
 
 
 @pytest.fixture
@@ -20,7 +22,7 @@ def saved(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     identity = RunIdentity(job="t", optimizer="SGD", seed=0, batch_size=1, model_config={"model_type": "tiny"})
     model = nn.Linear(3, 2)
-    held = [Held(Holding(name=name, shape=tuple(value.shape)), value) for name, value in model.state_dict().items()]
+    held = [LocalShard(ShardSpec(name=name, shape=tuple(value.shape)), value) for name, value in model.state_dict().items()]
     with Checkpointer(tmp_path / "RUN" / "checkpoints", None, identity=identity, keep_last=2) as checkpoints:
         for step in (2, 4):
             checkpoints.save(step, held, optimizers=[], extra={}, final=True)

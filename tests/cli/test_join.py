@@ -15,21 +15,21 @@ from atoll.cli.join import _News, farewell
 from atoll.cli.main import run
 from atoll.control.settings import Settings
 from atoll.events import PeerChanged, PeerRetried
-from atoll.fabric.security import Authority, Credentials, Member, serve
-from atoll.runtime.swarm.spec import JobService, SwarmSpec
-from atoll.runtime.swarm.taking_part import ending_of
+from atoll.fabric.security import Authority, Credentials, RunMember, serve
+from atoll.runtime.modes.swarm.member_process import ending_of
+from atoll.runtime.modes.swarm.spec import JobService, SwarmSpec
 from tests.fabric.test_fabric import eventually
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[Authority, Member, str]]:
+def served(tmp_path: Path) -> Iterator[tuple[Authority, RunMember, str]]:
     authority = Authority.create(tmp_path / "run")
     coordinator, address = serve(authority, "127.0.0.1:0")
     with coordinator:
         yield authority, coordinator, address
 
 
-Served = tuple[Authority, Member, str]
+Served = tuple[Authority, RunMember, str]
 
 
 def test_joining_enrols_connects_and_says_what_it_got(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,7 +190,7 @@ def test_who_has_said_goodbye_is_not_missed(capsys: pytest.CaptureFixture[str]) 
     lines = [line.strip().partition(" ")[2] for line in capsys.readouterr().err.splitlines()]  # after the time
     assert lines == [
         "oslo has left",
-        "rome: dialled again in 100 ms: refused",
+        "rome: retry in 100 ms: refused",
         "oslo: alive (connected)",
-        "oslo: dialled again in 100 ms: refused",
+        "oslo: retry in 100 ms: refused",
     ]

@@ -53,7 +53,7 @@ BAD_INPUT = {
     "plan bert-large -c tiny.toml --mode parts": "'parts' is not one of",
     "run script.py -c tiny.toml --codec zip": "Invalid value for '--codec': 'zip' is not one of",
     "run script.py -c tiny.toml --mode swarm --listen here": "error: --listen 'here' is no address; write it like 'host:port'",
-    "run script.py -c tiny.toml --listen 127.0.0.1:7000": "error: --listen: only `--mode swarm` has others join",
+    "run script.py -c tiny.toml --listen 127.0.0.1:7000": "error: `--listen` needs `--mode swarm`: only a swarm has others join",
     "plan nonsense -c tiny.toml": "`atoll presets` lists them",
     "plan bert-large -c tiny.toml --top 0": "--top",
     "plan bert-large -c tiny.toml --batch-size -3": "--batch-size",

@@ -78,7 +78,7 @@ def test_arguments_nobody_takes_are_refused(command: str, capsys: pytest.Capture
     [
         ("--batch-size 16", "--batch-size 16: good.plan is a plan of a batch of 8; leave it out, or plan anew"),
         ("--mode swarm", "--mode: has no meaning with --check"),
-        ("--lossless", "--lossless: has no meaning with --check"),
+        ("--codec=auto", "--codec: has no meaning with --check"),
         ("--why", "--why: has no meaning with --check"),
         ("-o new.json", "--output: has no meaning with --check"),
     ],

@@ -137,7 +137,7 @@ def test_planning_prints_the_plan_and_why(folder: Path, capsys: pytest.CaptureFi
 
 
 def test_planned_json_is_valid_written_and_loadable(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "resnet50", "-c", "tiny.toml", "--top", "2", "--json", "-o", "p.json", "--lossless"]) == 0
+    assert run(["plan", "resnet50", "-c", "tiny.toml", "--top", "2", "--json", "-o", "p.json", "--codec", "none"]) == 0
     captured = capsys.readouterr()
     document = json.loads(captured.out)
     assert_documented(document)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from atoll.cli.main import run
-from atoll.runtime.lockstep.schedule import Schedule
-from atoll.runtime.lockstep.trace import read_chrome_trace
+from atoll.runtime.modes.lockstep.schedule import Schedule
+from atoll.runtime.modes.lockstep.trace import read_chrome_trace
 
 SCRIPT = """
 import torch

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from atoll.cli.main import run
-from atoll.runtime.swarm.launching import SwarmProcesses
+from atoll.runtime.modes.swarm.supervisor import SwarmProcesses
 
 SCRIPT = """import torch
 from torch import nn
@@ -83,15 +83,15 @@ def test_an_optimizer_that_staleness_would_leave_behind_is_refused_before_anythi
 @pytest.mark.parametrize(
     ("mode", "words", "said"),
     [
-        ("lockstep", "", "the plan's mode is swarm, and it was to be run in lockstep"),
+        ("alone", "", "p.plan: mode alone runs on 1 device, the plan names more"),
         ("swarm", " sharded", "stage 0: a swarm's worker holds a whole stage by itself; leave out `sharded`"),
     ],
 )
-def test_a_plan_for_another_mode_is_refused_before_the_script_is_run(
+def test_a_plan_that_the_mode_cannot_run_is_refused_before_the_script_is_run(
     mode: str, words: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("train.py").write_text("raise SystemExit('it was run')")
-    text = TWO.format(mode="swarm" if mode == "lockstep" else "lockstep").replace("layers 0-1:", f"layers 0-1{words}:")
+    text = TWO.format(mode="lockstep").replace("layers 0-1:", f"layers 0-1{words}:")
     Path("p.plan").write_text(text)
     assert run(["run", "train.py", "--mode", mode, "--plan", "p.plan", "--out", "out"]) == 2
     told = capsys.readouterr().err
@@ -112,12 +112,12 @@ def test_the_second_ctrl_c_too_says_how_to_go_on_where_something_was_begun(
     def interrupted(processes: SwarmProcesses) -> int:
         if begun:
             Path("out/journal.jsonl").touch()
-        raise KeyboardInterrupt
+        return 130
 
     monkeypatch.setattr(SwarmProcesses, "run", interrupted)
     Path("p.plan").write_text(PLAN.format(staleness=""))
     assert run(["run", "train.py", "--plan", "p.plan", "--out", "out"]) == 130
-    assert (f"to go on: atoll run {folder / 'train.py'} --mode swarm --resume out" in capsys.readouterr().err) == begun
+    assert (f"to go on: atoll run {folder / 'train.py'} --resume out" in capsys.readouterr().err) == begun
 
 
 @pytest.mark.parametrize("mode", ["swarm", "lockstep"])  # of the plan: the command's goes before it

@@ -72,6 +72,57 @@ def test_a_good_file_says_what_it_says():
     assert cluster.link_between(v100, x).bytes_per_s == 150e9
 
 
+REACHED = """
+name = "office"
+[[site]]
+name = "office"
+network = { bandwidth = "1 Gbit/s", latency = "1 ms" }
+  [[site.host]]
+  name = "desk"
+  address = "localhost"
+  devices = [{ kind = "T4" }]
+  [[site.host]]
+  name = "lab"
+  count = 2
+  address = ["gpu1.example.org", "fe80::1%eth0"]
+  user = "me"
+  python = "~/venv/bin/python"
+  workdir = "~/train"
+  devices = [{ kind = "T4" }]
+"""
+
+
+def test_how_hosts_are_reached_is_read_and_written():
+    cluster = parse_cluster(REACHED)
+    assert [(host.name, host.address, host.user, host.python, host.workdir) for host in cluster.hosts] == [
+        ("desk", "localhost", "", "", ""),
+        ("lab-0", "gpu1.example.org", "me", "~/venv/bin/python", "~/train"),
+        ("lab-1", "fe80::1%eth0", "me", "~/venv/bin/python", "~/train"),
+    ]
+    assert parse_cluster(dump_cluster(cluster)) == cluster
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('address = "localhost"', 'user = "me"', "user: is for hosts that are reached over ssh; give the host an address too"),
+        ('"localhost"', '"me@desk"', "address: is a host without a user: write address = 'desk' and user = 'me'"),
+        ('"localhost"', '"-oProxyCommand=sh"', "address: must be a host's name or IP address"),
+        ('"localhost"', "7", "address: must be a host's name or IP address, like 'gpu1.example.org', got 7"),
+        ('["gpu1.example.org", "fe80::1%eth0"]', '"gpu1"', 'address: must be one for each of 2 hosts, like ["10.0.0.1", "10.0.0.2"]'),
+        ("fe80::1%eth0", "gpu1.example.org", "address: is there twice; hosts alike are different machines"),
+        ('user = "me"', 'user = "-lroot"', "user: must be a user's name, got '-lroot'"),
+        ("~/train", "train", "workdir: must begin with / or ~/, got 'train'"),
+        ("~/train", "/a\\nb", "workdir: must be one line of printable characters"),
+    ],
+)
+def test_hosts_that_cannot_be_reached_so_are_refused(old, new, message):
+    assert old in REACHED
+    with pytest.raises(ClusterError) as error:
+        parse_cluster(REACHED.replace(old, new, 1))
+    assert message in str(error.value)
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_load_and_round_trip(path):
     cluster = Cluster.load(path)

@@ -1,5 +1,8 @@
 """Memory of this process: the machine's, less where a control group says so."""
 
+import subprocess
+import sys
+
 import pytest
 
 from atoll.cluster.memory import host_memory, keep_freed_memory
@@ -51,3 +54,26 @@ def test_this_machine():
 def test_keeping_freed_memory_says_whether_it_took_effect():
     assert keep_freed_memory() in (True, False)
     assert keep_freed_memory() == keep_freed_memory(), "it may be asked for again"
+
+
+SCRIPT = """
+import resource
+import torch
+from atoll.cluster.memory import keep_freed_memory
+torch.set_num_threads(1)
+keep_freed_memory(2**31 - 1, one_arena=True)
+def step():
+    total = torch.zeros(10_000_000)
+    torch.cat([total[:5], total.clone()])
+for _ in range(20):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
+def test_a_step_after_others_takes_no_new_pages() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 1000  # of the 29,000 that three rows of 40 MB have

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.codec.tensors import decode, make_codec
+from atoll.codec.registry import decode, make_codec
 from tests.codec.tensors import FLOATS, tensors
 
 BLOCKWISE = ("bf16", "fp16", "int8", "int4")

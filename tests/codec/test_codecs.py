@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.codec.tensors import Encoded, Header, decode, empty_encoded, encoded_from, make_codec, parts_of, relative_error, sampled_error
+from atoll.codec.encoded import Encoded, Header
+from atoll.codec.registry import decode, empty_encoded, encoded_from, make_codec, parts_of, relative_error, sampled_error
 from atoll.errors import CodecError
 from tests.codec.tensors import CODEC_TEXTS, tensors
 
@@ -88,7 +89,8 @@ def test_codecs_state_the_ratio_and_the_error_that_are_measured(text: str) -> No
 
 DIGEST = """
 import hashlib, torch
-from atoll.codec.tensors import ErrorFeedback, decode, make_codec
+from atoll.codec.base import ErrorFeedback
+from atoll.codec.registry import decode, make_codec
 torch.set_num_threads({threads})
 digest = hashlib.sha256()
 values = (torch.arange(150 * 517, dtype=torch.int64) * 2654435761 % 1000003 - 500001).double().view(150, 517)

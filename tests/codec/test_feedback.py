@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.codec.tensors import ErrorFeedback, decode, make_codec, relative_error
+from atoll.codec.base import ErrorFeedback
+from atoll.codec.registry import decode, make_codec, relative_error
 from atoll.errors import CodecError
 from tests.codec.tensors import CODEC_TEXTS
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.codec.candidates import CODECS_FOR, message_seconds
-from atoll.codec.tensors import Decision, LinkController, LinkState, Message, make_codec
+from atoll.codec.link_controller import CODECS_FOR, Decision, LinkController, LinkState, TensorMessage, message_seconds
+from atoll.codec.registry import make_codec
 from atoll.errors import CodecError
 
-GRADIENT = Message(role="gradient", nbytes=64e6)
-ACTIVATION = Message(role="activation", nbytes=4e6)
+GRADIENT = TensorMessage(role="gradient", nbytes=64e6)
+ACTIVATION = TensorMessage(role="activation", nbytes=4e6)
 
 
 def link(mbit: float, *, round_trip: float = 0.02, compute: float = 8e9) -> LinkState:
@@ -36,9 +36,9 @@ def test_little_compute_makes_codecs_unattractive() -> None:
 
 
 def test_time_that_hides_behind_computing_is_spent_on_exactness() -> None:
-    hidden = Message(role="gradient", nbytes=64e6, hidden_s=6.0)
+    hidden = TensorMessage(role="gradient", nbytes=64e6, hidden_s=6.0)
     assert feed(LinkController(hidden), [link(100)])[0].codec == "none"
-    assert feed(LinkController(Message(role="gradient", nbytes=64e6)), [link(100)])[0].codec == "int4"
+    assert feed(LinkController(TensorMessage(role="gradient", nbytes=64e6)), [link(100)])[0].codec == "int4"
 
 
 @given(st.floats(10, 2000), st.sampled_from([0.1, 10.0]), st.sampled_from(["gradient", "activation"]), st.integers(1, 20))
@@ -61,7 +61,7 @@ def test_a_tenfold_change_is_answered_at_the_third_observation(mbit: float, fact
 def test_noise_of_the_bandwidth_does_not_make_it_go_back_and_forth(
     mbit: float, round_trip: float, compute: float, budget: float, hidden: float, noise: list[float]
 ) -> None:
-    controller = LinkController(Message(role="gradient", nbytes=64e6, hidden_s=hidden), error_budget=budget)
+    controller = LinkController(TensorMessage(role="gradient", nbytes=64e6, hidden_s=hidden), error_budget=budget)
     decisions = feed(controller, [link(mbit * factor, round_trip=round_trip, compute=compute) for factor in noise])
     codecs = [decisions[0].codec, *(decision.codec for decision in decisions if decision.changed)][1:]
     assert len(codecs) == len(set(codecs)), "no codec is taken twice"
@@ -86,7 +86,7 @@ def test_one_bad_measurement_changes_nothing(at: int, factor: float) -> None:
 def test_the_first_choice_is_the_most_exact_that_is_fast_enough(
     mbit: float, trip: float, compute: float, budget: float, hidden: float
 ) -> None:
-    message, state = Message(role="gradient", nbytes=64e6, hidden_s=hidden), link(mbit, round_trip=trip, compute=compute)
+    message, state = TensorMessage(role="gradient", nbytes=64e6, hidden_s=hidden), link(mbit, round_trip=trip, compute=compute)
     decision = LinkController(message, error_budget=budget).observe(0.0, state)
     specs = {text: make_codec(text).spec for text in CODECS_FOR["gradient"]}
     seconds = {

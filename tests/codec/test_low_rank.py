@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from atoll.codec.tensors import ErrorFeedback, LowRank, decode, relative_error
+from atoll.codec.base import ErrorFeedback
+from atoll.codec.low_rank import LowRank
+from atoll.codec.registry import decode, relative_error
 from atoll.errors import NonFiniteTensorError
 
 

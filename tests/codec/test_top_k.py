@@ -5,7 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.codec.tensors import ErrorFeedback, TopK, decode
+from atoll.codec.base import ErrorFeedback
+from atoll.codec.registry import decode
+from atoll.codec.top_k import TopK
 from atoll.errors import NonFiniteTensorError
 from tests.codec.tensors import tensors
 

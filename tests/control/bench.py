@@ -3,12 +3,13 @@
 import random
 from typing import Any, TypeVar
 
-from atoll.control import Checks, Node, Settings, Worker
+from atoll.control import Settings, SwarmProcess
 from atoll.control.messages import Announce, Assignment, Attempt, Committed, Forward, Manifest, Phase, Run, View
 from atoll.simulate.arithmetic import CHUNKS
 from atoll.simulate.disks import CheckpointDisk, CheckpointStore
 from atoll.simulate.exact import ExactCompute
 from atoll.simulate.loop import Loop, Process
+from tests.simulate.faulty import without
 
 M = TypeVar("M")
 STAGES = 2
@@ -28,16 +29,20 @@ class Wire:
 class Bench:
     """The worker `w`, first of incarnation 1 on the last stage, at version 0."""
 
-    def __init__(self, *without: str, stage: int = 1) -> None:
+    def __init__(self, *lacking: str, stage: int = 1) -> None:
         self.loop = Loop()
         self.process = Process("w", self.loop)
         self.wire = Wire()
         self.inbox = self.process.mailbox()
-        settings = Settings(stages=STAGES, micro_batches=len(ALL), steps=100, chunks=CHUNKS, acknowledge_forward=False)
+        settings = Settings(
+            stages=STAGES, micro_batches=len(ALL), steps=100, chunks=CHUNKS, acknowledge_forward=False, heartbeat_seconds=2.0
+        )
         self.compute = ExactCompute(self.process, random.Random(0))
         self.store = CheckpointDisk(random.Random(0))
-        node = Node("w", self.process, self.wire, self.inbox, 1, random.Random(0))
-        self.worker = Worker(node, self.compute, CheckpointStore(self.store, self.process), settings, ("c",), Checks.without(*without))
+        node = SwarmProcess("w", self.process, self.wire, self.inbox, 1, random.Random(0))
+        self.worker = without(*lacking).worker(
+            node, self.compute, CheckpointStore(self.store, self.process, lambda: None), settings, ("c",)
+        )
         self.process.spawn(self.worker.run())
         self.stage = stage
         self.run(0.1)

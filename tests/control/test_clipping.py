@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.control.clipping import clip_factor, why_refused
+from atoll.control.clipping import clip_coefficient, clip_or_skip, why_refused
 
 numbers = st.floats(-1e3, 1e3, allow_nan=False)
 
@@ -20,7 +20,7 @@ def test_the_factor_is_that_of_torch(stages: list[list[float]], max_norm: float,
     gradient = torch.cat(sums) / weight
     parameter.grad = gradient.clone()
     torch.nn.utils.clip_grad_norm_([parameter], max_norm)
-    factor, skipped = clip_factor([float(row.square().sum()) for row in sums], weight, max_norm)
+    factor, skipped = clip_or_skip([float(row.square().sum()) for row in sums], weight, max_norm)
     assert not skipped
     torch.testing.assert_close(factor * gradient, parameter.grad, rtol=1e-12, atol=1e-300)
 
@@ -29,15 +29,21 @@ def test_within_the_margin_of_the_limit_torch_clips_too() -> None:
     parameter = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     parameter.grad = torch.ones(1, dtype=torch.float64)
     torch.nn.utils.clip_grad_norm_([parameter], 1.0)
-    factor, _ = clip_factor([1.0], 1.0, 1.0)
+    factor, _ = clip_or_skip([1.0], 1.0, 1.0)
     assert factor == parameter.grad.item() < 1.0
+
+
+def test_without_a_bound_nothing_is_clipped() -> None:
+    assert clip_coefficient(5.0, None) == 1.0
+    assert clip_coefficient(5.0, 10.0) == 1.0
+    assert clip_coefficient(5.0, 1.0) == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_gradient_that_is_not_finite_skips_the_step(bad: float) -> None:
-    assert clip_factor([1.0, bad], 4.0, 1.0) == (0.0, True)
-    assert clip_factor([1.0], 0.0, None) == (0.0, True)
-    assert clip_factor([1e300, 1e300], 1.0, None) == (1.0, False)
+    assert clip_or_skip([1.0, bad], 4.0, 1.0) == (0.0, True)
+    assert clip_or_skip([1.0], 0.0, None) == (0.0, True)
+    assert clip_or_skip([1e300, 1e300], 1.0, None) == (1.0, False)
 
 
 @pytest.mark.parametrize(

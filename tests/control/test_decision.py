@@ -3,7 +3,6 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.control.checks import Checks
 from atoll.control.decision import choose, choose_stages
 from atoll.control.messages import BufferManifest, Manifest
 
@@ -40,11 +39,6 @@ def test_the_largest_is_kept_and_equal_ones_by_name() -> None:
 def test_the_order_of_manifests_does_not_matter() -> None:
     rows = [manifest("a", {0, 1}, {2}), manifest("b", {2, 3}), manifest("c", {3})]
     assert choose(rows, frozenset(range(4))) == choose(rows[::-1], frozenset(range(4)))
-
-
-def test_without_disjointness_overlaps_are_chosen() -> None:
-    rows = [manifest("a", {0, 1}), manifest("b", {1})]
-    assert len(choose(rows, frozenset({0, 1}), Checks.without("disjointness")).buffers) == 2
 
 
 def test_every_stage_is_chosen_for_by_itself() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from atoll.control.journal import Checkpointed, Epoch, FencedError, Record, Term, admit, decode, encode, replay
+from atoll.control.journal import Checkpointed, Epoch, FencedError, Record, Term, admit, encode, read_records, replay
 from atoll.control.messages import Committed
 from atoll.errors import AtollError
 
@@ -12,29 +12,29 @@ RECORDS: list[Record] = [Term(1), Epoch(0, 0, 0), COMMIT, Checkpointed(0, 4)]
 
 def test_a_journal_survives_the_disk() -> None:
     data = b"".join(map(encode, RECORDS))
-    assert decode(data) == (RECORDS, len(data))
+    assert read_records(data) == (RECORDS, len(data))
 
 
 def test_a_torn_end_was_never_durable() -> None:
     data = b"".join(map(encode, RECORDS))
     whole = len(b"".join(map(encode, RECORDS[:-1])))
     for cut in range(whole, len(data)):
-        assert decode(data[:cut]) == (RECORDS[:-1], whole)
+        assert read_records(data[:cut]) == (RECORDS[:-1], whole)
     for cut in range(whole, len(data) - 1):  # the block with its end was on the disk, one before it not yet
-        assert decode(data[:cut] + bytes(len(data) - cut - 1) + b"\n") == (RECORDS[:-1], whole)
+        assert read_records(data[:cut] + bytes(len(data) - cut - 1) + b"\n") == (RECORDS[:-1], whole)
 
 
 def test_damage_in_the_middle_is_an_error() -> None:
     lines = [encode(record) for record in RECORDS]
     with pytest.raises(AtollError, match="line 2 is damaged"):
-        decode(lines[0] + lines[1].replace(b"0", b"1", 1) + lines[2])
+        read_records(lines[0] + lines[1].replace(b"0", b"1", 1) + lines[2])
 
 
 @pytest.mark.parametrize("rubbish", [b"\x93\x8f rubbish", b"{}\n", b"not a journal at all\n", b"PK\x03\x04" * 100])
 def test_a_file_that_is_no_journal_or_ends_as_none_is_an_error(rubbish: bytes) -> None:
     for before in ([], RECORDS):
         with pytest.raises(AtollError, match=r"journal: .* restore the file from a copy"):
-            decode(b"".join(map(encode, before)) + rubbish)
+            read_records(b"".join(map(encode, before)) + rubbish)
 
 
 def test_the_fence_refuses_older_terms_and_a_second_claim() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from atoll.control.membership import Members
 from atoll.control.messages import WorkerBeat
-from atoll.control.rebalancing import Move, RatedPeer, best_throughput, place, plan_moves, throughput
+from atoll.control.rebalancing import Move, RatedPeer, best_throughput, move_at_once, place, plan_moves, throughput
 from atoll.control.settings import Settings
 
 Rows = list[list[RatedPeer]]
@@ -110,5 +110,26 @@ def test_one_that_a_plan_means_for_a_stage_goes_there() -> None:
     assert place([2.0, 1.0, 1.0], {0}, planned=0) == 1  # its process has it
     members = Members(Settings(stages=2, micro_batches=1, steps=1), 1)
     for number, planned in enumerate((1, 1, -1, 0)):
-        members.hear(WorkerBeat(f"w{number}", 0, 1, -1, -1, -1, 0, 0, -1, 0.0, None, "", -1, planned=planned), 0.0)
+        members.hear(WorkerBeat(f"w{number}", 0, 1, -1, -1, -1, 0, 0, -1, 0.0, None, "", None, planned=planned), 0.0)
     assert [member.stage for member in members] == [1, 1, 0, 0]
+
+
+def at_once(stages: list[list[RatedPeer]], summed: dict[str, float], remaining: float) -> tuple[str, int] | None:
+    move = move_at_once(stages, [1.0] * len(stages), summed, remaining, migration_seconds=10.0)
+    return (move.worker, move.target) if move is not None else None
+
+
+def test_one_that_has_just_come_takes_the_place_of_one_that_was_lost() -> None:
+    stages = [[RatedPeer(name, 3.5) for name in row] for row in (("a", "b", "new"), ("c",))]
+    assert at_once(stages, {"a": 50.0, "b": 50.0, "new": 1.0, "c": 50.0}, 200.0) == ("new", 1)
+    assert at_once(stages, {"a": 50.0, "b": 50.0, "new": 1.0, "c": 50.0}, 5.0) is None, "the step is nearly over"
+    assert at_once(stages, dict.fromkeys(("a", "b", "new", "c"), 190.0), 200.0) is None, "it would leave more behind than it brings"
+    arriving = [[*stages[0][:2], RatedPeer("new", 3.5, ready=False)], stages[1]]
+    assert at_once(arriving, {"a": 50.0, "b": 50.0, "c": 50.0}, 200.0) == ("new", 1), "one without a state leaves nothing behind"
+
+
+def test_nobody_moves_at_once_to_a_stage_without_state_or_from_the_last_of_one() -> None:
+    assert at_once([[RatedPeer("a", 3.5), RatedPeer("b", 3.5)], []], {}, 100.0) is None
+    assert at_once([[RatedPeer("a", 3.5), RatedPeer("b", 3.5)], [RatedPeer("c", 3.5, ready=False)]], {}, 100.0) is None
+    assert at_once([[RatedPeer("a", 35.0)], [RatedPeer("c", 3.5)]], {}, 100.0) is None
+    assert at_once([[RatedPeer("a", 3.5), RatedPeer("a+1", 3.5)], [RatedPeer("c", 3.5)]], {}, 100.0) is None

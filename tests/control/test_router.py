@@ -6,9 +6,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.control.hosting import process_of
+from atoll.control.adaptive_timeout import AdaptiveTimeout
 from atoll.control.messages import Peer
-from atoll.control.patience import Patience
+from atoll.control.multi_stage import process_of
 from atoll.control.router import Router, StageRouter
 
 
@@ -84,7 +84,7 @@ def test_a_path_needs_every_stage() -> None:
 
 
 def test_patience_rises_at_once_falls_slowly_and_doubles() -> None:
-    patience = Patience(6.0, 1.0)
+    patience = AdaptiveTimeout(6.0, 1.0)
     assert patience.seconds() == 7.0
     patience.measured(10.0)
     assert patience.seconds() == 16.0

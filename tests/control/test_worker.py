@@ -12,7 +12,6 @@ from atoll.control.messages import (
     Finished,
     Forward,
     Manifest,
-    Part,
     Pull,
     PullSum,
     Reduce,
@@ -22,8 +21,9 @@ from atoll.control.messages import (
     StageReduction,
     StateChunk,
     SumChunk,
+    SumPart,
 )
-from atoll.simulate.arithmetic import Sum
+from atoll.simulate.arithmetic import ExactSum
 from tests.control.bench import ALL, Bench
 
 KERNEL = 1.2  # forward and backward of the last stage
@@ -36,8 +36,8 @@ def reduce(*contributors: str, round: tuple[int, int] = (1, 2), owners: tuple[st
     return Reduce(round, (NOBODY, StageReduction(who, tuple((name, 1) for name in contributors), owners)))
 
 
-def part(worker: str, chunk: int, value: int, round: tuple[int, int] = (1, 2)) -> Part:
-    return Part(round, 0, 0, 1, chunk, worker, 1, Sum(value, 0))
+def part(worker: str, chunk: int, value: int, round: tuple[int, int] = (1, 2)) -> SumPart:
+    return SumPart(round, 0, 0, 1, chunk, worker, 1, ExactSum(value, 0))
 
 
 def commit(round: tuple[int, int], digest: str) -> Committed:
@@ -127,7 +127,7 @@ def test_whoever_comes_back_does_not_contribute_for_who_it_was(broken: bool) -> 
     bench.announce(Seal((1, 2)), 2, incarnation=2)
     bench.inbox.put(Pull((1, 2), 0, 0, 1, 0, "x", 1, (0,)))  # meant for incarnation 1
     bench.run(0.1)
-    assert bool(bench.sent(Part)) == broken
+    assert bool(bench.sent(SumPart)) == broken
     bench.announce(reduce("w"), 3, incarnation=2)
     bench.run(0.1)
     assert (bench.worker.reduction is not None) == broken

@@ -4,7 +4,7 @@ import pytest
 
 from atoll.cluster import Cluster, make_cluster, make_site
 from atoll.cost import Evaluator
-from atoll.cost.buckets import DEFAULT_BUCKET_BYTES, bucket_bytes
+from atoll.cost.evaluate import DEFAULT_BUCKET_BYTES, bucket_bytes
 from atoll.graph import Graph, dense_transformer
 from atoll.plan import Plan, Replica, Stage
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from atoll.cluster import Device
 from atoll.cluster.kinds import device_kind
 from atoll.cost import Calibration, LayerTime
-from atoll.cost.compute import Compute
+from atoll.cost.compute import ComputeTimes
 from atoll.graph import Graph, Layer, Work, dense_transformer
 
 IDEAL = Calibration(matmul_efficiency=1.0, matmul_half_depth=0.0, wave_outputs=0.0, memory_efficiency=1.0, kernel_seconds=0.0)
@@ -22,7 +22,7 @@ def one_layer(*work: Work, parameters: int = 0) -> Graph:
 
 
 def seconds(graph: Graph, calibration: Calibration = IDEAL, samples: float = 1.0, fraction: float = 1.0, tensor: int = 1) -> float:
-    return Compute(graph, calibration, 28.0).table(device(), samples, fraction, tensor).forward[-1]
+    return ComputeTimes(graph, calibration, 28.0).table(device(), samples, fraction, tensor).forward[-1]
 
 
 def test_a_matmul_takes_the_longer_of_arithmetic_and_traffic() -> None:
@@ -35,8 +35,8 @@ def test_a_matmul_takes_the_longer_of_arithmetic_and_traffic() -> None:
 
 def test_backward_update_and_speed() -> None:
     work = Work(kind="matmul", flops=1e12, rows=8, columns=8, depth=8, backward=2.5)
-    table = Compute(one_layer(work, parameters=1000), IDEAL, 28.0).table(device(), 2.0)
-    slow = Compute(one_layer(work, parameters=1000), IDEAL, 28.0).table(device(speed=0.5), 2.0)
+    table = ComputeTimes(one_layer(work, parameters=1000), IDEAL, 28.0).table(device(), 2.0)
+    slow = ComputeTimes(one_layer(work, parameters=1000), IDEAL, 28.0).table(device(speed=0.5), 2.0)
     assert table.backward[-1] == pytest.approx(2.5 * table.forward[-1])
     assert table.update[-1] == pytest.approx(28_000 / device_kind("A100-80GB").memory_bytes_per_s)
     assert (slow.forward[-1], slow.update[-1]) == pytest.approx((2 * table.forward[-1], 2 * table.update[-1]))
@@ -60,7 +60,7 @@ def test_more_samples_take_longer_but_less_each_and_a_split_never_takes_longer(s
 
 def test_expert_weights_are_read_only_by_the_lane_that_holds_them() -> None:
     work = Work(kind="matmul", weight_bytes=1e9, rows=1, columns=1, depth=1, expert=True)
-    compute = Compute(one_layer(work), IDEAL, 28.0)
+    compute = ComputeTimes(one_layer(work), IDEAL, 28.0)
     assert compute.table(device(), 1.0, expert_lanes=4).forward[-1] == pytest.approx(compute.table(device(), 1.0).forward[-1] / 4)
 
 
@@ -71,7 +71,7 @@ def layer_time(samples: float, forward: float, tensor: int = 1, layer: str = "a"
 
 def test_measured_layers_go_before_the_roofline_and_are_interpolated() -> None:
     graph = one_layer(Work(kind="memory", bytes=1e9))
-    compute = Compute(graph, Calibration(layer_times=(layer_time(2, 3.0), layer_time(4, 5.0))), 28.0)
+    compute = ComputeTimes(graph, Calibration(layer_times=(layer_time(2, 3.0), layer_time(4, 5.0))), 28.0)
     forwards = {n: compute.table(device(), n).forward[-1] for n in (1.0, 2.0, 3.0, 4.0, 8.0)}
     assert forwards == pytest.approx({1.0: 1.5, 2.0: 3.0, 3.0: 4.0, 4.0: 5.0, 8.0: 10.0})
     assert compute.table(device(), 3.0).backward[-1] == pytest.approx(8.0)
@@ -82,7 +82,7 @@ def test_measured_layers_go_before_the_roofline_and_are_interpolated() -> None:
 
 def test_measured_splits_are_told_apart_and_known() -> None:
     graph = one_layer(Work(kind="memory", bytes=1e9))
-    compute = Compute(graph, Calibration(layer_times=(layer_time(1, 3.0), layer_time(1, 2.0, tensor=2))), 28.0)
+    compute = ComputeTimes(graph, Calibration(layer_times=(layer_time(1, 3.0), layer_time(1, 2.0, tensor=2))), 28.0)
     assert compute.table(device(), 1.0).forward[-1] == 3.0
     assert compute.table(device(), 1.0, 0.5, 2).forward[-1] == 2.0
     assert compute.measured_split(device(), 2)
@@ -92,7 +92,7 @@ def test_measured_splits_are_told_apart_and_known() -> None:
 
 def test_a_signature_stands_for_all_its_layers() -> None:
     graph = dense_transformer(name="g", layers=4, hidden=64, heads=4, sequence=32, vocabulary=100)
-    table = Compute(graph, Calibration(layer_times=(layer_time(1, 1.0, layer="block"),)), 28.0).table(device(), 1.0)
+    table = ComputeTimes(graph, Calibration(layer_times=(layer_time(1, 1.0, layer="block"),)), 28.0).table(device(), 1.0)
     assert [round(b - a, 6) for a, b in zip(table.forward[1:5], table.forward[2:6], strict=True)] == [1.0] * 4
 
 
@@ -111,7 +111,7 @@ def test_lanes_that_divide_experts_run_fewer_of_them_on_the_tokens_of_all(lanes:
         count=8 // lanes,
         expert=True,
     )
-    divided = Compute(one_layer(expert), Calibration(), 28.0).table(device(), 3.0, expert_lanes=lanes)
-    alone = Compute(one_layer(merged), Calibration(), 28.0).table(device(), 3.0)
+    divided = ComputeTimes(one_layer(expert), Calibration(), 28.0).table(device(), 3.0, expert_lanes=lanes)
+    alone = ComputeTimes(one_layer(merged), Calibration(), 28.0).table(device(), 3.0)
     assert divided.forward == pytest.approx(alone.forward)
-    assert divided.forward[-1] < Compute(one_layer(expert), Calibration(), 28.0).table(device(), 3.0).forward[-1]
+    assert divided.forward[-1] < ComputeTimes(one_layer(expert), Calibration(), 28.0).table(device(), 3.0).forward[-1]

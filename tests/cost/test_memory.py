@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from atoll.cluster import Cluster, make_cluster, make_site
 from atoll.cost import Calibration, Evaluator
-from atoll.cost.in_flight import in_flight_bounds, interleaved_limits
 from atoll.graph import Graph, Layer, SharedParameter, mixture_of_experts, preset
 from atoll.plan import Plan, Replica, Stage
+from atoll.plan.division import lane_pieces, micro_batches_of, routes_of
+from atoll.plan.schedule_policy import in_flight_bounds, interleaved_limits
 from tests.cost.cases import cases, dense_graph, pipeline
 from tests.plan.strategies import make_cluster as plain_cluster
 
@@ -151,3 +152,56 @@ def test_experts_are_divided_by_lanes_and_the_rest_by_tensor(tensor: int, lanes:
     split = sum(layer.split_parameters for layer in graph.layers)
     assert held.expert == pytest.approx(experts / lanes)  # tensor parallelism does not divide experts
     assert held.dense == pytest.approx(graph.parameters - experts - split * (1 - 1 / tensor))
+
+
+def test_an_odd_micro_batch_on_two_lanes_is_priced_for_the_larger_piece() -> None:
+    """3 samples on 2 lanes are 2 and 1, not 1.5 twice."""
+    cluster = plain_cluster(hosts=1, devices=2)
+    names = tuple(device.name for device in cluster.devices)
+    layer = Layer(name="l", parameters=1, saved_bytes=1000.0)
+    graph = Graph.from_layers("g", [layer])
+    stage = Stage(start=0, stop=1, replicas=(Replica(devices=names, samples=(6, 6)),))
+    plan = Plan(graph="g", cluster="c", batch_size=12, micro_batch_size=3, stages=(stage,))
+    use = Evaluator(graph, cluster, calibration=EXACT).memory(plan)
+    assert use[names[0]].activations == use[names[1]].activations == 2000
+
+
+@given(cases())
+def test_no_lane_ever_holds_more_than_was_priced(case: tuple[Plan, Graph, Cluster]) -> None:
+    """Whatever micro-batches a lane holds at once, they have no more samples than its memory was priced for."""
+    plan, _, cluster = case
+    layers = plan.stages[-1].stop
+    graph = Graph.from_layers("flat", [Layer(name=f"l{i}", parameters=1, saved_bytes=1.0, input_bytes=1.0) for i in range(layers)])
+    plain = msgspec.structs.replace(plan, stages=tuple(msgspec.structs.replace(s, recompute=False, split=()) for s in plan.stages))
+    priced = Evaluator(graph, cluster, calibration=EXACT).memory(plain)
+    held: dict[str, float] = dict.fromkeys(priced, 0.0)
+    bounds, sizes, route = in_flight_bounds(plain), micro_batches_of(plain), routes_of(plain)
+    for s, stage in enumerate(plain.stages):
+        for r, replica in enumerate(stage.replicas):
+            own = [stop - start for m, (start, stop) in enumerate(sizes) if route[s][m] == r]
+            rows = lane_pieces(own, replica.samples)
+            for index, device in enumerate(replica.devices):
+                most = sum(sorted((row[index // stage.tensor] for row in rows), reverse=True)[: bounds[s][r]])
+                held[device] += most * (stage.stop - stage.start)
+    assert all(priced[name].activations >= samples for name, samples in held.items())
+
+
+def test_a_swarm_holds_its_share_of_three_micro_batches_for_every_worker() -> None:
+    """Two stages of two workers: twelve are under way, of which each worker of the first stage holds six until they come back."""
+    cluster = plain_cluster(hosts=4, devices=1)
+    names = [device.name for device in cluster.devices]
+    layers = [Layer(name=f"l{i}", parameters=1, saved_bytes=1000.0) for i in range(2)]
+    graph = Graph.from_layers("g", layers)
+    stages = tuple(
+        Stage(start=s, stop=s + 1, replicas=tuple(Replica(devices=(names[2 * s + r],), samples=(16,)) for r in range(2))) for s in range(2)
+    )
+    plan = Plan(graph="g", cluster="c", batch_size=32, micro_batch_size=2, stages=stages)
+    evaluator = Evaluator(graph, cluster, calibration=EXACT)
+
+    def held(mode: str) -> list[float]:
+        own = msgspec.structs.replace(plan, mode=mode)
+        assert evaluator.memory(own) == evaluator.cost(own).memory
+        return [evaluator.memory(own)[name].activations / 2000 for name in names]
+
+    assert held("lockstep") == [2, 2, 1, 1]
+    assert held("swarm") == [6, 6, 1, 1]

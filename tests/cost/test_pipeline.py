@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.cost.column import column_seconds
-from atoll.cost.in_flight import interleaved_limits
 from atoll.cost.pipeline import simulate
-from atoll.cost.workers import Hop, Timeline, Worker
+from atoll.cost.workers import Hop, StageReplica, Timeline
+from atoll.plan.schedule_policy import interleaved_limits
 
 seconds = st.floats(0.01, 10.0)
 NOTHING = Hop(0.0, 0.0, -1)
@@ -55,7 +55,7 @@ def naive_finish(
 def played_column(forward: list[float], backward: list[float], onward: list[Hop], back: list[Hop], count: int, schedule: str) -> Timeline:
     stages = len(forward)
     return simulate(
-        [[Worker(f, b, s)] for s, (f, b) in enumerate(zip(forward, backward, strict=True))],
+        [[StageReplica(f, b, s)] for s, (f, b) in enumerate(zip(forward, backward, strict=True))],
         [[0] * count] * stages,
         [{(0, 0): hop._replace(link=2 * s)} for s, hop in enumerate(onward)],
         [{(0, 0): hop._replace(link=2 * s + 1)} for s, hop in enumerate(back)],
@@ -114,7 +114,7 @@ def test_interleaving_divides_the_bubble_as_megatron_says(depth: int, chunks: in
     """Bubble over ideal time is (p - 1) / (m · v): Narayanan et al. 2021, section 2.2."""
     count, forward, backward = depth * rounds, 1.0 / chunks, 2.0 / chunks
     stages = depth * chunks
-    workers = [[Worker(forward, backward, s % depth)] for s in range(stages)]
+    workers = [[StageReplica(forward, backward, s % depth)] for s in range(stages)]
     none = [{(0, 0): NOTHING}] * (stages - 1)
     played = simulate(workers, [[0] * count] * stages, none, none, "interleaved", interleaved_limits(stages, depth))
     ideal = count * 3.0
@@ -127,7 +127,7 @@ def test_interleaving_divides_the_bubble_as_megatron_says(depth: int, chunks: in
 def test_virtual_stages_with_any_times_and_limits_come_to_an_end(data: st.DataObject) -> None:
     depth, chunks, count = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3)), data.draw(st.integers(1, 12))
     stages = depth * chunks
-    workers = [[Worker(data.draw(seconds), data.draw(seconds), data.draw(st.integers(0, depth - 1)))] for _ in range(stages)]
+    workers = [[StageReplica(data.draw(seconds), data.draw(seconds), data.draw(st.integers(0, depth - 1)))] for _ in range(stages)]
     none = [{(0, 0): NOTHING}] * (stages - 1)
     limits = data.draw(st.lists(st.integers(1, 4), min_size=depth, max_size=depth))
     played = simulate(workers, [[0] * count] * stages, none, none, "interleaved", limits)

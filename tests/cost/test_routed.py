@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.cost.pipeline import simulate
-from atoll.cost.routing import route
-from atoll.cost.workers import Hop, Hops, Worker
+from atoll.cost.workers import Hop, Hops, StageReplica
+from atoll.plan.division import route
 
 seconds = st.floats(0.01, 10.0)
 
@@ -17,7 +17,7 @@ seconds = st.floats(0.01, 10.0)
 class Network(NamedTuple):
     """Any numbers of replicas, any shares, any hops, any limits."""
 
-    workers: list[list[Worker]]
+    workers: list[list[StageReplica]]
     routes: list[tuple[int, ...]]
     onward: list[Hops]
     back: list[Hops]
@@ -27,7 +27,7 @@ class Network(NamedTuple):
 @st.composite
 def networks(draw: st.DrawFn) -> Network:
     total = draw(st.integers(1, 24))
-    workers: list[list[Worker]] = []
+    workers: list[list[StageReplica]] = []
     routes = []
     devices = 0
     for _ in range(draw(st.integers(1, 4))):
@@ -35,7 +35,7 @@ def networks(draw: st.DrawFn) -> Network:
         cuts = st.sets(st.integers(1, max(1, total - 1)), min_size=parts - 1, max_size=parts - 1)
         edges = [0, *sorted(draw(cuts)), total]
         routes.append(route(tuple(b - a for a, b in pairwise(edges))))
-        workers.append([Worker(draw(seconds), draw(seconds), devices + i) for i in range(parts)])
+        workers.append([StageReplica(draw(seconds), draw(seconds), devices + i) for i in range(parts)])
         devices += parts
     both: tuple[list[Hops], list[Hops]] = ([], [])
     links = 0
@@ -157,7 +157,7 @@ def test_every_micro_batch_finishes_everywhere_within_limits(network: Network, s
 
 def test_a_replica_takes_the_earliest_micro_batch_of_those_that_arrived() -> None:
     """Micro-batch 1 comes from the faster replica and is first; 0, which was sent before 2 could be, goes before it."""
-    workers = [[Worker(3.0, 0.1, 0), Worker(1.0, 0.1, 1)], [Worker(4.0, 0.1, 2)]]
+    workers = [[StageReplica(3.0, 0.1, 0), StageReplica(1.0, 0.1, 1)], [StageReplica(4.0, 0.1, 2)]]
     hop = Hop(0.0, 0.0, -1)
     played = simulate(workers, [(0, 1, 1), (0, 0, 0)], [{(0, 0): hop, (1, 0): hop}], [{(0, 0): hop, (1, 0): hop}], "gpipe", [9, 9, 9])
     assert played.finish[1] == pytest.approx([1 + 12 + 0.3])
@@ -165,7 +165,7 @@ def test_a_replica_takes_the_earliest_micro_batch_of_those_that_arrived() -> Non
 
 
 def test_transfers_of_a_sender_queue_for_its_link() -> None:
-    workers = [[Worker(1.0, 1.0, 0)], [Worker(1.0, 1.0, 1), Worker(1.0, 1.0, 2)]]
+    workers = [[StageReplica(1.0, 1.0, 0)], [StageReplica(1.0, 1.0, 1), StageReplica(1.0, 1.0, 2)]]
     hop, nothing = Hop(5.0, 0.5, 0), Hop(0.0, 0.0, -1)
     played = simulate(workers, [(0, 0), (0, 1)], [{(0, 0): hop, (0, 1): hop}], [{(0, 0): nothing, (0, 1): nothing}], "1f1b", [2, 1, 1])
     assert played.finish[1] == pytest.approx([1 + 5 + 0.5 + 2, 1 + 5 + 5 + 0.5 + 2])

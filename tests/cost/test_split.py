@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from atoll.cluster import Cluster
 from atoll.cost import Calibration, Evaluator, cost
-from atoll.cost.compute import Compute
+from atoll.cost.compute import ComputeTimes
 from atoll.graph import Graph, Layer, Work, residual_network
 from atoll.plan import Plan, Replica, Stage
 from tests.plan.strategies import make_cluster
@@ -68,7 +68,7 @@ def test_a_divided_layer_takes_as_long_as_under_tensor_parallelism(lanes: int, s
     """All of its work is divisible, so it does not matter whether the samples came from elsewhere."""
     graph = classifier(classes)
     device = make_cluster(hosts=1, devices=1).devices[0]
-    compute = Compute(graph, Calibration(), 16.0)
+    compute = ComputeTimes(graph, Calibration(), 16.0)
     part = -(-classes // lanes) / classes
     split = compute.table_with_split(device, float(samples), float(samples * lanes), (1,), lanes)
     tensor = compute.table(device, float(samples * lanes), part, lanes)

@@ -62,8 +62,7 @@ class Choices:
 
 def build_frame(choices: Choices) -> bytes:
     """A frame that is right, or wrong in one of many ways."""
-    from atoll.fabric.frame import Kind
-    from atoll.fabric.headers import encode_frame
+    from atoll.fabric.frame import Kind, encode_frame
 
     kinds = list(Kind)
     kind = kinds[choices.below(len(kinds))]
@@ -80,14 +79,13 @@ def build_frame(choices: Choices) -> bytes:
 
 def build_header(kind: int, choices: Choices) -> "tuple[msgspec.Struct | None, int]":
     """A header of a kind, and the bytes it announces."""
-    from atoll.fabric.frame import Kind
-    from atoll.fabric.headers import Credit, Failure, Goodbye, Hello, Message, Open, Ping, Pong, TensorHeader
+    from atoll.fabric.frame import CallMessage, Credit, Goodbye, Hello, Kind, Open, Ping, Pong, StreamFailure, TensorHeader
 
     size = _SIZES[choices.below(len(_SIZES))]
     match kind:
         case Kind.OPEN | Kind.MESSAGE:
             shapes = [(_DTYPES[choices.below(len(_DTYPES))], _SHAPES[choices.below(len(_SHAPES))]) for _ in range(choices.below(4))]
-            message = Message(size, tuple(TensorHeader(dtype, shape) for dtype, shape in shapes), bool(choices.below(2)))
+            message = CallMessage(size, tuple(TensorHeader(dtype, shape) for dtype, shape in shapes), bool(choices.below(2)))
             header = message if kind == Kind.MESSAGE else Open(_METHODS[choices.below(len(_METHODS))], 1.0, message)
             return header, _whole(size, message)
         case Kind.HELLO:
@@ -99,7 +97,7 @@ def build_header(kind: int, choices: Choices) -> "tuple[msgspec.Struct | None, i
         case Kind.PONG:
             return Pong(size), 0
         case Kind.FAIL | Kind.CANCEL:
-            return Failure("a", "b"), 0
+            return StreamFailure("a", "b"), 0
         case Kind.GOODBYE:
             return Goodbye("x", bool(choices.below(2))), 0
     return None, 0
@@ -107,10 +105,10 @@ def build_header(kind: int, choices: Choices) -> "tuple[msgspec.Struct | None, i
 
 def _whole(size: int, message: object) -> int:
     from atoll.errors import FrameError
-    from atoll.fabric.headers import Message
+    from atoll.fabric.frame import CallMessage
     from atoll.fabric.stream import message_size
 
-    assert isinstance(message, Message)
+    assert isinstance(message, CallMessage)
     try:
         return message_size(message)
     except FrameError:
@@ -120,8 +118,7 @@ def _whole(size: int, message: object) -> int:
 def run_input(data: bytes) -> bool:
     """One connection's worth; says whether it was refused. Anything but a FrameError of the connection is a crash."""
     from atoll.errors import FrameError, RefusedError
-    from atoll.fabric.frame import Kind
-    from atoll.fabric.headers import Hello, encode_frame
+    from atoll.fabric.frame import Hello, Kind, encode_frame
     from atoll.fabric.payload import decode_payload
     from tests.fabric.parsing import feed_in_pieces, listening_connection
     from tests.fabric.services import Named

@@ -4,8 +4,7 @@ from collections.abc import Iterable
 
 from atoll.errors import FabricError
 from atoll.fabric.connection import Connection, ConnectionSettings
-from atoll.fabric.frame import FrameLimits, FrameParser, Prefix
-from atoll.fabric.headers import Hello
+from atoll.fabric.frame import FrameLimits, FrameParser, Hello, Prefix
 from atoll.fabric.liveness import Verdict
 from atoll.fabric.stream import IncomingMessage
 

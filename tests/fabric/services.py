@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import torch
 
-from atoll.fabric import Peer
+from atoll.fabric import CallingPeer
 
 
 class Named(msgspec.Struct):
@@ -29,11 +29,11 @@ class Store:
         self.order: list[str] = []
         self.gate = asyncio.Event()
 
-    async def echo(self, request: Named, peer: Peer) -> Named:
+    async def echo(self, request: Named, peer: CallingPeer) -> Named:
         self.order.append(request.name)
         return Named(f"{peer.name}:{request.name}", request.tensors)
 
-    async def sleep(self, request: Count, peer: Peer) -> Count:
+    async def sleep(self, request: Count, peer: CallingPeer) -> Count:
         self.running += 1
         try:
             await asyncio.sleep(request.seconds)
@@ -44,16 +44,16 @@ class Store:
             self.running -= 1
         return request
 
-    async def fail(self, request: Named, peer: Peer) -> Named:
+    async def fail(self, request: Named, peer: CallingPeer) -> Named:
         raise KeyError(request.name)
 
-    async def hold(self, request: Named, peer: Peer) -> int:
+    async def hold(self, request: Named, peer: CallingPeer) -> int:
         self.running += 1
         await self.gate.wait()
         self.running -= 1
         return len(request.tensors)
 
-    async def count(self, request: Count, peer: Peer) -> AsyncIterator[Named]:
+    async def count(self, request: Count, peer: CallingPeer) -> AsyncIterator[Named]:
         try:
             for number in range(request.number):
                 self.order.append(f"made {number}")
@@ -62,7 +62,7 @@ class Store:
             self.cancelled += 1
             raise
 
-    async def pace(self, request: Count, peer: Peer) -> AsyncIterator[Count]:
+    async def pace(self, request: Count, peer: CallingPeer) -> AsyncIterator[Count]:
         self.running += 1
         try:
             for number in range(request.number):
@@ -71,9 +71,9 @@ class Store:
         finally:
             self.running -= 1
 
-    async def total(self, requests: AsyncIterator[Count], peer: Peer) -> Count:
+    async def total(self, requests: AsyncIterator[Count], peer: CallingPeer) -> Count:
         return Count(sum([request.number async for request in requests]))
 
-    async def double(self, requests: AsyncIterator[Count], peer: Peer) -> AsyncIterator[Count]:
+    async def double(self, requests: AsyncIterator[Count], peer: CallingPeer) -> AsyncIterator[Count]:
         async for request in requests:
             yield Count(2 * request.number)

@@ -31,9 +31,8 @@ import torch
 from atoll.errors import FabricError
 from atoll.fabric import Fabric
 from atoll.fabric.address import split_address
-from atoll.fabric.frame import Kind
-from atoll.fabric.headers import Hello, encode_frame
-from atoll.fabric.security import Authority, Credentials, Member, enrol, serve
+from atoll.fabric.frame import Hello, Kind, encode_frame
+from atoll.fabric.security import Authority, Credentials, RunMember, enrol, serve
 from tests.fabric.security.test_refusals import Board
 from tests.fabric.services import Named, Store
 from tests.fabric.soak_faults import FaultyParty
@@ -119,7 +118,7 @@ def cycle(address: str, rome: Credentials, oslo: Credentials, times: int) -> Non
         if number % 2:
             rude(address, oslo, number // 2 % 6)
         else:
-            with Member(rome) as member:
+            with RunMember(rome) as member:
                 remote = member.join(address)
                 assert remote.call_sync(Board.post, Named("x")).name.endswith("x")
         if number % 1000 == 999:

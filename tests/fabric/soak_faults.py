@@ -17,7 +17,7 @@ import torch
 
 from atoll.errors import AtollError, FabricError
 from atoll.fabric import Backoff, Fabric, LivenessRule
-from atoll.fabric.collective import Collective, FixedCodecs, Member, equal_network, make_plan
+from atoll.fabric.collective import Collective, FixedCodecs, RoundMember, equal_network, make_plan
 from atoll.fabric.connection import ConnectionSettings
 from atoll.fabric.security import Authority, Credentials, enrol, serve
 from tests.fabric.faulty_proxy import FaultyProxy
@@ -194,7 +194,7 @@ class FaultyParty:
             self.happened[f"calls: {type(error).__name__}"] += 1
 
     def _reduce(self, peers: dict[str, Peer]) -> "list[concurrent.futures.Future[None]]":
-        members = [Member(name=name) for name in _NAMES]
+        members = [RoundMember(name=name) for name in _NAMES]
         round_id = f"round {next(self._numbers)}"
         plan = make_plan(round_id, 60_000, members, equal_network(_NAMES, 1e8), missing="leave out", begin_seconds=1.0)
 

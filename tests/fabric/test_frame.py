@@ -7,8 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.errors import FrameError
-from atoll.fabric.frame import PREFIX_BYTES, FrameLimits, FrameParser, Kind, pack_prefix
-from atoll.fabric.headers import Credit, Hello, Message, Open, TensorHeader, encode_frame
+from atoll.fabric.frame import (
+    PREFIX_BYTES,
+    CallMessage,
+    Credit,
+    FrameLimits,
+    FrameParser,
+    Hello,
+    Kind,
+    Open,
+    TensorHeader,
+    encode_frame,
+    pack_prefix,
+)
 from tests.fabric.parsing import Collector, feed_in_pieces, listening_connection
 
 kinds = st.sampled_from(sorted(Kind))
@@ -74,7 +85,7 @@ typed = st.one_of(
             st.none(),
             st.builds(Credit, st.integers(0, 2**62), st.booleans()),
             st.builds(
-                Message,
+                CallMessage,
                 st.integers(0, 2**62),
                 st.lists(
                     st.builds(
@@ -84,7 +95,7 @@ typed = st.one_of(
                 ).map(tuple),
                 st.booleans(),
             ),
-            st.builds(lambda size: Open("m", 1.0, Message(size)), st.integers(0, 2**20)),
+            st.builds(lambda size: Open("m", 1.0, CallMessage(size)), st.integers(0, 2**20)),
         ),
         st.binary(max_size=64),
     ),
@@ -102,7 +113,7 @@ def test_a_connection_survives_whatever_it_is_sent(greets: bool, sent: list[byte
 def test_no_memory_is_set_aside_beyond_limits() -> None:
     """Announcements of terabytes, one after another: refused call by call, and hardly a byte is taken."""
     connection, events = listening_connection()
-    huge = Message(0, (TensorHeader("float64", (2**40,)),))
+    huge = CallMessage(0, (TensorHeader("float64", (2**40,)),))
     tracemalloc.start()
     connection.feed(HELLO)
     for i in range(50):

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from atoll.events import AnyEvent, PeerChanged
 from atoll.fabric import ConnectionSettings, DeadlineRule, Fabric, LinkEstimate, LivenessRule
-from atoll.fabric.backoff import Backoff
-from atoll.fabric.deadline import RateMeter, Smoothed
+from atoll.fabric.deadline import Backoff, RateMeter, Smoothed
 from atoll.fabric.liveness import Detector
 
 RULE = LivenessRule(heartbeat_seconds=1.0)

@@ -10,14 +10,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from atoll.errors import DeadlineError, FabricError, RefusedError
-from atoll.fabric import ConnectionSettings, Fabric, LivenessRule, Peer, Remote
+from atoll.fabric import CallingPeer, ConnectionSettings, Fabric, LivenessRule, Remote
 from atoll.fabric.connection import Connection
 from tests.fabric.services import Count, Named, Store
 from tests.fabric.test_fabric import eventually
 
 
 class Impatient:
-    async def first(self, requests: AsyncIterator[Named], peer: Peer) -> str:
+    async def first(self, requests: AsyncIterator[Named], peer: CallingPeer) -> str:
         async for request in requests:
             return request.name
         return "nothing"

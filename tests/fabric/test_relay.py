@@ -16,10 +16,10 @@ import torch
 
 from atoll.errors import DeadlineError, FabricError, RefusedError
 from atoll.events import AnyEvent, PeerChanged
-from atoll.fabric import Backoff, Peer
+from atoll.fabric import Backoff, CallingPeer
 from atoll.fabric.address import split_address
-from atoll.fabric.relay import Piece, Relay
-from atoll.fabric.security import Authority, Member, allowed, enrol, serve
+from atoll.fabric.relay import Relay, RelayedPiece
+from atoll.fabric.security import Authority, RunMember, allowed, enrol, serve
 from tests.fabric.services import Count, Named
 from tests.fabric.test_fabric import eventually
 
@@ -32,11 +32,11 @@ class Store:
     """What is called through the relay."""
 
     @allowed("worker", "coordinator")
-    async def echo(self, request: Named, peer: Peer) -> Named:
+    async def echo(self, request: Named, peer: CallingPeer) -> Named:
         return Named(f"{peer.name}:{request.name}", request.tensors)
 
     @allowed("worker")
-    async def count(self, request: Count, peer: Peer) -> AsyncIterator[Count]:
+    async def count(self, request: Count, peer: CallingPeer) -> AsyncIterator[Count]:
         for number in range(request.number):
             yield Count(number)
 
@@ -48,7 +48,7 @@ class Listening(Relay):
         super().__init__(pairs_per_peer=2)
         self.seen: list[bytes] = []
 
-    async def _forward(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:  # type: ignore[override]
+    async def _forward(self, pieces: AsyncIterator[RelayedPiece]) -> AsyncIterator[RelayedPiece]:  # type: ignore[override]
         async for piece in super()._forward(pieces):
             self.seen.append(piece.data)
             yield piece
@@ -63,9 +63,9 @@ class World:
         with ExitStack() as stack:
             self.hub, self.address = serve(self.authority, "127.0.0.1:0", relay=relay)
             stack.enter_context(self.hub)
-            self.rome = stack.enter_context(Member(self.authority.credentials("rome", "worker"), services=[Store()], backoff=PATIENT))
+            self.rome = stack.enter_context(RunMember(self.authority.credentials("rome", "worker"), services=[Store()], backoff=PATIENT))
             self.oslo = stack.enter_context(
-                Member(self.authority.credentials("oslo", "worker"), backoff=PATIENT, observer=self.events.append)
+                RunMember(self.authority.credentials("oslo", "worker"), backoff=PATIENT, observer=self.events.append)
             )
             self.hub_of_oslo, self.hub_of_rome = self.oslo.join(self.address), self.rome.join(self.address)
             self._stack = stack.pop_all()
@@ -113,7 +113,7 @@ def test_a_relayed_connection_that_is_lost_is_made_again(world: World) -> None:
     eventually(lambda: rome.state == "dead")
     with pytest.raises(FabricError):
         rome.call_sync(Store.echo, Named("z"), timeout_seconds=0.3)
-    with Member(world.authority.credentials("rome", "worker"), services=[Store()]) as again:
+    with RunMember(world.authority.credentials("rome", "worker"), services=[Store()]) as again:
         again.join(world.address)
         assert rome.call_sync(Store.echo, Named("z"), timeout_seconds=30).name == "oslo:z", "it came back, and is found"
     assert isinstance(world.relay, Listening)
@@ -132,7 +132,7 @@ def test_a_relay_says_no_in_words(world: World) -> None:
 
 def test_a_relay_cannot_pass_itself_off_as_another(world: World, tmp_path: Path) -> None:
     """It joins whoever it likes, but only the one who was meant has the certificate."""
-    with Member(world.authority.credentials("mallory", "worker"), services=[Store()]) as mallory:
+    with RunMember(world.authority.credentials("mallory", "worker"), services=[Store()]) as mallory:
         mallory.join(world.address)
         eventually(lambda: "mallory" in world.hub.fabric.peers)
         world.hub.fabric._peers["turin"] = world.hub.fabric._peers["mallory"]
@@ -242,11 +242,11 @@ def test_peers_behind_networks_that_drop_incoming_connections(nat: Nat, tmp_path
     with ExitStack() as stack:
         hub, _ = nat.inside(nat.hub, lambda: serve(authority, "0.0.0.0:7000"))
         stack.enter_context(hub)
-        rome = nat.inside(nat.peers["rome"], lambda: Member(enrol("10.213.2.1:7000", token, "rome"), services=[Store()]))
+        rome = nat.inside(nat.peers["rome"], lambda: RunMember(enrol("10.213.2.1:7000", token, "rome"), services=[Store()]))
         stack.enter_context(rome)
         rome.fabric.listen("0.0.0.0:7001")
         rome.join("10.213.2.1:7000")
-        oslo = nat.inside(nat.peers["oslo"], lambda: Member(enrol("10.213.1.1:7000", token, "oslo"), services=[Store()]))
+        oslo = nat.inside(nat.peers["oslo"], lambda: RunMember(enrol("10.213.1.1:7000", token, "oslo"), services=[Store()]))
         stack.enter_context(oslo)
         hub_of_oslo = oslo.join("10.213.1.1:7000")
         assert nat.can_dial(nat.peers["oslo"], "10.213.1.1:7000"), "it can dial"

@@ -14,10 +14,9 @@ import torch
 
 from atoll.errors import FabricError, PeerLostError, RefusedError
 from atoll.events import AnyEvent, PeerChanged, PeerRetried
-from atoll.fabric import Backoff, ConnectionSettings, Fabric, LivenessRule, Peer, Remote, TcpCarrier
+from atoll.fabric import Backoff, CallingPeer, ConnectionSettings, Fabric, LivenessRule, Remote, TcpCarrier
 from atoll.fabric.address import split_address
-from atoll.fabric.frame import Kind, pack_prefix
-from atoll.fabric.headers import Hello, Message, Open, Ping, encode_frame
+from atoll.fabric.frame import CallMessage, Hello, Kind, Open, Ping, encode_frame, pack_prefix
 from atoll.fabric.pump import TcpPump
 from tests.fabric.certificates import make_certificate
 from tests.fabric.services import Named, Store
@@ -36,8 +35,8 @@ HELLO = encode_frame(Kind.HELLO, 0, Hello("mallory", "worker", 1 << 20, 1 << 20,
         (HELLO + pack_prefix(Kind.CREDIT, 0, 4, 0) + b"\xc1\xc1\xc1\xc1", b"a header that is no Credit"),
         (HELLO + pack_prefix(Kind.CHUNK, 1, 0, 2**31), b"a body of 2147483648 bytes; at most"),
         (encode_frame(Kind.HELLO, 0, Hello("mallory", "worker", 1, 1, 1, 1, math.inf)), b"a header that is no Hello"),
-        (HELLO + encode_frame(Kind.OPEN, 1, Open("Store.echo", math.inf, Message(0))), b"a header that is no Open"),
-        (HELLO + encode_frame(Kind.OPEN, 1, Open("Store.echo", math.nan, Message(0))), b"a header that is no Open"),
+        (HELLO + encode_frame(Kind.OPEN, 1, Open("Store.echo", math.inf, CallMessage(0))), b"a header that is no Open"),
+        (HELLO + encode_frame(Kind.OPEN, 1, Open("Store.echo", math.nan, CallMessage(0))), b"a header that is no Open"),
         (HELLO + encode_frame(Kind.PING, 0, Ping(1, math.inf)), b"a header that is no Ping"),
     ],
     ids=["http", "no hello", "two hellos", "chunk of nothing", "bad header", "too long", "never late", "for ever", "no time", "no rate"],
@@ -123,7 +122,7 @@ def pump_of(remote: Remote) -> TcpPump:
 class Rude:
     """A service that blocks its loop, which no service should."""
 
-    async def block(self, seconds: float, peer: Peer) -> float:
+    async def block(self, seconds: float, peer: CallingPeer) -> float:
         time.sleep(seconds)
         return seconds
 

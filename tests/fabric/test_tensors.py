@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.errors import FabricError, FrameError
-from atoll.fabric.headers import TensorHeader
-from atoll.fabric.payload import encode_payload
-from atoll.fabric.tensors import DTYPES, allocate, tensor_bytes, tensor_header, tensor_size
+from atoll.fabric.frame import TensorHeader
+from atoll.fabric.payload import DTYPES, allocate, encode_payload, tensor_bytes, tensor_header, tensor_size
 
 
 def travel(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,10 +15,8 @@ from torch import nn
 
 import atoll
 from atoll.errors import AnnotationError
-from atoll.graph.annotation import Annotation
 from atoll.graph.annotations import Scope, annotations_of, default, pipeline, replica, split, stage
-from atoll.graph.constraints import resolve
-from atoll.graph.contradictions import check_constraints
+from atoll.graph.constraints import Annotation, check_constraints, resolve
 from atoll.graph.graph import Constraint, Graph, Layer
 
 

@@ -10,12 +10,12 @@ from torch import Tensor, fx, nn
 
 from atoll.graph.axes import find_axes, operator_name
 from atoll.graph.capture import Captured, capture_program
-from atoll.graph.experts import Experts, find_experts
+from atoll.graph.experts import LayerExperts, find_experts
 from atoll.graph.flops import TensorSpec
 from atoll.graph.operators import OperatorTable
 
 
-def experts_of(name: str) -> tuple[Captured, Experts]:
+def experts_of(name: str) -> tuple[Captured, LayerExperts]:
     captured = capture_program(mixture(name))
     return captured, find_experts(captured.liveness.table, 0, len(captured.liveness.table.operators))
 

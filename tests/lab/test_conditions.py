@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.lab import Fault, parse_fault
-from atoll.lab.conditions import Conditions
+from atoll.lab import LabFault, parse_fault
+from atoll.lab.faults import Conditions
 from tests.lab.clusters import two_sites
 from tests.lab.test_faults import faults
 
@@ -19,15 +19,15 @@ def after(*lines: str) -> Conditions:
 
 
 @given(st.lists(faults(), max_size=8))
-def test_restoring_ends_everything(script: list[Fault]) -> None:
+def test_restoring_ends_everything(script: list[LabFault]) -> None:
     conditions = Conditions()
     for fault in script:
         conditions = conditions.after(fault)
-    assert conditions.after(Fault(kind="restore")) == Conditions()
+    assert conditions.after(LabFault(kind="restore")) == Conditions()
 
 
 @given(st.lists(faults(), max_size=8), faults())
-def test_a_fault_that_is_over_leaves_the_others(script: list[Fault], fault: Fault) -> None:
+def test_a_fault_that_is_over_leaves_the_others(script: list[LabFault], fault: LabFault) -> None:
     conditions = Conditions()
     for one in script:
         conditions = conditions.after(one)
@@ -52,5 +52,5 @@ def test_a_site_is_cut_off_from_all_others_and_two_places_from_each_other() -> N
 
 def test_restoring_a_place_ends_what_concerns_it_and_two_what_is_between_them() -> None:
     both = after("cut rome-0", "cut rome-0 oslo-0", "cut oslo-0")
-    assert after("cut oslo-0") == both.after(Fault(kind="restore", places=("rome-0",)))
-    assert after("cut rome-0", "cut oslo-0") == both.after(Fault(kind="restore", places=("oslo-0", "rome-0")))
+    assert after("cut oslo-0") == both.after(LabFault(kind="restore", places=("rome-0",)))
+    assert after("cut rome-0", "cut oslo-0") == both.after(LabFault(kind="restore", places=("oslo-0", "rome-0")))

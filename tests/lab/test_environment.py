@@ -3,11 +3,12 @@
 import pytest
 
 from atoll.errors import LabError
-from atoll.fabric import imposed
+from atoll.fabric import shaped
 from atoll.lab import environment
-from atoll.lab.environment import LabView, device_environments, find_lab, host_environment
-from atoll.runtime.lockstep import pacing
-from atoll.runtime.lockstep.role import find_role
+from atoll.lab.environment import device_environments, host_environment
+from atoll.runtime.modes.lockstep.role import find_role
+from atoll.runtime.run_directory import SPEEDS
+from atoll.runtime.supervise.hosts import LabView, find_lab
 from tests.lab.clusters import two_sites
 
 CLUSTER = two_sites(devices=3)
@@ -38,7 +39,7 @@ def test_on_every_host_alone_no_rank_is_given_but_torchrun_knows_all() -> None:
     assert find_role(environ) is None
     assert (environ["PET_NNODES"], environ["PET_NODE_RANK"], environ["PET_NPROC_PER_NODE"]) == ("4", "3", "3")
     assert (environ["PATH"], environ["GLOO_SOCKET_IFNAME"]) == ("/bin", "mine")
-    assert pacing.SPEEDS not in environ
+    assert SPEEDS not in environ
 
 
 def test_ranks_are_the_files_devices_in_order() -> None:
@@ -49,5 +50,5 @@ def test_ranks_are_the_files_devices_in_order() -> None:
 
 
 def test_names_agree_with_those_who_read_them() -> None:
-    assert environment.LINKS == imposed.LINKS
-    assert of_host("rome-0", {}, impose_speeds=True)[pacing.SPEEDS] == "/c.toml"
+    assert environment.LINKS == shaped.LINKS
+    assert of_host("rome-0", {}, impose_speeds=True)[SPEEDS] == "/c.toml"

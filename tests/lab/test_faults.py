@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.errors import LabError
-from atoll.lab import Fault, load_faults, parse_fault, parse_faults
+from atoll.lab import LabFault, load_faults, parse_fault, parse_faults
 from atoll.lab.faults import check_fault
 from tests.lab.clusters import two_sites
 
@@ -15,7 +15,7 @@ SECONDS = st.floats(0, 1e5, allow_nan=False)
 
 
 @st.composite
-def faults(draw: st.DrawFn) -> Fault:
+def faults(draw: st.DrawFn) -> LabFault:
     """Any fault that makes sense in the cluster."""
     kind = draw(st.sampled_from(["kill", "stop", "continue", "cut", "one-way-cut", "slow", "loss", "restore"]))
     anywhere = st.sampled_from(HOSTS + SITES)
@@ -25,11 +25,13 @@ def faults(draw: st.DrawFn) -> Fault:
     places = {"cut": st.one_of(one, two), "one-way-cut": two, "slow": links, "loss": links, "restore": st.one_of(st.just(()), one, two)}
     amount = {"slow": st.floats(1e-3, 1e6), "loss": st.floats(0, 1)}.get(kind, st.none())
     lasts = st.none() if kind in ("continue", "restore") else st.none() | SECONDS
-    return Fault(kind=kind, places=draw(places.get(kind, one)), at_seconds=draw(SECONDS), amount=draw(amount), duration_seconds=draw(lasts))
+    return LabFault(
+        kind=kind, places=draw(places.get(kind, one)), at_seconds=draw(SECONDS), amount=draw(amount), duration_seconds=draw(lasts)
+    )
 
 
 @given(faults())
-def test_a_fault_reads_back_as_it_prints(fault: Fault) -> None:
+def test_a_fault_reads_back_as_it_prints(fault: LabFault) -> None:
     check_fault(fault, CLUSTER)
     assert parse_fault(str(fault), CLUSTER) == fault
 

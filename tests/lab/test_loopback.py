@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from atoll.errors import FabricError, LabError
-from atoll.fabric import Fabric, Peer, TcpCarrier
-from atoll.fabric.imposed import LINKS, ImposedLink, ImposedLinks, LinkChoice, imposed_links
+from atoll.fabric import CallingPeer, Fabric, TcpCarrier
+from atoll.fabric.shaped import LINKS, ImposedLink, ImposedLinks, LinkChoice, imposed_links
 from atoll.lab import Lab, parse_fault
 from atoll.lab.orphans import LAB_FILES, mark, remove_orphans
 from atoll.lab.world import why_no_namespaces
@@ -34,7 +34,7 @@ sys.stdin.read()
 class Echo:
     """Gives back what it gets."""
 
-    async def echo(self, data: bytes, peer: Peer) -> bytes:
+    async def echo(self, data: bytes, peer: CallingPeer) -> bytes:
         """The same."""
         return data
 

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from atoll.cluster import make_cluster, make_site
 from atoll.errors import LabError
-from atoll.lab import Fault, parse_fault
-from atoll.lab.conditions import Conditions
-from atoll.lab.network import Network, token_bucket
+from atoll.lab import LabFault, parse_fault
+from atoll.lab.faults import Conditions
+from atoll.lab.network import LabNetwork, token_bucket
 from tests.lab.clusters import two_sites
 from tests.lab.test_faults import faults
 
 CLUSTER = two_sites()
-NETWORK = Network(CLUSTER)
+NETWORK = LabNetwork(CLUSTER)
 
 
 def after(*lines: str) -> Conditions:
@@ -26,7 +26,7 @@ def after(*lines: str) -> Conditions:
 
 
 def test_every_host_has_an_address_of_its_own_that_is_no_gateway() -> None:
-    network = Network(two_sites(hosts=600))
+    network = LabNetwork(two_sites(hosts=600))
     addresses = [network.address(host.name) for host in network.cluster.hosts]
     assert len(set(addresses)) == 1200
     assert all(
@@ -38,12 +38,12 @@ def test_every_host_has_an_address_of_its_own_that_is_no_gateway() -> None:
 def test_too_many_sites_are_refused() -> None:
     sites = [make_site(f"s{i}", hosts=1, devices=1, kind="A10") for i in range(251)]
     with pytest.raises(LabError, match="at most 250 sites"):
-        Network(make_cluster("many", sites, {}, default_link=("1 Gbit/s", "1 ms")))
+        LabNetwork(make_cluster("many", sites, {}, default_link=("1 Gbit/s", "1 ms")))
 
 
 @settings(max_examples=30)
 @given(st.lists(faults(), max_size=5), st.lists(faults(), max_size=5))
-def test_a_change_and_the_change_back_touch_the_same_things(first: list[Fault], second: list[Fault]) -> None:
+def test_a_change_and_the_change_back_touch_the_same_things(first: list[LabFault], second: list[LabFault]) -> None:
     one, two = Conditions(), Conditions()
     for fault in first:
         one = one.after(fault)
@@ -69,7 +69,7 @@ def test_faults_inside_a_site_lead_its_traffic_through_the_forwarder() -> None:
 
 
 def test_latencies_a_bridge_cannot_make_are_the_forwarders() -> None:
-    slow = Network(two_sites(inside="2 ms"))
+    slow = LabNetwork(two_sites(inside="2 ms"))
     routes = [command for command in slow.build() if "replace" in command and "route" in command]
     assert [command[-1] for command in routes] == ["10.1.255.254", "10.1.255.254", "link", "link"]
     inside = {(pipe.source, pipe.target): pipe for pipe in slow.forwarder_state(Conditions()).pipes}

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.lab.pipes import Crossing, ForwarderState, Pipe, PipeState, wire_bytes
+from atoll.lab.pipes import ForwarderState, Pipe, Pipes, PipeState, wire_bytes
 
 PIPES = tuple(PipeState(i, j, 1000.0 if i != j else None, 0.5, 0.0) for i in range(2) for j in range(2))
 OSLO, NEIGHBOUR, ROME = bytes([10, 1, 0, 2]), bytes([10, 1, 0, 3]), bytes([10, 2, 0, 2])
@@ -41,7 +41,7 @@ def test_other_bandwidths_hold_from_the_next_packet_on() -> None:
 
 
 def test_cuts_are_of_one_direction_and_of_hosts_or_sites() -> None:
-    blocked = Crossing(ForwarderState(PIPES, blocked=(("10.1.0.2", "10.2."),)), lambda: 0.0)
+    blocked = Pipes(ForwarderState(PIPES, blocked=(("10.1.0.2", "10.2."),)), lambda: 0.0)
     assert blocked.leaves_at(0.0, OSLO, ROME, 100) is None
     assert blocked.leaves_at(0.0, ROME, OSLO, 100) is not None
     assert blocked.leaves_at(0.0, NEIGHBOUR, ROME, 100) is not None
@@ -55,13 +55,13 @@ def test_losses_of_a_link_and_of_both_ends_are_drawn_one_by_one() -> None:
         tuple(PipeState(i, j, None, 0.0, 0.1) for i in range(2) for j in range(2)), lossy={"10.1.0.2": 0.1, "10.2.0.2": 0.1}
     )
     assert state.loses
-    assert Crossing(state, lambda: next(chances)).leaves_at(0.0, OSLO, ROME, 100) is None
-    assert Crossing(state, lambda: 0.5).leaves_at(0.0, OSLO, ROME, 100) == 0.0
+    assert Pipes(state, lambda: next(chances)).leaves_at(0.0, OSLO, ROME, 100) is None
+    assert Pipes(state, lambda: 0.5).leaves_at(0.0, OSLO, ROME, 100) == 0.0
     assert not ForwarderState(PIPES).loses
 
 
 def test_addresses_outside_the_lab_lead_nowhere() -> None:
-    assert Crossing(ForwarderState(PIPES), lambda: 0.0).leaves_at(0.0, OSLO, bytes([8, 8, 8, 8]), 100) is None
+    assert Pipes(ForwarderState(PIPES), lambda: 0.0).leaves_at(0.0, OSLO, bytes([8, 8, 8, 8]), 100) is None
 
 
 @given(st.integers(1, 64_000), st.integers(1, 1448), st.integers(20, 100))

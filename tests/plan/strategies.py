@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from atoll.cluster import Cluster, Device, DeviceKind, Host, Link, Site
 from atoll.graph import Graph, Layer
-from atoll.plan import CodecName, Mode, Plan, Replica, Schedule, Stage, why_not_swarm
-from atoll.plan.validate import link_names
+from atoll.plan import CodecName, Mode, Plan, Replica, Schedule, Stage
+from atoll.plan.modes import installed_modes, mode_names
 
 _HOSTS = st.sampled_from(["oslo-0", "oslo-1", "node007", "node008", "node10", "10.0.0.1", "a b", "x[1]", 'quo"te', "", "#", "münchen"])
 names = st.one_of(
@@ -57,10 +57,9 @@ any_plans = st.builds(
     batch_size=numbers,
     micro_batch_size=numbers,
     stages=st.lists(stages, max_size=4).map(tuple),
-    mode=st.sampled_from(get_args(Mode)),
+    mode=st.sampled_from(mode_names()),
     schedule=st.sampled_from(get_args(Schedule)),
     codecs=st.dictionaries(names, st.sampled_from(get_args(CodecName)), max_size=4),
-    outer_steps=numbers,
     staleness=numbers,
 )
 
@@ -131,7 +130,6 @@ def valid_cases(draw: st.DrawFn) -> tuple[Plan, Graph, Cluster]:
     size = len(names) // stage_count
     pools = [names[i * size : (i + 1) * size] for i in range(stage_count)]
     made = [draw(_stage_of(cuts[i], cuts[i + 1], pools[i], micro_batches, micro_batch)) for i in range(stage_count)]
-    links = sorted(link_names(cluster))
     plan = Plan(
         graph="g",
         cluster="c",
@@ -139,7 +137,7 @@ def valid_cases(draw: st.DrawFn) -> tuple[Plan, Graph, Cluster]:
         micro_batch_size=micro_batch,
         stages=tuple(made),
         schedule=draw(st.sampled_from(get_args(Schedule))),
-        codecs=draw(st.dictionaries(st.sampled_from(links), st.sampled_from(get_args(CodecName)), max_size=3)),
+        codecs={link.name: draw(st.sampled_from(get_args(CodecName))) for link in cluster.links if draw(st.booleans())},
     )
-    modes: list[Mode] = ["lockstep", "swarm"] if why_not_swarm(plan) is None else ["lockstep"]
+    modes: list[Mode] = [rules.name for rules in installed_modes() if rules.why_not(plan) is None]
     return replace(plan, mode=draw(st.sampled_from(modes))), make_graph(layers), cluster

@@ -9,7 +9,8 @@ from msgspec.structs import replace
 from atoll.cluster import Cluster
 from atoll.errors import PlanError
 from atoll.graph import Constraint, Graph
-from atoll.plan import Plan, Replica, Stage, parse_plan, to_text, validate, why_not_swarm
+from atoll.plan import Plan, Replica, Stage, parse_plan, to_text, validate
+from atoll.plan.modes.swarm import SWARM as RULES
 from tests.plan.strategies import any_plans, make_cluster, make_graph, valid_cases
 
 HEAD = "plan v1 graph=g cluster=c batch=8 micro_batch=2"
@@ -40,9 +41,7 @@ PLAN_ERRORS = {
     GOOD.replace("batch=8 ", "batch=0 "): ("batch must be at least 1, got 0", "batch ▶0◀"),
     GOOD.replace("micro_batch=2", "micro_batch=-1"): ("micro_batch must be at least 1", "▶-1◀"),
     GOOD.replace("micro_batch=2", "micro_batch=9"): ("a micro-batch of 9 is larger than the batch of 8", "▶9◀"),
-    GOOD.replace("=2\n", "=2 outer_steps=4\n", 1): ("outer_steps is for mode islands, but the mode is lockstep", "▶4◀"),
-    GOOD.replace("=2\n", "=2 outer_steps=-4\n", 1): ("outer_steps must be at least 1", "▶-4◀"),
-    GOOD.replace("=2\n", "=2 staleness=1\n", 1): ("staleness is for modes swarm and tables", "▶1◀"),
+    GOOD.replace("=2\n", "=2 staleness=1\n", 1): ("staleness=1: mode lockstep reduces gradients before the next step", "▶1◀"),
     GOOD.replace("layers 2-5", "layers 3-5"): ("layer 2 is in no stage: stage 1 begins at layer 3", "▶3-5◀"),
     GOOD.replace("layers 2-5", "layers 4-5"): ("layers 2-3 are in no stage", "▶4-5◀"),
     GOOD.replace("layers 2-5", "layers 1-5"): ("stages 0 and 1 are overlapping: stage 1 must begin at layer 2, not 1", "▶1-5◀"),
@@ -76,11 +75,11 @@ PLAN_ERRORS = {
     GOOD.replace("cluster=c", "cluster=d"): ("the plan was made for cluster 'd', not 'c'", "cluster ▶d◀"),
     GOOD.replace("graph=g", "graph=h"): ("the plan was made for graph 'h', not 'g'", "graph ▶h◀"),
     GOOD.replace("s0-1/[2-3]", "s0-1/[3-4]"): ("stage 1: the cluster has no device 's0-1/4'; did you mean 's0-1/", "s0-1/3 ▶s0-1/4◀"),
-    GOOD + "codec int8: s0–s2": ("codecs: the cluster has no link 's0–s2'; did you mean 's0–s1'?", "codec s0–s2 ▶int8◀"),
-    GOOD.replace("s0-1/[2-3]", "(s0-1/2 s1-0/0)").replace("batch=8", "batch=8 mode=islands", 1): (
-        "stage 1, replica 1: under mode islands a replica stays in one site, this one is in s0 and s1",
-        "▶s0-1/2 s1-0/0◀",
+    GOOD + "codec int8: s0–s2": (
+        "codecs: 's0–s2' is not in the cluster; codecs are for links between sites; did you mean 's0–s1'?",
+        "codec s0–s2 ▶int8◀",
     ),
+    GOOD + "codec int8: s0": ("codecs: 's0' is inside a site; codecs are for links between sites", "codec s0 ▶int8◀"),
     GOOD.replace("layers 2-5", "layers 2-4"): ("layers 5-5 are in no stage: g has 6 layers, 0-5", "▶2-4◀"),
     GOOD.replace("layers 2-5", "layers 2-6"): ("there is no layer 6", "▶2-6◀"),
 }
@@ -303,19 +302,16 @@ SWARM = "plan v1 graph=g cluster=c mode=swarm schedule={schedule} batch=8 micro_
             "a swarm's worker is on one host, but a replica is on b and c; make them 2 replicas",
             "▶",
         ),
-        ("stage 1: layers 2-3: b/0=8", " staleness=2", "staleness=2: a swarm's sums may lag by one step at most; write staleness=1", "▶2◀"),
-        ("codec int8: a–b\nstage 1: layers 2-3: b/0=8", "", "codec int8 on a–b: a swarm takes none from its plan; leave it out", "▶int8◀"),
+        ("stage 1: layers 2-3: b/0=8", " staleness=2", "staleness=2: a swarm's reductions may lag by one step at most", "▶2◀"),
         ("stage 1: layers 2-3: a/[0-1]=2*4", "", "stage 1: a/0 works with other devices than in an earlier stage", "▶a/0◀"),
     ],
 )
 def test_what_no_swarm_can_run_is_refused_in_mode_swarm_only(last: str, fields: str, sentence: str, marked: str) -> None:
-    stage, codec = last.rpartition("\n")[2], last.rpartition("\n")[0]
     schedule = "interleaved" if "a/[0-1]" in last else "1f1b"
-    text = SWARM.format(schedule=schedule, fields=fields, last=stage).replace("\nstage 0", f"\n{codec}\nstage 0", 1)
-    plan = parse_plan(text)
+    plan = parse_plan(SWARM.format(schedule=schedule, fields=fields, last=last))
     with pytest.raises(PlanError) as caught:
         validate(plan)
-    assert sentence in str(caught.value).split("\n\n")[0] == why_not_swarm(plan)
+    assert sentence in str(caught.value).split("\n\n")[0] == RULES.why_not(plan)
     assert marked in str(caught.value)
     if schedule == "1f1b":
         validate(replace(plan, mode="lockstep", staleness=0))

@@ -4,24 +4,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.cluster import Cluster, make_cluster, make_site
+from atoll.cluster import make_cluster, make_site
 from atoll.cost import Evaluator, staleness_effect
 from atoll.graph import preset
-from atoll.plan import Mode
+from atoll.plan import Plan, Replica, Stage
+from atoll.plan.modes import Failures, mode_rules
 from atoll.planner import plan
-from atoll.planner.mode import goodput
 from atoll.units import format_seconds
 
 
-@given(st.floats(0, 100), st.floats(0, 100), st.floats(0.01, 1000), st.integers(1, 1000), st.sampled_from(["lockstep", "swarm"]))
-def test_failures_never_help(a: float, b: float, step: float, devices: int, mode: Mode) -> None:
-    few, many = sorted((a, b))
-    assert 0 < goodput(mode, many, step, 1 / devices) <= goodput(mode, few, step, 1 / devices) <= 1
+def one_stage(replicas: int, lanes: int = 1) -> Plan:
+    hosts = [Replica(devices=tuple(f"h{r}/{n}" for n in range(lanes)), samples=(1,) * lanes) for r in range(replicas)]
+    stage = Stage(start=0, stop=1, replicas=tuple(hosts))
+    return Plan(graph="g", cluster="c", batch_size=replicas * lanes, micro_batch_size=lanes, stages=(stage,))
 
 
-@given(st.floats(0.01, 100), st.floats(0.01, 1000), st.integers(1, 64), st.integers(2, 64))
-def test_larger_replicas_lose_more(failures: float, step: float, size: int, replicas: int) -> None:
-    small, large = (goodput("swarm", failures, step, part / (64 * replicas), 1 / replicas) for part in sorted((1, size)))
+@given(st.floats(0, 100), st.floats(0, 100), st.floats(0.01, 1000), st.integers(1, 1000), st.sampled_from(["lockstep", "swarm", "alone"]))
+def test_failures_never_help(a: float, b: float, step: float, devices: int, mode: str) -> None:
+    few, many = (mode_rules(mode).goodput(one_stage(devices), Failures(rate, step)) for rate in sorted((a, b)))
+    assert 0 < many <= few <= 1
+
+
+@given(st.floats(0.01, 100), st.floats(0.01, 1000), st.integers(1, 8), st.integers(2, 64))
+def test_fewer_replicas_of_as_many_devices_lose_more(failures: float, step: float, lanes: int, replicas: int) -> None:
+    rules = mode_rules("swarm")
+    small, large = (rules.goodput(one, Failures(failures, step)) for one in (one_stage(replicas * lanes), one_stage(replicas, lanes)))
     assert large <= small
 
 
@@ -55,17 +62,8 @@ def test_a_swarm_is_chosen_by_what_its_own_steps_take() -> None:
     """Sums that lockstep hides behind the backward follow it in a swarm: it has to be said to take longer."""
     site = make_site("a", kind="T4", hosts=4, devices=1, network="10 Gbit/s")
     best = plan(preset("bert-large").graph, make_cluster("spot", [site]), batch_size=64, mode="swarm").candidates[0]
-    said = goodput("swarm", 0.0, best.cost.step_seconds, 0.0)
-    assert f"a swarm's {format_seconds(best.cost.step_seconds / said)}" in best.reasons[0]
-
-
-def test_slow_links_make_islands() -> None:
-    sites = [make_site(name, kind="A100-40GB", devices=8) for name in ("a", "b")]
-    cluster = make_cluster("wan", sites, {("a", "b"): ("1 Gbit/s", "50 ms")})
-    best = plan(preset("bert-large").graph, cluster, batch_size=2048, codecs=("none",), mode="islands").candidates[0]
-    assert best.plan.mode == "islands"
-    assert best.plan.outer_steps > 1
-    assert "not those of one process" in best.reasons[0]
+    said = mode_rules("swarm").goodput(best.plan, Failures(0.0, best.cost.step_seconds))
+    assert f"a step takes {format_seconds(best.cost.step_seconds / said)} in swarm mode" in best.reasons[0]
 
 
 def test_a_mode_asked_for_is_obeyed() -> None:
@@ -77,7 +75,7 @@ def test_a_swarm_does_not_live_on_one_host() -> None:
     cluster = make_cluster("spot host", [make_site("a", kind="T4", devices=8, preemptions="1 /h")])
     best = plan(preset("bert-large").graph, cluster, batch_size=64).candidates[0]
     assert best.plan.mode == "lockstep"
-    assert "no plan found has every stage on two hosts" in best.reasons[0]
+    assert "no plan found has every stage on 2 hosts" in best.reasons[0]
 
 
 def test_a_swarms_replicas_stay_inside_hosts() -> None:
@@ -91,22 +89,13 @@ def test_a_swarms_replicas_stay_inside_hosts() -> None:
             assert len({cluster.device(name).host for name in replica.devices}) == 1
 
 
-def wan(bandwidth: str, preemptions: str = "0 /h") -> Cluster:
-    sites = [make_site(name, kind="V100-32GB", devices=4, preemptions=preemptions) for name in "abc"]
-    return make_cluster("wan", sites, default_link=(bandwidth, "40 ms"))
-
-
-def test_islands_are_taken_where_they_are_much_faster() -> None:
-    best = plan(preset("gpt3-350m").graph, wan("100 Mbit/s"), batch_size=256).candidates[0]
-    assert best.plan.mode == "islands"
-    assert "× faster than synchronising every step" in best.reasons[0]
-
-
-def test_preemptible_devices_do_not_hide_that_islands_are_faster() -> None:
-    assert plan(preset("gpt3-350m").graph, wan("100 Mbit/s", "0.01 /h"), batch_size=256).best.mode == "islands"
-
-
-def test_islands_that_are_a_little_faster_are_mentioned() -> None:
-    best = plan(preset("gpt3-350m").graph, wan("5 Gbit/s"), batch_size=256).candidates[0]
-    assert best.plan.mode == "lockstep"
-    assert "islands would be" in best.reasons[0]
+def test_alone_is_planned_on_the_fastest_device_when_asked_for_and_never_chosen() -> None:
+    sites = [make_site("a", kind="T4", hosts=2, devices=2), make_site("b", kind="A100-40GB", hosts=1, devices=2)]
+    cluster = make_cluster("mixed", sites, {("a", "b"): ("10 Gbit/s", "1 ms")})
+    found = plan(preset("bert-large").graph, cluster, batch_size=16, mode="alone")
+    ((replica,),) = [stage.replicas for stage in found.best.stages]
+    assert (found.best.mode, replica.samples) == ("alone", (16,))
+    assert [cluster.device(name).kind.name for name in replica.devices] == ["A100-40GB"]
+    assert found.candidates[0].reasons[0] == "alone: asked for"
+    tiny = make_cluster("one", [make_site("a", kind="T4", hosts=1, devices=1)])
+    assert plan(preset("bert-large").graph, tiny, batch_size=4).best.mode == "lockstep"

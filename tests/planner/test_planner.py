@@ -3,9 +3,10 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from atoll.cluster import Cluster, make_cluster, make_site
-from atoll.cost import cost
+from atoll.cost import Evaluator, cost
 from atoll.errors import NoPlanError
 from atoll.graph import dense_transformer, preset
 from atoll.plan import Plan, validate
@@ -59,17 +60,33 @@ def test_unequal_devices_get_unequal_shares() -> None:
     assert min(samples["V100-32GB"]) > max(samples["P100-16GB"])
 
 
-def test_codecs_are_only_named_on_links_that_carry_something() -> None:
-    sites = [make_site(name, kind="A100-80GB", devices=8) for name in ("a", "b", "c")]
-    cluster = make_cluster("c", sites, default_link=("5 Gbit/s", "10 ms"))
-    best = plan(preset("gpt3-6.7b").graph, cluster, batch_size=512).candidates[0]
-    assert set(best.plan.codecs) <= set(best.cost.link_bytes)
+def far_apart() -> Cluster:
+    """None of the sites holds the model by itself."""
+    sites = [make_site(name, kind="A100-80GB", devices=1) for name in ("a", "b", "c")]
+    return make_cluster("c", sites, default_link=("500 Mbit/s", "10 ms"))
 
 
-def test_traffic_stays_exact_where_asked() -> None:
-    sites = [make_site(name, kind="A100-80GB", devices=8) for name in ("a", "b")]
-    cluster = make_cluster("c", sites, default_link=("5 Gbit/s", "10 ms"))
-    assert not plan(preset("gpt3-6.7b").graph, cluster, batch_size=512, codecs=("none",)).candidates[0].plan.codecs
+def test_codecs_are_chosen_where_asked_on_links_that_activations_cross_and_save_time_there() -> None:
+    graph, cluster = preset("gpt3-6.7b").graph, far_apart()
+    planned = plan(graph, cluster, batch_size=32, codecs=("none", "bf16", "int8"), top=5)
+    evaluator = Evaluator(graph, cluster)
+    assert any(candidate.plan.codecs for candidate in planned.candidates)
+    for candidate in planned.candidates:
+        assert set(candidate.plan.codecs) <= evaluator.activation_links(candidate.plan)
+        for link in candidate.plan.codecs:
+            without = {other: codec for other, codec in candidate.plan.codecs.items() if other != link}
+            assert evaluator.seconds(replace(candidate.plan, codecs=without)) > evaluator.seconds(candidate.plan)
+
+
+def test_traffic_stays_exact_unless_a_codec_is_asked_for() -> None:
+    planned = plan(preset("gpt3-6.7b").graph, far_apart(), batch_size=32, top=5)
+    assert not any(candidate.plan.codecs for candidate in planned.candidates)
+
+
+def test_a_codec_that_was_asked_for_is_on_every_link_that_activations_cross() -> None:
+    graph, cluster = preset("gpt3-6.7b").graph, far_apart()
+    for candidate in plan(graph, cluster, batch_size=32, codecs=("int4",), top=5).candidates:
+        assert candidate.plan.codecs == dict.fromkeys(Evaluator(graph, cluster).activation_links(candidate.plan), "int4")
 
 
 def test_nothing_fits_says_what_is_missing() -> None:

@@ -9,7 +9,8 @@ from atoll.cluster import Cluster, make_cluster, make_site
 from atoll.cost import Evaluator
 from atoll.errors import NoPlanError
 from atoll.graph import Graph, dense_transformer, mixture_of_experts, preset
-from atoll.plan import Mode, Plan, validate, why_not_swarm
+from atoll.plan import Mode, Plan, validate
+from atoll.plan.modes.swarm import SWARM
 from atoll.planner import Planned, plan
 from atoll.planner.reasons import what_would_help
 from tests.planner.by_hand import hand_plans, random_problem
@@ -41,7 +42,7 @@ def check_runnable(planned: Planned, graph: Graph, cluster: Cluster) -> int:
     swarms = [candidate for candidate in planned.candidates if candidate.plan.mode == "swarm"]
     for candidate in swarms:
         validate(candidate.plan, graph, cluster)
-        assert why_not_swarm(candidate.plan) is None
+        assert SWARM.why_not(candidate.plan) is None
         assert candidate.cost.fits
         assert candidate.plan.schedule == "1f1b"
         assert all(r.total_samples % candidate.plan.micro_batch_size == 0 for stage in candidate.plan.stages for r in stage.replicas)
@@ -55,7 +56,7 @@ def test_a_swarm_can_run_its_plans(cluster: Cluster, batch_size: int, layers: in
     planned = plan(graph, cluster, batch_size=batch_size, mode=mode, top=4, max_priced=60)
     found = check_runnable(planned, graph, cluster)
     assert found == len(planned.candidates) or mode is None
-    assert not any(candidate.plan.codecs for candidate in planned.candidates if candidate.plan.mode == "swarm")
+    assert not any(candidate.plan.codecs for candidate in planned.candidates)
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
@@ -76,7 +77,7 @@ def by_hand_in_swarm(graph: Graph, cluster: Cluster, batch: int) -> list[Plan]:
     """Those a swarm runs as they are priced."""
     found = (replace(one, mode="swarm") for one in hand_plans(graph, cluster, batch) if one.schedule == "1f1b")
     whole = (one for one in found if all(r.total_samples % one.micro_batch_size == 0 for stage in one.stages for r in stage.replicas))
-    return [one for one in whole if why_not_swarm(one) is None and is_possible(one, graph, cluster)]
+    return [one for one in whole if SWARM.why_not(one) is None and is_possible(one, graph, cluster)]
 
 
 @pytest.mark.parametrize("seed", range(12))

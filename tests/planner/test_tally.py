@@ -24,7 +24,7 @@ def ruled_out(planned: Planned) -> int:
     return sum(map(int, counted))
 
 
-@pytest.mark.parametrize(("cluster", "mode"), [*((cluster, None) for cluster in CLUSTERS), (CLUSTERS[-1], "islands")])
+@pytest.mark.parametrize(("cluster", "mode"), [*((cluster, None) for cluster in CLUSTERS), (CLUSTERS[-1], "alone")])
 def test_all_plans_considered_but_the_one_chosen_were_ruled_out(cluster: Cluster, mode: Mode | None) -> None:
     planned = plan(GRAPH, cluster, batch_size=64, mode=mode)
     assert planned.considered == ruled_out(planned) + 1

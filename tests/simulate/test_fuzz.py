@@ -1,4 +1,7 @@
-"""Random fault schedules: none breaks the protocol, every check that is switched off is noticed, and failures replay and shrink."""
+"""Random fault schedules: none breaks the protocol, every check that is switched off is noticed, and failures replay and shrink.
+
+What runs long says so, on standard error and not all the time.
+"""
 
 import json
 import re
@@ -7,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from atoll.control import CHECKS, Checks
 from atoll.control.worker import Worker
-from atoll.errors import AtollError
-from atoll.simulate import bite
-from atoll.simulate.bite import EXPECTED_SEEDS, seeds_until_caught
 from atoll.simulate.faults import draw_scenario
-from atoll.simulate.fuzz import fuzz, main, run_scenario
-from atoll.simulate.shrink import shorten
+from atoll.simulate.fuzz import Pulse, fuzz, main, run_scenario, shrink_scenario
+from tests.simulate import bite
+from tests.simulate.bite import EXPECTED_SEEDS, seeds_until_caught
+from tests.simulate.faulty import FAULTY, without
 
 SEEDS = 2000
 PARTS = 8
@@ -34,15 +35,12 @@ QUICK = (
 
 
 @pytest.mark.parametrize("check", QUICK)
-def test_the_checker_notices_what_is_switched_off(check: str) -> None:
+def test_the_checker_notices_what_is_missing(check: str) -> None:
     assert seeds_until_caught(check, 0, 3 * EXPECTED_SEEDS[check]).seeds is not None
 
 
-def test_every_check_has_a_name_and_an_expectation() -> None:
-    assert set(EXPECTED_SEEDS) == set(CHECKS)
-    assert {name.replace("-", "_") for name in CHECKS} == set(Checks.__struct_fields__)
-    with pytest.raises(AtollError, match="no check is called 'frost'"):
-        Checks.without("frost")
+def test_every_guard_that_can_be_missing_has_an_expectation() -> None:
+    assert set(EXPECTED_SEEDS) == set(FAULTY)
 
 
 def test_a_seed_replays_exactly() -> None:
@@ -64,11 +62,11 @@ def test_in_a_quarter_of_the_seeds_states_are_slow_and_those_who_miss_a_commit_c
 
 
 def test_a_failing_scenario_shrinks_to_one_that_still_fails() -> None:
-    checks = Checks.without("once")
-    failing = next(seed for seed in range(60) if run_scenario(draw_scenario(seed), checks).violations)
+    roles = without("once")
+    failing = next(seed for seed in range(60) if run_scenario(draw_scenario(seed), roles).violations)
     scenario = draw_scenario(failing)
-    shortest = shorten(scenario, lambda it: bool(run_scenario(it, checks).violations))
-    assert run_scenario(shortest, checks).violations
+    shortest = shrink_scenario(scenario, lambda it: bool(run_scenario(it, roles).violations))
+    assert run_scenario(shortest, roles).violations
     assert len(shortest.faults) <= len(scenario.faults)
 
 
@@ -85,8 +83,15 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--seeds", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["seeds"], found["violations"]) == (3, 0)
-    assert main(["--seeds", "40", "--without", "once", "--stop-at-first", "--json"]) == 1
+    assert main(["--seeds", "40", "--stop-at-first", "--json"], without("once")) == 1
     said = capsys.readouterr()
     assert json.loads(said.out)["shortest"]["violations"]
     assert re.match(r"seed \d+: ", said.err)
-    assert main(["--without", "frost"]) == 2
+
+
+def test_it_speaks_when_it_is_time_and_leaves_answers_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    Pulse(3600.0).count("seeds", 1, 100)
+    Pulse(0.0).count("seeds", 20, 100)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == "seeds: 20 of 100, about 0 s left\n"

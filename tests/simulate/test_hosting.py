@@ -3,17 +3,17 @@
 import pytest
 
 from atoll.control import Settings
-from atoll.control.happenings import Moved
-from atoll.control.hosting import process_of, processes
-from atoll.control.messages import Backward, Forward, Part, Reduce, Run
+from atoll.control.messages import Backward, Forward, Reduce, Run, SumPart
+from atoll.control.multi_stage import process_of, processes
+from atoll.control.notices import Moved
 from atoll.simulate.faults import draw_scenario
 from atoll.simulate.fuzz import run_scenario
 from atoll.simulate.peers import PeerModel, PeerSwarm
-from atoll.simulate.swarm import COORDINATORS, ExactSwarm, Shape
+from atoll.simulate.swarm import COORDINATORS, ExactSwarm, SwarmSize
 
 from .test_schedules import goes_on, started, until
 
-BOTH = Shape(stages=2, workers=2, micro_batches=4, hosting=(2, 2))
+BOTH = SwarmSize(stages=2, workers=2, micro_batches=4, hosting=(2, 2))
 
 
 def stages_of(swarm: ExactSwarm) -> dict[str, list[int]]:
@@ -30,14 +30,14 @@ def test_two_processes_that_host_both_stages_train() -> None:
 
 
 def test_fewer_processes_than_stages_train() -> None:
-    swarm = started(Shape(stages=3, workers=2, micro_batches=4, hosting=(2, 1)))
+    swarm = started(SwarmSize(stages=3, workers=2, micro_batches=4, hosting=(2, 1)))
     goes_on(swarm, 3)
     assert sorted(stage for row in stages_of(swarm).values() for stage in row) == [0, 1, 2]
 
 
 def test_activations_stay_inside_processes() -> None:
     """What passes between stages leaves a process only where shares would suffer."""
-    shape = Shape(stages=2, workers=2, micro_batches=30, hosting=(2, 2))
+    shape = SwarmSize(stages=2, workers=2, micro_batches=30, hosting=(2, 2))
     swarm = started(shape)
     crossing: list[object] = []
 
@@ -90,7 +90,7 @@ def test_whoever_leaves_is_let_go_where_another_process_stays() -> None:
 
 
 def test_a_worker_is_not_moved_to_where_its_process_is() -> None:
-    swarm = started(Shape(stages=2, workers=3, micro_batches=4, hosting=(2, 2, 1)))
+    swarm = started(SwarmSize(stages=2, workers=3, micro_batches=4, hosting=(2, 2, 1)))
     goes_on(swarm, 1)
     coordinator = swarm.coordinator()
     assert coordinator is not None
@@ -132,8 +132,8 @@ def test_a_reduction_over_slow_links_is_not_asked_for_again_and_again() -> None:
     settings = Settings(stages=2, micro_batches=20, steps=3, chunks=19, heartbeat_seconds=0.5, patience_seconds=10.0)
     model = PeerModel(forward_seconds=0.06, backward_seconds=0.14, gradient_bytes=79e6, bytes_per_s=2.5e7, shared_links=True)
     swarm = PeerSwarm(settings, model)
-    parts: list[Part] = []
-    swarm.network.watch = lambda source, target, message: parts.append(message) if isinstance(message, Part) else None
+    parts: list[SumPart] = []
+    swarm.network.watch = lambda source, target, message: parts.append(message) if isinstance(message, SumPart) else None
     for number in range(8):
         swarm.start(f"p{number}")
     swarm.loop.run(400.0, lambda: len(swarm.committed) == 3)

@@ -21,7 +21,8 @@ def step_seconds(staleness: int, gradient_bytes: float, micro_batches: int = 32)
         bytes_per_s=LINKS,
         shared_links=True,
     )
-    swarm = PeerSwarm(Settings(stages=2, micro_batches=micro_batches, steps=2 * STEPS, chunks=32, staleness=staleness), model)
+    settings = Settings(stages=2, micro_batches=micro_batches, steps=2 * STEPS, chunks=32, staleness=staleness, rebalance_seconds=0.0)
+    swarm = PeerSwarm(settings, model)
     for number in range(4):
         swarm.start(f"w{number}")
     swarm.loop.run(1e5, lambda: len(swarm.committed) >= STEPS)

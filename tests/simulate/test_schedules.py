@@ -2,11 +2,12 @@
 
 import pytest
 
-from atoll.control import Checks, Settings
-from atoll.control.happenings import StepCommitted
+from atoll.control import Settings
 from atoll.control.journal import Epoch, Term
 from atoll.control.messages import Committed, Reduce, Run, Seal, StateChunk
-from atoll.simulate.swarm import COORDINATORS, ExactSwarm, Shape
+from atoll.control.notices import StepCommitted
+from atoll.simulate.swarm import COORDINATORS, ExactSwarm, SwarmSize
+from tests.simulate.faulty import without
 
 
 def commits(swarm: ExactSwarm) -> list[Committed]:
@@ -34,14 +35,14 @@ def goes_on(swarm: ExactSwarm, more: int = 2, limit: float = 400.0) -> None:
     assert not swarm.checker.violations
 
 
-def started(shape: Shape, *without: str, seed: int = 1, settings: Settings | None = None) -> ExactSwarm:
-    swarm = ExactSwarm(shape, seed, checks=Checks.without(*without), settings=settings)
+def started(shape: SwarmSize, *lacking: str, seed: int = 1, settings: Settings | None = None) -> ExactSwarm:
+    swarm = ExactSwarm(shape, seed, roles=without(*lacking), settings=settings)
     swarm.start_all()
     return swarm
 
 
 def test_an_undisturbed_swarm_trains() -> None:
-    swarm = started(Shape())
+    swarm = started(SwarmSize())
     goes_on(swarm, 6)
     assert [record.version for record in commits(swarm)] == list(range(6))
 
@@ -49,7 +50,7 @@ def test_an_undisturbed_swarm_trains() -> None:
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_contributor_that_restarts_fast_under_its_name_is_somebody_new(broken: bool) -> None:
     """It answers SEAL, dies, comes back empty and answers again, while the coordinator still waits for another."""
-    swarm = started(Shape(stages=2, workers=4, micro_batches=4), *(["incarnation"] if broken else []))
+    swarm = started(SwarmSize(stages=2, workers=4, micro_batches=4), *(["incarnation"] if broken else []))
     until(swarm, Seal, 0)
     swarm.run(swarm.loop.now + 30.0, lambda: any(w.buffers.manifests() for w in swarm.workers.values()))
     until(swarm, Seal, 0)
@@ -72,7 +73,7 @@ def test_a_contributor_that_restarts_fast_under_its_name_is_somebody_new(broken:
 
 def test_a_contributor_that_dies_in_the_reduction_is_replaced() -> None:
     for name in ("w0", "w3"):
-        swarm = started(Shape())
+        swarm = started(SwarmSize())
         until(swarm, Reduce, 1)
         swarm.kill(name)
         swarm.loop.at(swarm.loop.now + 1.0, swarm.start, name)
@@ -81,7 +82,7 @@ def test_a_contributor_that_dies_in_the_reduction_is_replaced() -> None:
 
 def test_what_a_dead_worker_had_summed_is_redone_while_the_step_still_runs() -> None:
     """The coordinator names the lost; feeders do not wait for a SEAL to show what is missing. One round is enough."""
-    shape = Shape(stages=2, workers=6, micro_batches=30)
+    shape = SwarmSize(stages=2, workers=6, micro_batches=30)
     steps: list[StepCommitted] = []
     swarm = ExactSwarm(shape, 1, observe=lambda it: steps.append(it) if isinstance(it, StepCommitted) else None)
     swarm.start_all()
@@ -96,7 +97,7 @@ def test_what_a_dead_worker_had_summed_is_redone_while_the_step_still_runs() -> 
 
 def test_whoever_falls_silent_for_a_while_still_contributes() -> None:
     """Its work is redone in the small buffers of others; once it is heard again, its own large one is taken."""
-    shape = Shape(stages=2, workers=6, micro_batches=30)
+    shape = SwarmSize(stages=2, workers=6, micro_batches=30)
     swarm = started(shape)
     goes_on(swarm, 1)
     until(swarm, Run, 1)
@@ -117,11 +118,11 @@ def overlapping(swarm: ExactSwarm, version: int, limit: float = 300.0) -> None:
     assert reached()
 
 
-STALE = Shape(staleness=1)
+STALE = SwarmSize(staleness=1)
 
 
 def test_with_staleness_the_next_step_runs_while_sums_are_made() -> None:
-    fresh, stale = started(Shape()), started(STALE)
+    fresh, stale = started(SwarmSize()), started(STALE)
     goes_on(fresh, 20)
     goes_on(stale, 20)
     assert stale.loop.now < 0.95 * fresh.loop.now  # virtual time: it is the same on every machine
@@ -167,7 +168,7 @@ def test_with_staleness_sums_of_one_who_cannot_apply_the_commit_are_gone(broken:
 
     It fetches the state and hears once more that it is to freeze, but what it says then is lost, while another is still waited for.
     """
-    swarm = started(Shape(stages=2, workers=10, micro_batches=4, staleness=1), *(["survived"] if broken else []))
+    swarm = started(SwarmSize(stages=2, workers=10, micro_batches=4, staleness=1), *(["survived"] if broken else []))
     overlapping(swarm, 1)
     mates = [name for name, worker in swarm.workers.items() if worker.stage == 0]
     for mate in mates[1:]:
@@ -211,7 +212,7 @@ def test_with_staleness_who_leaves_or_moves_does_so_between_steps() -> None:
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_coordinator_that_was_replaced_cannot_commit(broken: bool) -> None:
     """Its record is on the way to a slow disk while another takes over."""
-    swarm = started(Shape(), *(["journal-fence"] if broken else []))
+    swarm = started(SwarmSize(), *(["journal-fence"] if broken else []))
     until(swarm, Reduce, 1)
     swarm.journal_disk.slowness = 60.0
     swarm.run(swarm.loop.now + 4.0)
@@ -228,7 +229,7 @@ def test_a_coordinator_that_was_replaced_cannot_commit(broken: bool) -> None:
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_nobody_hears_of_a_commit_before_it_is_durable(broken: bool) -> None:
-    swarm = started(Shape(), *(["journal-first"] if broken else []))
+    swarm = started(SwarmSize(), *(["journal-first"] if broken else []))
     until(swarm, Reduce, 1)
     swarm.journal_disk.slowness = 200.0
     swarm.run(swarm.loop.now + 8.0)
@@ -244,7 +245,7 @@ def test_nobody_hears_of_a_commit_before_it_is_durable(broken: bool) -> None:
 
 
 def test_a_new_coordinator_uses_the_buffers_that_survived() -> None:
-    swarm = started(Shape(micro_batches=6))
+    swarm = started(SwarmSize(micro_batches=6))
     until(swarm, Reduce, 2)
     swarm.kill(COORDINATORS[0])
     done = {name: sum(len(b.micro_batches) for b in worker.buffers.manifests()) for name, worker in swarm.workers.items()}
@@ -259,7 +260,7 @@ def test_a_new_coordinator_uses_the_buffers_that_survived() -> None:
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_worker_that_slept_through_a_rollback_brings_no_old_state(broken: bool) -> None:
     """Cut off at version 3 of epoch 0, it hears again when epoch 1 is at version 3 too, reached by other sums."""
-    swarm = started(Shape(stages=2, workers=6), *(["epoch"] if broken else []), seed=5)
+    swarm = started(SwarmSize(stages=2, workers=6), *(["epoch"] if broken else []), seed=5)
     goes_on(swarm, 3)
     until(swarm, Reduce, 3)
     sleeper = next(name for name, worker in sorted(swarm.workers.items()) if worker.stage == 1)
@@ -285,7 +286,7 @@ def test_a_worker_that_slept_through_a_rollback_brings_no_old_state(broken: bool
 
 
 def test_a_permanent_cut_between_two_of_a_stage_does_not_stop_it() -> None:
-    swarm = started(Shape(stages=2, workers=6))
+    swarm = started(SwarmSize(stages=2, workers=6))
     goes_on(swarm, 1)
     mates = [name for name, worker in swarm.workers.items() if worker.stage == 0][:2]
     swarm.network.cut(*mates)
@@ -294,7 +295,7 @@ def test_a_permanent_cut_between_two_of_a_stage_does_not_stop_it() -> None:
 
 
 def test_one_way_cuts_keep_work_away_from_those_who_do_not_hear() -> None:
-    swarm = started(Shape(stages=2, workers=6))
+    swarm = started(SwarmSize(stages=2, workers=6))
     goes_on(swarm, 1)
     swarm.network.cut(COORDINATORS[0], "w0")
     goes_on(swarm, 3)
@@ -304,7 +305,7 @@ def test_one_way_cuts_keep_work_away_from_those_who_do_not_hear() -> None:
 
 
 def test_a_joiner_whose_transfer_is_slower_than_a_step_joins() -> None:
-    swarm = started(Shape(stages=2, workers=4))
+    swarm = started(SwarmSize(stages=2, workers=4))
     goes_on(swarm, 2)
     slow = swarm.network
     slow._sizes, slow._bytes_per_s = {StateChunk: 6.0}, 1.0  # two chunks from one donor take longer than a step
@@ -316,14 +317,14 @@ def test_a_joiner_whose_transfer_is_slower_than_a_step_joins() -> None:
 
 
 def test_a_lone_slow_worker_finishes() -> None:
-    swarm = started(Shape(stages=2, workers=2, micro_batches=4))
+    swarm = started(SwarmSize(stages=2, workers=2, micro_batches=4))
     goes_on(swarm, 1)
     swarm.slow_down("w0", 15.0)
     goes_on(swarm, 2, limit=2000.0)
 
 
 def test_a_lost_stage_comes_back_from_the_checkpoint() -> None:
-    swarm = started(Shape(stages=3, workers=7))
+    swarm = started(SwarmSize(stages=3, workers=7))
     goes_on(swarm, 3)
     for name in [name for name, worker in swarm.workers.items() if worker.stage == 1]:
         swarm.kill(name)
@@ -334,7 +335,7 @@ def test_a_lost_stage_comes_back_from_the_checkpoint() -> None:
 
 
 def test_a_feeder_may_die_at_any_time() -> None:
-    swarm = started(Shape(feeders=2))
+    swarm = started(SwarmSize(feeders=2))
     goes_on(swarm, 1)
     swarm.kill("f0")
     goes_on(swarm, 1)
@@ -344,7 +345,7 @@ def test_a_feeder_may_die_at_any_time() -> None:
 
 
 def test_leaving_politely_costs_nothing_that_was_done_and_never_empties_a_stage() -> None:
-    swarm = started(Shape(stages=2, workers=3))
+    swarm = started(SwarmSize(stages=2, workers=3))
     goes_on(swarm, 1)
     for worker in list(swarm.workers.values()):
         worker.leave()
@@ -353,7 +354,7 @@ def test_leaving_politely_costs_nothing_that_was_done_and_never_empties_a_stage(
 
 
 def test_a_wished_move_is_made_between_steps() -> None:
-    swarm = started(Shape(stages=2, workers=5))
+    swarm = started(SwarmSize(stages=2, workers=5))
     goes_on(swarm, 1)
     coordinator = swarm.coordinator()
     assert coordinator is not None

@@ -6,19 +6,19 @@ from typing import Any
 import msgspec
 import pytest
 
+from atoll.control.checkpoint_schedule import CheckpointRound
 from atoll.control.coordinator import Coordinator
 from atoll.control.journal import replay
 from atoll.control.membership import Member, Members
 from atoll.control.messages import WorkerBeat
-from atoll.control.rearranging import Rearranging
-from atoll.control.storing import Storing
+from atoll.control.stage_moves import StageMoves
 from atoll.simulate.arithmetic import reference
 from atoll.simulate.faults import draw_scenario
 from atoll.simulate.fuzz import run_scenario
-from atoll.simulate.swarm import COORDINATORS, ExactSwarm, Shape, exact_settings
+from atoll.simulate.swarm import COORDINATORS, ExactSwarm, SwarmSize, exact_settings
 
 
-def started(shape: Shape, seed: int = 1, **changed: Any) -> tuple[ExactSwarm, Coordinator]:
+def started(shape: SwarmSize, seed: int = 1, **changed: Any) -> tuple[ExactSwarm, Coordinator]:
     swarm = ExactSwarm(shape, seed, settings=msgspec.structs.replace(exact_settings(shape), **changed))
     swarm.start_all()
     swarm.run_to_version(3)
@@ -43,7 +43,7 @@ def test_some_seeds_are_stopped_among_their_faults() -> None:
 @pytest.mark.parametrize("seed", range(1, 31))
 def test_what_a_worker_stored_of_the_stage_it_left_does_not_count_for_the_one_it_has(seed: int) -> None:
     """A stage's first worker is silent when the run is stopped; the other stage's only one dies, and the writer takes its place."""
-    swarm, coordinator = started(Shape(stages=2, workers=3, micro_batches=4), seed, checkpoint_every=2)
+    swarm, coordinator = started(SwarmSize(stages=2, workers=3, micro_batches=4), seed, checkpoint_every=2)
     rows: list[list[str]] = [[], []]
     for member in coordinator.members:
         if member.worker:
@@ -52,7 +52,7 @@ def test_what_a_worker_stored_of_the_stage_it_left_does_not_count_for_the_one_it
     swarm.stop(several[0])
     swarm.run(swarm.loop.now + 8.0)
     coordinator.stop()
-    swarm.run(swarm.loop.now + 300.0, lambda: coordinator._storing.version == coordinator.version and coordinator._stopping)
+    swarm.run(swarm.loop.now + 300.0, lambda: coordinator.checkpoint_round.version == coordinator.version and coordinator._stopping)
     swarm.kill(single[0])
     swarm.go_on(several[0])
     swarm.run(swarm.loop.now + 120.0, swarm.ended)
@@ -63,32 +63,16 @@ def test_what_a_worker_stored_of_the_stage_it_left_does_not_count_for_the_one_it
 def test_a_writer_that_is_on_another_stage_by_now_is_replaced() -> None:
     """It was killed and came back under its name while the run was stopping: nobody else would ever store its old stage."""
     first, second, third = (Member(name, True, number, 1, min(number, 1), 0.0) for number, name in enumerate("abc"))
-    storing = Storing()
-    storing.begin(5, [first, second, third])
+    storing = CheckpointRound()
+    storing.begin(5, [first, second, third], 0.0)
     second.stage = 0
     storing.replace_lost([first, second, third])
     assert [storing.writes(member) for member in (first, second, third)] == [True, False, True]
 
 
-def test_what_one_has_stored_is_forgotten_when_it_moves() -> None:
-    """Its own word that it has stored nothing of its new stage comes a heart-beat later, and others may be done by then."""
-    members, storing = Members(exact_settings(Shape()), 1), Storing()
-    beats = [WorkerBeat(name, 0, 1, -1, -1, -1, 0, 0, -1, 0.0, None, "", -1) for name in "ab"]
-    first, second = (members.hear(each, 0.0)[0] for each in beats)
-    assert first is not None
-    assert second is not None
-    storing.begin(4, [first, second])
-    first.epoch = second.epoch = 0
-    first.stored = second.stored = 4
-    assert storing.complete(members, 0, 2)
-    members.move(second, 1 - second.stage)
-    members.move(second, 1 - second.stage)
-    assert not storing.complete(members, 0, 2)
-
-
 def test_one_that_was_replaced_does_not_end_the_run() -> None:
     """It has not heard that another coordinates, and is asked to stop: ending would write nothing that the journal could refuse."""
-    swarm, coordinator = started(Shape(stages=2, workers=4), checkpoint_every=1)
+    swarm, coordinator = started(SwarmSize(stages=2, workers=4), checkpoint_every=1)
     swarm.run(swarm.loop.now + 100.0, lambda: coordinator.stored_version == coordinator.version)
     for name in swarm.names():
         swarm.network.cut(name, COORDINATORS[0])
@@ -103,7 +87,7 @@ def test_one_that_was_replaced_does_not_end_the_run() -> None:
 
 
 def test_a_stage_without_anybody_is_filled_though_the_others_are_at_their_minimum() -> None:
-    swarm, _ = started(Shape(stages=2, workers=4), minimum_replicas=2)
+    swarm, _ = started(SwarmSize(stages=2, workers=4), minimum_replicas=2)
     for name in [name for name, worker in swarm.workers.items() if worker.stage == 0]:
         swarm.kill(name)
     version = swarm.checker.commits
@@ -114,12 +98,12 @@ def test_a_stage_without_anybody_is_filled_though_the_others_are_at_their_minimu
 
 def test_whoever_is_meant_for_a_stage_may_start_late() -> None:
     """Nobody is sent to a stage that has nobody before it has had nobody for a while."""
-    settings, happened = exact_settings(Shape()), []
-    members, rearranging = Members(settings, 1), Rearranging(settings, random.Random(0), happened.append)
+    settings, happened = exact_settings(SwarmSize()), []
+    members, rearranging = Members(settings, 1), StageMoves(settings, random.Random(0), happened.append)
 
     def beats(now: float) -> None:
         for name in "ab":
-            members.hear(WorkerBeat(name, 0, 1, -1, -1, -1, 0, 0, -1, 0.0, None, "", -1, planned=1), now)
+            members.hear(WorkerBeat(name, 0, 1, -1, -1, -1, 0, 0, -1, 0.0, None, "", None, planned=1), now)
 
     for now in (0.0, settings.lost_seconds - 0.1):
         beats(now)
@@ -133,7 +117,7 @@ def test_whoever_is_meant_for_a_stage_may_start_late() -> None:
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_gradient_that_is_not_finite_ends_the_run_with_the_state_before_it(staleness: int, killed: bool) -> None:
     """As one process does where it is not fp16; whoever coordinates next comes to the same end."""
-    shape = Shape(stages=2, workers=4, micro_batches=4, staleness=staleness)
+    shape = SwarmSize(stages=2, workers=4, micro_batches=4, staleness=staleness)
     settings = msgspec.structs.replace(exact_settings(shape), skips_overflows=False)
     undisturbed = reference(shape.stages, shape.micro_batches, staleness)
     last = next(version for version in range(1000) if undisturbed.commit(version)[1])

@@ -5,7 +5,19 @@ import io
 import msgspec
 from rich.console import Console
 
-from atoll.events import AnyEvent, Evaluated, NonFinite, RunFinished, RunStarted, StepFinished
+from atoll.events import (
+    AnyEvent,
+    CheckpointFailed,
+    CheckpointSaved,
+    Evaluated,
+    MemberChanged,
+    NonFinite,
+    ProcessStarted,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+    Warned,
+)
 from atoll.watch.progress import Progress
 
 
@@ -76,7 +88,7 @@ def test_what_is_out_of_the_ordinary_gets_its_own_line() -> None:
         StepFinished(at_seconds=0.7, step=1, loss=1.0, samples=8, weight=8, seconds=0.1, learning_rate=0.1, applied=False),
     ]
     text = shown(story, terminal=False)
-    assert "step 0: evaluation loss 5.5000  accuracy 0.25  perplexity not finite\n" in text
+    assert "step 0: evaluation loss 5.5000, accuracy 0.25, perplexity not finite\n" in text
     assert "step 1: the gradient is inf\n" in text
     assert "step 1: fp16 gradients overflowed; step skipped, loss scale lowered\n" in text
     failed = RunFinished(at_seconds=1.0, reason="failed", steps=0, samples=0, seconds=1.0, message="JobError: [bold] is no markup here")
@@ -135,3 +147,37 @@ def test_steps_made_again_after_a_return_to_a_checkpoint_are_no_more_steps() -> 
     assert lines[-1].startswith("done: 10 steps, 6 of them now, in 0:20")
     stopped = msgspec.structs.replace(last, reason="interrupted", steps=5)
     assert shown([started, *steps[6:8], stopped], terminal=False).splitlines()[-1] == "interrupted: all 5 steps had been made before"
+
+
+def test_the_last_line_says_what_was_saved_and_lost() -> None:
+    started, *steps, last = events(10, seconds=2.0)
+    saved = CheckpointSaved(at_seconds=9.0, step=4, path="p", size_bytes=10, blocked_seconds=0.0, seconds=0.1)
+    lines = shown([started, *steps[:4], saved, *steps[4:6], *steps[4:], last], terminal=False).splitlines()
+    assert lines[-1].endswith("; last checkpoint: step 4; 2 steps computed again")
+    failed = msgspec.structs.replace(last, reason="failed", steps=6)
+    assert (
+        shown([started, *steps[:4], saved, *steps[4:6], failed], terminal=False).splitlines()[-1].endswith("step 4; 2 steps after it lost")
+    )
+
+
+def test_every_event_that_matters_is_a_line_and_quiet_shows_warnings_only() -> None:
+    started, first, *_, last = events(2, seconds=2.0)
+    story = [
+        started,
+        ProcessStarted(name="feeder", role="feeder"),
+        MemberChanged(name="anna", state="active", stages=(1,)),
+        Warned(message="a long line that no file should have cut in two, " * 4),
+        CheckpointFailed(step=1, message="the disk is full"),
+        first,
+        last,
+    ]
+    lines = shown(story, terminal=False).splitlines()
+    assert lines[1] == "anna joined stage 1"
+    assert lines[2].endswith("in two,")
+    assert lines[3] == "step 1: the checkpoint could not be saved: the disk is full"
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    with Progress(console, quiet=True) as progress:
+        for event in story:
+            progress(event)
+    assert isinstance(console.file, io.StringIO)
+    assert [line.split()[0] for line in console.file.getvalue().splitlines()] == ["a", "step", "done:"]

@@ -7,18 +7,15 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from atoll.cli.report import report_view
-from atoll.cli.swarm_report import swarm_view
-from atoll.cli.tables import figures
+from atoll.cli.report import report_view, section_view
 from atoll.events import (
     AnyEvent,
     CoordinatorStarted,
     EventLog,
-    MemberJoined,
-    MemberLeft,
+    MemberChanged,
     MemberMoved,
-    MemberReturned,
-    MemberSilent,
+    MemberState,
+    ProcessEnded,
     RunFinished,
     RunStarted,
     StageLost,
@@ -26,11 +23,12 @@ from atoll.events import (
     StepRepaired,
 )
 from atoll.plan import parse_plan
+from atoll.runtime.modes.swarm.measured import MEMBERS, KernelTimes, Measured
+from atoll.runtime.modes.swarm.report import SwarmReport, tell_swarm
+from atoll.runtime.modes.swarm.report_view import swarm_section
+from atoll.runtime.report import Compared, figures
 from atoll.runtime.run_directory import RunDirectory, RunSettings
-from atoll.runtime.swarm.measured import MEMBERS, Kernels, Measured
-from atoll.watch.comparison import Compared
 from atoll.watch.report import RunReport, read_report
-from atoll.watch.swarm import tell_swarm
 
 PLAN = """plan v1 graph=g cluster=c mode=swarm schedule=1f1b batch=12 micro_batch=3
 stage 0: layers 0-1: h/0=12
@@ -42,34 +40,42 @@ def step(number: int, at: float, seconds: float) -> StepFinished:
     return StepFinished(at_seconds=at, step=number, loss=1.0 / number, samples=12, weight=12.0, seconds=seconds, learning_rate=None)
 
 
+def member(at: float, name: str, stage: int, state: MemberState, before: MemberState = "active") -> MemberChanged:
+    return MemberChanged(at_seconds=at, name=name, state=state, before=before, stages=(stage,) if stage >= 0 else ())
+
+
 EVENTS: list[AnyEvent] = [
     RunStarted(
         at_seconds=0.0, name="g", mode="swarm", steps=3, batch_size=12, samples=96, parameters=9, devices=(), precision="fp32", seed=0,
         unix_seconds=1.0,
     ),
     CoordinatorStarted(at_seconds=0.1, term=1, step=0),
-    MemberJoined(at_seconds=1.0, name="anna", stage=0),
-    MemberJoined(at_seconds=1.1, name="feeder", stage=-1),
-    MemberJoined(at_seconds=1.2, name="bert", stage=1),
+    member(1.0, "anna", 0, "active", "joining"),
+    member(1.1, "feeder", -1, "active", "joining"),
+    member(1.2, "bert", 1, "active", "joining"),
     step(1, 5.0, 4.0),
-    MemberJoined(at_seconds=5.5, name="cleo", stage=1),
-    MemberSilent(at_seconds=6.0, name="bert", stage=1, seconds=2.0),
+    member(5.5, "cleo", 1, "active", "joining"),
+    member(6.0, "bert", 1, "silent"),
     StepRepaired(at_seconds=6.1, step=2, micro_batches=(0, 2), reason="somebody who had it is gone"),
     step(2, 7.0, 2.0),
-    MemberReturned(at_seconds=7.5, name="bert", stage=1),
+    member(7.5, "bert", 1, "active", "silent"),
     MemberMoved(at_seconds=7.6, name="bert", source=1, target=0, reason="it helps"),
     StageLost(at_seconds=8.0, stage=0, step=2),
     CoordinatorStarted(at_seconds=8.5, term=2, step=2),
     step(3, 9.0, 2.0),
-    MemberLeft(at_seconds=9.5, name="anna", stage=0),
+    member(9.5, "anna", 0, "left"),
     RunFinished(at_seconds=10.0, reason="done", steps=3, samples=36, seconds=10.0, loss=0.3),
+    ProcessEnded(at_seconds=10.1, name="coordinator", role="coordinator", how="exit code 0", exit_code=0, then="done"),
 ]  # fmt: skip
 ACCOUNTS = {
     "anna": Measured(
-        kernels={0: Kernels(12, 1.2, 12, 2.4)}, received_bytes={"bert": 500, "anna": 1}, received_bytes_per_s={"bert": 50.0}, state_bytes=64
+        kernels={0: KernelTimes(12, 1.2, 12, 2.4)},
+        received_bytes={"bert": 500, "anna": 1},
+        received_bytes_per_s={"bert": 50.0},
+        state_bytes=64,
     ),
-    "bert": Measured(kernels={1: Kernels(turns=9, turn_seconds=2.7), 0: Kernels(1, 0.1, 1, 0.2)}, received_bytes={"anna": 900}),
-    "cleo": Measured(kernels={1: Kernels(turns=5, turn_seconds=1.5)}, state_bytes=64, state_seconds=0.5, work_seconds=0.75),
+    "bert": Measured(kernels={1: KernelTimes(turns=9, turn_seconds=2.7), 0: KernelTimes(1, 0.1, 1, 0.2)}, received_bytes={"anna": 900}),
+    "cleo": Measured(kernels={1: KernelTimes(turns=5, turn_seconds=1.5)}, state_bytes=64, state_seconds=0.5, work_seconds=0.75),
 }
 
 
@@ -93,7 +99,7 @@ def text_of(report: RunReport) -> str:
 def test_a_swarm_is_told_from_its_events_and_accounts(run: RunDirectory) -> None:
     run.write(MEMBERS, msgspec.json.encode(ACCOUNTS))
     report = read_report(run.path)
-    found = report.swarm
+    found = report.facts["swarm"]
     assert found is not None
     assert found.steps_per_second == 0.5
     assert (found.joined, found.left, found.silent, found.returned, found.moved) == (4, 1, 1, 1, 1)
@@ -111,7 +117,7 @@ def test_a_swarm_is_told_from_its_events_and_accounts(run: RunDirectory) -> None
         ("cleo", [1], "stayed"),
     ]
     assert [(link.source, link.target, link.bytes) for link in found.links] == [("bert", "anna", 500), ("anna", "bert", 900)]
-    assert msgspec.json.decode(msgspec.json.encode(report), type=RunReport) == report
+    assert msgspec.json.decode(msgspec.json.encode(msgspec.json.decode(report.to_json())["swarm"]), type=SwarmReport) == found
     shown = text_of(report)
     for words in (
         "a step every 2 s on average after the first: 0.5 steps/s of 4 micro-batches",
@@ -129,14 +135,14 @@ def test_a_swarm_is_told_from_its_events_and_accounts(run: RunDirectory) -> None
 def test_the_tables_of_a_terminal_of_80_columns_wrap_no_words() -> None:
     long = [
         EVENTS[0],
-        MemberJoined(at_seconds=0.5, name="worker-0-r1", stage=0),
-        MemberJoined(at_seconds=63.0, name="worker-12-r1-2", stage=1),
+        member(0.5, "worker-0-r1", 0, "active", "joining"),
+        member(63.0, "worker-12-r1-2", 1, "active", "joining"),
         MemberMoved(at_seconds=70.0, name="worker-12-r1-2", source=1, target=0, reason="it helps"),
         *(step(number, 100.0 * number, 100.0) for number in range(1, 4)),
-        MemberSilent(at_seconds=1800.4, name="worker-12-r1-2", stage=0, seconds=2.0),
+        member(1800.4, "worker-12-r1-2", 0, "silent"),
     ]
     account = Measured(
-        kernels={0: Kernels(22_500, 2_500.0, 22_500, 4_900.0), 1: Kernels(turns=123_456, turn_seconds=12_345.6)},
+        kernels={0: KernelTimes(22_500, 2_500.0, 22_500, 4_900.0), 1: KernelTimes(turns=123_456, turn_seconds=12_345.6)},
         state_bytes=123_400_000,
         state_seconds=12.34,
         work_seconds=123.4,
@@ -145,7 +151,7 @@ def test_the_tables_of_a_terminal_of_80_columns_wrap_no_words() -> None:
     worst = Compared(measured=0.1111, predicted=0.001)
     stages = [msgspec.structs.replace(stage, forward_seconds=worst, backward_seconds=worst) for stage in found.stages]
     out = StringIO()
-    Console(file=out, width=80).print(swarm_view(msgspec.structs.replace(found, stages=stages)))
+    Console(file=out, width=80).print(*section_view(swarm_section(msgspec.structs.replace(found, stages=stages))), sep="\n")
     lines = [line.split() for line in out.getvalue().splitlines()]
     assert ["stage", "workers", "done", "per", "s", "measured", "predicted"] in lines
     assert ["0", "2", "45,000", "0.04", "forward", "111", "ms", "1", "ms", "over", "100", "times"] in lines
@@ -155,15 +161,18 @@ def test_the_tables_of_a_terminal_of_80_columns_wrap_no_words() -> None:
 
 
 def test_repeated_steps_are_part_of_what_was_computed_again(run: RunDirectory) -> None:
-    finished = EVENTS[-1]
-    again = [*EVENTS[:-1], step(2, 9.6, 1.0), step(3, 9.7, 1.0), finished]
-    whole = {"anna": Measured(kernels={0: Kernels(0, 0.0, 20, 2.0)}), "cleo": Measured(kernels={1: Kernels(turns=21, turn_seconds=2.0)})}
+    finished = EVENTS[-2]
+    again = [*EVENTS[:-2], step(2, 9.6, 1.0), step(3, 9.7, 1.0), finished]
+    whole = {
+        "anna": Measured(kernels={0: KernelTimes(0, 0.0, 20, 2.0)}),
+        "cleo": Measured(kernels={1: KernelTimes(turns=21, turn_seconds=2.0)}),
+    }
     found = tell_swarm(again, whole, 4, 2, None)
     assert (found.steps_repeated, found.again, found.again_at_least) == (2, 17, True)  # bert was not heard for a while
     assert found.computed_again == pytest.approx(17 / 41)
     part = tell_swarm(again, ACCOUNTS, 4, 2, None)  # says of 3 only
     assert (part.again, part.computed_again) == (16, pytest.approx(16 / 40))
-    heard = [event for event in again if not isinstance(event, MemberSilent | MemberReturned)]
+    heard = [event for event in again if not (isinstance(event, MemberChanged) and "silent" in (event.state, event.before))]
     assert not tell_swarm(heard, whole, 4, 2, None).again_at_least
     assert tell_swarm(heard[:-1], whole, 4, 2, None).again_at_least  # they work on, or nobody has told that they do not
 
@@ -174,23 +183,27 @@ def test_repeated_steps_are_part_of_what_was_computed_again(run: RunDirectory) -
         (12, EVENTS, "nothing is known to have been computed again; the last seconds of workers"),
         (11, EVENTS, "nothing is known to have been computed again; the last seconds of workers"),
         (15, EVENTS, "at least 11.1% of what was computed was computed again: 3 micro-batches of a stage\n"),
-        (12, [event for event in EVENTS if not isinstance(event, MemberSilent)], "nothing was computed again\n"),
+        (
+            12,
+            [event for event in EVENTS if not (isinstance(event, MemberChanged) and event.state == "silent")],
+            "nothing was computed again\n",
+        ),
         (
             20,
-            [*EVENTS[:-1], step(3, 9.6, 1.0), EVENTS[-1]],
+            [*EVENTS[:-2], step(3, 9.6, 1.0), EVENTS[-2]],
             "at least 25.0% of what was computed was computed again: 8 micro-batches of a stage, those of 1 repeated step among them\n",
         ),
     ],
 )
 def test_what_was_computed_again_is_one_statement(turns: int, events: list[AnyEvent], said: str) -> None:
-    accounts = {"anna": Measured(kernels={0: Kernels(0, 0.0, 12, 1.0)}), "cleo": Measured(kernels={1: Kernels(turns=turns)})}
+    accounts = {"anna": Measured(kernels={0: KernelTimes(0, 0.0, 12, 1.0)}), "cleo": Measured(kernels={1: KernelTimes(turns=turns)})}
     out = StringIO()
-    Console(file=out, width=160).print(swarm_view(tell_swarm(events, accounts, 4, 2, None)))
+    Console(file=out, width=160).print(*section_view(swarm_section(tell_swarm(events, accounts, 4, 2, None))), sep="\n")
     assert said in out.getvalue()
 
 
 def test_without_accounts_the_events_are_told(run: RunDirectory) -> None:
-    found = read_report(run.path).swarm
+    found = read_report(run.path).facts["swarm"]
     assert found is not None
     assert found.links == []
     assert found.computed_again is None
@@ -203,9 +216,8 @@ def test_links_are_the_slowest_few_and_the_others_are_counted(run: RunDirectory)
     account = Measured(received_bytes=dict.fromkeys([*rates, "feeder"], 1000), received_bytes_per_s=rates)
     run.write(MEMBERS, msgspec.json.encode({"anna": account}))
     report = read_report(run.path)
-    assert report.swarm is not None
-    assert [link.source for link in report.swarm.links[:2]] == ["peer-39", "peer-38"]
-    assert len(report.swarm.links) + report.swarm.more_links == 41
+    assert [link.source for link in report.facts["swarm"].links[:2]] == ["peer-39", "peer-38"]
+    assert len(report.facts["swarm"].links) + report.facts["swarm"].more_links == 41
     shown = text_of(report)
     assert "peer-34 → anna" in shown
     assert "peer-33 → anna" not in shown
@@ -229,9 +241,9 @@ def test_how_far_apart_is_told_so_that_it_can_be_read(measured: float, said: str
 
 def test_a_process_that_hosts_several_stages_joined_once(run: RunDirectory) -> None:
     with EventLog(run.path, resume=True) as log:
-        log(MemberJoined(at_seconds=11.0, name="dora", stage=0))
-        log(MemberJoined(at_seconds=11.0, name="dora+1", stage=1))
-    found = read_report(run.path).swarm
+        log(member(11.0, "dora", 0, "active", "joining"))
+        log(member(11.0, "dora+1", 1, "active", "joining"))
+    found = read_report(run.path).facts["swarm"]
     assert found is not None
     assert found.joined == 5
     assert [(member.name, member.ending) for member in found.members][-2:] == [("dora", "works"), ("dora+1", "works")]
@@ -241,6 +253,5 @@ def test_a_run_whose_events_are_gone_says_so_and_nothing_untrue(run: RunDirector
     run.write(MEMBERS, msgspec.json.encode(ACCOUNTS))
     run.events.unlink()
     report = read_report(run.path)
-    assert report.swarm is not None
-    assert (report.mode, report.steps, report.swarm.computed_again) == ("swarm", 0, None)
+    assert (report.mode, report.steps, report.facts["swarm"].computed_again) == ("swarm", 0, None)
     assert [line for line in report.missing if line.startswith("events.jsonl: it is not there")]

@@ -1,15 +1,10 @@
-"""Collectives over the fabric: weighted reductions among unequal peers, broadcast, states from several donors. docs/collectives.md."""
+"""Collectives over the fabric: weighted reductions among unequal peers. docs/collectives.md."""
 
 from atoll.fabric.collective.collective import Collective
-from atoll.fabric.collective.download import StateDonor, fetch_state
-from atoll.fabric.collective.feedback import SumFeedback
 from atoll.fabric.collective.link_codecs import FED_BACK_CODECS, SUMMED_CODECS, AdaptiveCodecs, FixedCodecs, LinkCodecs
-from atoll.fabric.collective.network import Network, PeerRates, equal_network
-from atoll.fabric.collective.outcome import PartOutcome, Reduction
-from atoll.fabric.collective.parts import Parts, WireRatios, parts
-from atoll.fabric.collective.pieces import FilePieces, MemoryPieces, PieceStore
-from atoll.fabric.collective.plan import Cell, Member, RoundPlan, broadcast_plan, make_plan
-from atoll.fabric.collective.state import State, StateManifest
+from atoll.fabric.collective.parts import Network, Parts, PeerRates, WireRatios, equal_network, parts
+from atoll.fabric.collective.plan import Cell, RoundMember, RoundPlan, make_plan
+from atoll.fabric.collective.result import PartOutcome, ReductionResult, SumFeedback
 
 __all__ = [
     "FED_BACK_CODECS",
@@ -17,26 +12,18 @@ __all__ = [
     "AdaptiveCodecs",
     "Cell",
     "Collective",
-    "FilePieces",
     "FixedCodecs",
     "LinkCodecs",
-    "Member",
-    "MemoryPieces",
     "Network",
     "PartOutcome",
     "Parts",
     "PeerRates",
-    "PieceStore",
-    "Reduction",
+    "ReductionResult",
+    "RoundMember",
     "RoundPlan",
-    "State",
-    "StateDonor",
-    "StateManifest",
     "SumFeedback",
     "WireRatios",
-    "broadcast_plan",
     "equal_network",
-    "fetch_state",
     "make_plan",
     "parts",
 ]

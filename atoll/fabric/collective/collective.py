@@ -1,4 +1,4 @@
-"""Collective: reductions among peers of a fabric, as one of them takes part.
+"""Collective: reductions among peers of a fabric, as one of them takes part, and what other members may ask about its rounds.
 
 ```python
 collective = Collective("oslo-0", codecs=FixedCodecs("int8"))
@@ -16,23 +16,117 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from atoll.errors import CollectiveError, FabricError
+from atoll.errors import CollectiveError, FabricError, RefusedError
 from atoll.events import AnyEvent, Observer, ReductionFinished
-from atoll.fabric.collective.feedback import SumFeedback
-from atoll.fabric.collective.link_codecs import AdaptiveCodecs, LinkCodecs
-from atoll.fabric.collective.messages import Item, Progress, Pull, Settled
-from atoll.fabric.collective.network import PeerRates
-from atoll.fabric.collective.outcome import Reduction
+from atoll.fabric.collective.link_codecs import AdaptiveCodecs, LinkCodecs, RateWindow
+from atoll.fabric.collective.messages import CellProgress, Item, PullChunks, Settled
+from atoll.fabric.collective.parts import PeerRates
 from atoll.fabric.collective.plan import RoundPlan
-from atoll.fabric.collective.pulling import LONGEST_SECONDS, Pulling
-from atoll.fabric.collective.rates import RateWindow
-from atoll.fabric.collective.reductions import Reductions, RoundTable
+from atoll.fabric.collective.pull import LONGEST_SECONDS, Pulling
+from atoll.fabric.collective.result import ReductionResult, SumFeedback
 from atoll.fabric.collective.round import Peers, Round
 from atoll.fabric.deadline import LinkEstimate
 from atoll.fabric.fabric import Fabric
 from atoll.fabric.remote import Remote
+from atoll.fabric.service import CallingPeer, allowed
 
-__all__ = ["Collective"]
+__all__ = ["Collective", "Reductions"]
+
+_BEGIN_SECONDS = 60.0
+_MOST_ENDED = 10_000
+
+
+class RoundTable:
+    """Rounds under way and those that ended last, by id. An id is never used twice."""
+
+    def __init__(self, keep: int) -> None:
+        self.known: dict[str, Round] = {}
+        self._keep = keep
+        self._ended: dict[str, None] = {}  # oldest first
+        self._refused: dict[str, str] = {}  # why, oldest first
+        self._begun = asyncio.Event()
+
+    def begin(self, round_: Round) -> None:
+        """A round begins here."""
+        self.known[round_.plan.id] = round_
+        self._refused.pop(round_.plan.id, None)
+        self._wake()
+
+    def refuse(self, round_id: str, reason: str) -> None:
+        """It cannot begin here as it was asked for: whoever waits for it is told."""
+        self._refused[round_id] = reason
+        while len(self._refused) > _MOST_ENDED:
+            del self._refused[next(iter(self._refused))]
+        self._wake()
+
+    def _wake(self) -> None:
+        self._begun.set()
+        self._begun = asyncio.Event()
+
+    def check_new(self, round_id: str) -> None:
+        """FabricError if the id was used."""
+        if round_id in self.known or round_id in self._ended:
+            raise FabricError(f"round {round_id} was begun already; every round has an id of its own")
+
+    def end(self, round_id: str) -> None:
+        """It ended; the oldest that did is forgotten."""
+        self._ended[round_id] = None
+        kept = [one for one in self.known if one in self._ended]
+        for one in kept[: max(0, len(kept) - self._keep)]:
+            del self.known[one]
+        while len(self._ended) > _MOST_ENDED:
+            del self._ended[next(iter(self._ended))]
+
+    async def get(self, round_id: str) -> Round:
+        """A round; it may begin here a little later than elsewhere."""
+        try:
+            async with asyncio.timeout(_BEGIN_SECONDS):
+                while round_id not in self.known:
+                    if round_id in self._ended:
+                        raise RefusedError(f"round {round_id} is over here and forgotten")
+                    if round_id in self._refused:
+                        raise RefusedError(f"it did not begin there: {self._refused[round_id]}")
+                    begun = self._begun
+                    await begun.wait()
+        except TimeoutError:
+            raise RefusedError(f"round {round_id} was not begun here within {_BEGIN_SECONDS:g} s") from None
+        return self.known[round_id]
+
+
+class Reductions:
+    """What members call on each other: a service of the fabric."""
+
+    def __init__(self, rounds: "RoundTable") -> None:
+        self._rounds = rounds
+
+    @allowed("worker", "coordinator")
+    async def contribution(self, request: PullChunks, peer: CallingPeer) -> AsyncIterator[Item]:
+        """A member's contribution to a cell, or its site's."""
+        round_ = await self._rounds.get(request.round)
+        async for item in round_.contributions(request, peer.name):
+            yield item
+
+    @allowed("worker", "coordinator")
+    async def result(self, request: PullChunks, peer: CallingPeer) -> AsyncIterator[Item]:
+        """A reduced cell."""
+        round_ = await self._rounds.get(request.round)
+        async for item in round_.reduced(request, peer.name):
+            yield item
+
+    @allowed("worker", "coordinator")
+    async def held(self, request: PullChunks, peer: CallingPeer) -> CellProgress:
+        """How much of a reduced cell is here."""
+        round_ = self._rounds.known.get(request.round)
+        if round_ is None or not 0 <= request.cell < len(round_.cells):
+            return CellProgress(0, True)
+        return round_.cells[request.cell].progress
+
+    @allowed("worker", "coordinator")
+    async def settled(self, request: Settled, peer: CallingPeer) -> Settled:
+        """How the round ended here, once it did."""
+        round_ = await self._rounds.get(request.round)
+        reduction = await asyncio.shield(round_.settled)
+        return Settled(request.round, reduction.digest)
 
 
 class Collective(Peers):
@@ -71,7 +165,7 @@ class Collective(Peers):
         buffer: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         feedback: SumFeedback | None = None,
-    ) -> Reduction:
+    ) -> ReductionResult:
         """Takes part in a round. `buffer` must not change until this returns; the result is apart from it (in `out` if given).
 
         With `feedback`, what earlier rounds left out goes with it: `feedback.keep(reduction)` once the result is used.
@@ -100,12 +194,12 @@ class Collective(Peers):
         buffer: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         feedback: SumFeedback | None = None,
-    ) -> "concurrent.futures.Future[Reduction]":
+    ) -> "concurrent.futures.Future[ReductionResult]":
         """As `reduce`, for code outside the loop: a future of the result."""
         assert self._fabric is not None, "attach a fabric first"
         return self._fabric.submit(self.reduce(plan, buffer, out, feedback))
 
-    async def confirm(self, plan: RoundPlan, reduction: Reduction, timeout_seconds: float | None = None) -> frozenset[str]:
+    async def confirm(self, plan: RoundPlan, reduction: ReductionResult, timeout_seconds: float | None = None) -> frozenset[str]:
         """Which receivers hold the very same result, this one included. Who is not in it holds another, or could not be asked.
 
         CollectiveError if this member itself does not hold a whole result.
@@ -143,15 +237,15 @@ class Collective(Peers):
 
     # ---- Peers
 
-    def contributions(self, peer: str, pull: Pull) -> AsyncIterator[Item]:
+    def contributions(self, peer: str, pull: PullChunks) -> AsyncIterator[Item]:
         """Asks a peer."""
         return self._remote(peer).stream(Reductions.contribution, pull, timeout_seconds=LONGEST_SECONDS)
 
-    def reduced(self, peer: str, pull: Pull) -> AsyncIterator[Item]:
+    def reduced(self, peer: str, pull: PullChunks) -> AsyncIterator[Item]:
         """Asks a peer."""
         return self._remote(peer).stream(Reductions.result, pull, timeout_seconds=LONGEST_SECONDS)
 
-    async def progress(self, peer: str, pull: Pull) -> Progress:
+    async def progress(self, peer: str, pull: PullChunks) -> CellProgress:
         """Asks a peer."""
         remote = self._remote(peer)
         if remote.estimate is None:
@@ -183,7 +277,7 @@ class Collective(Peers):
         assert self._fabric is not None, "attach a fabric first"
         return self._fabric.peer(name)
 
-    def _tell(self, plan: RoundPlan, reduction: Reduction, seconds: float) -> None:
+    def _tell(self, plan: RoundPlan, reduction: ReductionResult, seconds: float) -> None:
         if self._observer is None:
             return
         reasons = [part.reason for part in reduction.missing]

@@ -5,12 +5,12 @@ from typing import TypeAlias
 import msgspec
 import torch
 
-from atoll.codec.tensors import Encoded, Header
+from atoll.codec.encoded import Encoded, Header
 
-__all__ = ["Chunk", "Failed", "Item", "Progress", "Pull", "Settled"]
+__all__ = ["EncodedChunk", "Failed", "Item", "CellProgress", "PullChunks", "Settled"]
 
 
-class Pull(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PullChunks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Asks for chunks of a cell of a round, from `first` on, up to but not including `until` (None: to the end)."""
 
     round: str
@@ -19,7 +19,7 @@ class Pull(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     until: int | None = None
 
 
-class Chunk(msgspec.Struct, frozen=True, tag="chunk", forbid_unknown_fields=True):
+class EncodedChunk(msgspec.Struct, frozen=True, tag="chunk", forbid_unknown_fields=True):
     """A sum over some elements, encoded; the places of those members in it."""
 
     index: int
@@ -39,10 +39,10 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", forbid_unknown_fields=Tr
     reason: str
 
 
-Item: TypeAlias = Chunk | Failed
+Item: TypeAlias = EncodedChunk | Failed
 
 
-class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CellProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many chunks of a reduced cell a member holds, and whether more may come to it without help."""
 
     held: int

@@ -8,10 +8,9 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from atoll.errors import FabricError
-from atoll.fabric.collective.network import Network
-from atoll.fabric.collective.parts import Parts, WireRatios, parts
+from atoll.fabric.collective.parts import Network, Parts, WireRatios, parts
 
-__all__ = ["Cell", "Member", "Missing", "RoundPlan", "broadcast_plan", "make_plan"]
+__all__ = ["Cell", "Missing", "RoundMember", "RoundPlan", "make_plan"]
 
 BLOCK = 256  # elements that codecs encode together: parts begin and end between blocks
 CHUNK_SECONDS = 0.125  # of the round that a chunk takes: the last one's way to its owner and back comes on top of the bound
@@ -19,7 +18,7 @@ CHUNK_ELEMENTS = (1 << 14, 1 << 20)  # of a chunk, at least and at most: every c
 Missing: TypeAlias = Literal["fail", "leave out"]
 
 
-class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RoundMember(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A peer in a round. `weight` None: it contributes nothing."""
 
     name: str
@@ -51,12 +50,11 @@ class RoundPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     id: str
     elements: int
-    members: tuple[Member, ...]
+    members: tuple[RoundMember, ...]
     cells: tuple[Cell, ...]
     dtype: str = "float32"  # of the result
     mean: bool = False
     missing: Missing = "fail"
-    exact: bool = False  # nothing is encoded: what arrives is bit for bit what was sent
     chunk_elements: int = 1 << 19  # at most, sent, decoded and summed as one
     bound_seconds: float = 0.0
     stall_seconds: float = 10.0  # without progress of what was begun
@@ -65,7 +63,7 @@ class RoundPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         _check(self)
 
-    def member(self, name: str) -> Member:
+    def member(self, name: str) -> RoundMember:
         """By name; FabricError if it is not one."""
         for member in self.members:
             if member.name == name:
@@ -136,7 +134,7 @@ class RoundPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 def make_plan(
     round_id: str,
     elements: int,
-    members: Sequence[Member],
+    members: Sequence[RoundMember],
     network: Network,
     *,
     ratios: WireRatios | None = None,
@@ -172,27 +170,6 @@ def make_plan(
         stall_seconds=2.0 + 4.0 * found.bound_seconds,
         begin_seconds=begin_seconds,
     )
-
-
-def broadcast_plan(
-    round_id: str,
-    elements: int,
-    root: str,
-    network: Network,
-    *,
-    dtype: str = "float32",
-    element_bytes: int = 4,
-    begin_seconds: float = 30.0,
-) -> RoundPlan:
-    """One member's values for all others, bit for bit: a reduction with one contributor, whose parts others pass on to each other.
-
-    The root sends everything about once, however many receive it.
-    """
-    members = [Member(name=peer.name, weight=1.0 if peer.name == root else None, receives=peer.name != root) for peer in network.peers]
-    plan = make_plan(
-        round_id, elements, members, network, element_bytes=element_bytes, dtype=dtype, missing="fail", begin_seconds=begin_seconds
-    )
-    return msgspec.structs.replace(plan, exact=True)
 
 
 def _chunk_elements(cells: Sequence[Cell], bound_seconds: float) -> int:

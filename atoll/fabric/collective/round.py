@@ -12,19 +12,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from atoll.codec.tensors import Codec
+from atoll.codec.base import Codec
 from atoll.errors import CodecError, FabricError, NonFiniteTensorError, RefusedError
-from atoll.fabric.collective.arrivals import Arrivals, Child
-from atoll.fabric.collective.feedback import SumFeedback
-from atoll.fabric.collective.link_codecs import FixedCodecs, LinkCodecs
-from atoll.fabric.collective.messages import Chunk, Failed, Item, Progress, Pull
-from atoll.fabric.collective.outcome import PartOutcome, Reduction
-from atoll.fabric.collective.pacing import Pacing
+from atoll.fabric.collective.link_codecs import LinkCodecs
+from atoll.fabric.collective.messages import CellProgress, EncodedChunk, Failed, Item, PullChunks
 from atoll.fabric.collective.plan import Cell, RoundPlan
-from atoll.fabric.collective.pulling import Pulling, Watch
-from atoll.fabric.collective.reduced import ReducedCell
-from atoll.fabric.collective.summing import ACCUMULATED, Scratch, Term, chunk_digest, make_chunk, open_chunk, weighted_sum
-from atoll.fabric.tensors import DTYPES
+from atoll.fabric.collective.pull import Arrivals, Child, Pacing, Pulling, Watch
+from atoll.fabric.collective.result import PartOutcome, ReductionResult, SumFeedback
+from atoll.fabric.collective.sums import ACCUMULATED, ReducedCell, Scratch, Summand, chunk_digest, make_chunk, open_chunk, weighted_sum
+from atoll.fabric.payload import DTYPES
 
 __all__ = ["Peers", "Round"]
 
@@ -35,15 +31,15 @@ _SALVAGE_SECONDS = 0.05
 class Peers:
     """What a round needs of its surroundings."""
 
-    def contributions(self, peer: str, pull: Pull) -> AsyncIterator[Item]:
+    def contributions(self, peer: str, pull: PullChunks) -> AsyncIterator[Item]:
         """Asks a peer for its contribution to a cell, or its site's."""
         raise NotImplementedError
 
-    def reduced(self, peer: str, pull: Pull) -> AsyncIterator[Item]:
+    def reduced(self, peer: str, pull: PullChunks) -> AsyncIterator[Item]:
         """Asks a peer for a reduced cell."""
         raise NotImplementedError
 
-    async def progress(self, peer: str, pull: Pull) -> Progress:
+    async def progress(self, peer: str, pull: PullChunks) -> CellProgress:
         """Asks a peer how much of a reduced cell it holds."""
         raise NotImplementedError
 
@@ -78,12 +74,11 @@ class Round:
     ) -> None:
         self.plan, self.name = plan, name
         self.cells = [ReducedCell(plan, cell) for cell in plan.cells]
-        self.settled: asyncio.Future[Reduction] = asyncio.get_running_loop().create_future()
+        self.settled: asyncio.Future[ReductionResult] = asyncio.get_running_loop().create_future()
         self._me = plan.member(name)
         self._buffer = _checked_buffer(plan, self._me.weight, buffer)
         self._out = _checked_out(plan, out) if self._me.receives or any(plan.wants(cell, name) for cell in plan.cells) else torch.empty(0)
-        self._peers, self._work = peers, work
-        self._codecs = FixedCodecs("none") if plan.exact else codecs
+        self._peers, self._work, self._codecs = peers, work, codecs
         self._feedback = _begun_feedback(plan, name, self._codecs, feedback)
         self._watch = Watch(peers.clock)
         self._scratch = Scratch()
@@ -98,7 +93,7 @@ class Round:
 
     # ---- the whole of it
 
-    async def run(self) -> Reduction:
+    async def run(self) -> ReductionResult:
         """Until the result is there, or what can be had of it. Never hangs: everything waited for has an end."""
         watch = asyncio.create_task(self._watch.run())
         tasks = [watch]
@@ -147,7 +142,7 @@ class Round:
             except TimeoutError:
                 return
 
-    def _reduction(self) -> Reduction:
+    def _reduction(self) -> ReductionResult:
         found: list[PartOutcome] = []
         for cell in self.cells if self._me.receives else []:
             found += cell.outcomes()
@@ -155,11 +150,11 @@ class Round:
             if not part.contributors:
                 self._out[part.start : part.stop] = 0
         value = self._out if self._me.receives else self._out[:0]
-        return Reduction(round=self.plan.id, value=value, parts=tuple(found), expected=self.plan.contributors)
+        return ReductionResult(round=self.plan.id, value=value, parts=tuple(found), expected=self.plan.contributors)
 
     # ---- contributions: what this member brings
 
-    async def contributions(self, pull: Pull, peer: str) -> AsyncIterator[Item]:
+    async def contributions(self, pull: PullChunks, peer: str) -> AsyncIterator[Item]:
         """This member's contribution to a cell, or its site's if it stands in for it; the next chunk is made while one is sent."""
         number, cell = self._cell(pull)
         if peer not in (self.plan.target(cell, self.name), cell.owner) or not self._brings(cell, self.name):
@@ -173,7 +168,7 @@ class Round:
         try:
             for index in range(pull.first, last):
                 item = await following
-                if index + 1 < last and isinstance(item, Chunk):
+                if index + 1 < last and isinstance(item, EncodedChunk):
                     following = asyncio.create_task(self._bring(number, index + 1, peer, near))
                 await pacing.turn(lane)
                 begin = self._peers.clock()
@@ -206,13 +201,15 @@ class Round:
             return failure
         return await self._run(self._encode_sum, number, index, places, codec, terms, 1.0)
 
-    def _encode_own(self, number: int, index: int, codec: Codec) -> Chunk:
+    def _encode_own(self, number: int, index: int, codec: Codec) -> EncodedChunk:
         assert self._me.weight is not None
-        own = Term(self._own(number, index), self._me.weight)
+        own = Summand(self._own(number, index), self._me.weight)
         return self._encode_sum(number, index, (self.plan.index[self.name],), codec, [own], 1.0)
 
-    def _encode_sum(self, number: int, index: int, places: tuple[int, ...], codec: Codec, terms: list[Term], divisor: float) -> Chunk:
-        def encode(value: torch.Tensor) -> Chunk:
+    def _encode_sum(
+        self, number: int, index: int, places: tuple[int, ...], codec: Codec, terms: list[Summand], divisor: float
+    ) -> EncodedChunk:
+        def encode(value: torch.Tensor) -> EncodedChunk:
             begin = time.perf_counter()
             chunk = make_chunk(index, places, codec, value)
             self._codecs.timed(codec, value.nbytes, time.perf_counter() - begin)
@@ -254,7 +251,9 @@ class Round:
             asked = self._peers.clock()
             return done
 
-        error = await self._watch.pull(pulling, lambda: self._peers.contributions(child.name, Pull(plan.id, number, child.first)), take)
+        error = await self._watch.pull(
+            pulling, lambda: self._peers.contributions(child.name, PullChunks(plan.id, number, child.first)), take
+        )
         if error is not None:
             await child.items.put(Failed((child.name,), str(error)))
 
@@ -263,18 +262,18 @@ class Round:
         names = [member.name for member in self.plan.members]
         return [Child(names[place], place, (place,), child.first) for place in child.brings if place != child.place]
 
-    async def _terms(self, number: int, index: int) -> tuple[list[Term], tuple[int, ...], Failed | None]:
+    async def _terms(self, number: int, index: int) -> tuple[list[Summand], tuple[int, ...], Failed | None]:
         """What is added for a chunk, in order of the members; whose contributions that makes; or why it cannot be."""
-        arrived: list[tuple[int, Chunk]] = []
+        arrived: list[tuple[int, EncodedChunk]] = []
         if (arrivals := self._arrivals.get(number)) is not None:
             arrived = await arrivals.row(index, lambda child: self._replacements(number, child))
             if arrivals.lost and self.plan.missing == "fail":
                 blamed = tuple(name for lost in arrivals.lost.values() for name in lost.blamed)
                 return [], (), Failed(blamed, "; ".join(lost.reason for lost in arrivals.lost.values()))
-        terms = [(place, Term(chunk.encoded()), chunk.contributors) for place, chunk in arrived]
+        terms = [(place, Summand(chunk.encoded()), chunk.contributors) for place, chunk in arrived]
         if self._me.weight is not None:
             here = self.plan.index[self.name]
-            terms = sorted([*terms, (here, Term(self._own(number, index), self._me.weight), (here,))], key=lambda term: term[0])
+            terms = sorted([*terms, (here, Summand(self._own(number, index), self._me.weight), (here,))], key=lambda term: term[0])
         if not terms:
             lost = tuple(arrivals.lost) if arrivals is not None else ()
             return [], (), Failed(lost, f"no contribution to cell {number} arrived")
@@ -300,7 +299,9 @@ class Round:
                 return
             state.add(chunk, digest)
 
-    def _seal(self, number: int, index: int, places: tuple[int, ...], codec: Codec, terms: list[Term], divisor: float) -> tuple[Chunk, str]:
+    def _seal(
+        self, number: int, index: int, places: tuple[int, ...], codec: Codec, terms: list[Summand], divisor: float
+    ) -> tuple[EncodedChunk, str]:
         chunk = self._encode_sum(number, index, places, codec, terms, divisor)
         if not self._out.numel():
             return chunk, chunk_digest(chunk)
@@ -309,7 +310,7 @@ class Round:
 
     # ---- the result: what others reduced
 
-    async def reduced(self, pull: Pull, peer: str) -> AsyncIterator[Item]:
+    async def reduced(self, pull: PullChunks, peer: str) -> AsyncIterator[Item]:
         """A reduced cell, chunk by chunk as it becomes ready."""
         number, _ = self._cell(pull)
         pacing = self._handing_out[self.plan.member(peer).site == self._me.site]
@@ -362,7 +363,7 @@ class Round:
             asked = self._peers.clock()
             return state.over or state.held == until
 
-        request = Pull(self.plan.id, number, state.held, until)
+        request = PullChunks(self.plan.id, number, state.held, until)
         return await self._watch.pull(pulling, lambda: self._peers.reduced(source, request), take)
 
     async def _salvage(self, number: int, source: str, reason: str) -> None:
@@ -385,7 +386,7 @@ class Round:
         """Takes what a member has; whether it may have more later."""
         state, limit = self.cells[number], self.plan.stall_seconds
         try:
-            progress = await self._peers.progress(name, Pull(self.plan.id, number))
+            progress = await self._peers.progress(name, PullChunks(self.plan.id, number))
         except FabricError:
             return False
         if progress.held > state.held:
@@ -394,12 +395,12 @@ class Round:
 
     # ---- checks and threads
 
-    def _cell(self, pull: Pull) -> tuple[int, Cell]:
+    def _cell(self, pull: PullChunks) -> tuple[int, Cell]:
         if pull.round != self.plan.id or not 0 <= pull.cell < len(self.cells) or pull.first < 0:
             raise RefusedError(f"round {self.plan.id} has no cell {pull.cell} of round {pull.round} from chunk {pull.first} on")
         return pull.cell, self.plan.cells[pull.cell]
 
-    def _check_chunk(self, number: int, chunk: Chunk) -> None:
+    def _check_chunk(self, number: int, chunk: EncodedChunk) -> None:
         """Before anything is decoded: is it so many values of a kind that is summed?"""
         start, stop = self.cells[number].spans[chunk.index]
         if chunk.header.shape != (stop - start,):
@@ -407,7 +408,7 @@ class Round:
         if chunk.header.dtype not in {self.plan.dtype, *(str(dtype).removeprefix("torch.") for dtype in ACCUMULATED)}:
             raise CodecError(f"a chunk of {chunk.header.dtype}, which is not summed")
 
-    def _check_reduced(self, number: int, chunk: Chunk) -> None:
+    def _check_reduced(self, number: int, chunk: EncodedChunk) -> None:
         state = self.cells[number]
         allowed = {self.plan.index[name] for name in self.plan.contributors}
         if chunk.index != state.held or not chunk.contributors or not set(chunk.contributors) <= allowed:
@@ -430,7 +431,7 @@ def _seen(task: "asyncio.Task[Item]") -> None:
 
 
 def _nbytes(item: Item) -> int:
-    return sum(part.nbytes for part in item.parts) if isinstance(item, Chunk) else 0
+    return sum(part.nbytes for part in item.parts) if isinstance(item, EncodedChunk) else 0
 
 
 def _checked_buffer(plan: RoundPlan, weight: float | None, buffer: torch.Tensor | None) -> torch.Tensor | None:
@@ -440,16 +441,13 @@ def _checked_buffer(plan: RoundPlan, weight: float | None, buffer: torch.Tensor 
     if buffer is None or buffer.numel() != plan.elements:
         size = "none" if buffer is None else str(buffer.numel())
         raise FabricError(f"round {plan.id}: a contribution of {plan.elements} values was due, got {size}")
-    alone = len(plan.contributors) == 1 and weight == 1.0 and not plan.mean
-    if buffer.dtype not in ACCUMULATED and not (alone and buffer.dtype == DTYPES[plan.dtype]):
+    if buffer.dtype not in ACCUMULATED:
         raise FabricError(f"round {plan.id}: {buffer.dtype} cannot be summed; contribute float32, bfloat16 or float16")
     return buffer.detach().cpu().contiguous().view(-1)
 
 
 def _begun_feedback(plan: RoundPlan, name: str, codecs: LinkCodecs, feedback: SumFeedback | None) -> SumFeedback | None:
-    """The feedback, in use from now on; none where nothing is encoded."""
-    if plan.exact:
-        return None
+    """The feedback, in use from now on."""
     if feedback is None and codecs.needs_feedback:
         raise FabricError(f"round {plan.id}: its codecs leave most values out and need error feedback; give reduce a SumFeedback")
     if feedback is not None:

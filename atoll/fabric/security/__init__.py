@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from atoll.fabric.fingerprint import job_fingerprint
-    from atoll.fabric.roles import allowed
     from atoll.fabric.security.authority import Authority
+    from atoll.fabric.security.certificates import ROLES, Identity, Role
     from atoll.fabric.security.credentials import Credentials
     from atoll.fabric.security.enrolment import enrol
-    from atoll.fabric.security.identity import ROLES, Identity, Role
-    from atoll.fabric.security.member import Member, serve
+    from atoll.fabric.security.member import RunMember, serve
     from atoll.fabric.security.token import Token
+    from atoll.fabric.service import allowed
 
 __all__ = [
     "ROLES",
     "Authority",
     "Credentials",
     "Identity",
-    "Member",
+    "RunMember",
     "Role",
     "Token",
     "allowed",
@@ -31,14 +31,14 @@ __all__ = [
 ]
 
 _HOME = {
-    "ROLES": "atoll.fabric.security.identity",
+    "ROLES": "atoll.fabric.security.certificates",
     "Authority": "atoll.fabric.security.authority",
     "Credentials": "atoll.fabric.security.credentials",
-    "Identity": "atoll.fabric.security.identity",
-    "Member": "atoll.fabric.security.member",
-    "Role": "atoll.fabric.security.identity",
+    "Identity": "atoll.fabric.security.certificates",
+    "RunMember": "atoll.fabric.security.member",
+    "Role": "atoll.fabric.security.certificates",
     "Token": "atoll.fabric.security.token",
-    "allowed": "atoll.fabric.roles",
+    "allowed": "atoll.fabric.service",
     "enrol": "atoll.fabric.security.enrolment",
     "job_fingerprint": "atoll.fabric.fingerprint",
     "serve": "atoll.fabric.security.member",

@@ -1,8 +1,16 @@
-"""Keys and certificates of a run, by `cryptography`: Ed25519 throughout. Pure: time comes from outside, nothing is written."""
+"""Keys and certificates of a run, by `cryptography`: Ed25519 throughout. Pure: time comes from outside, nothing is written.
+
+Who a member is (its run, role and name) is one URI inside its certificate; what a peer says of itself counts for nothing. Who is shut out
+is a numbered list, signed by the authority, that members pass on and check at every connection.
+"""
 
 import datetime
 import hashlib
+import re
+import time
+from typing import Literal, TypeAlias, get_args
 
+import msgspec
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -10,10 +18,18 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from atoll.errors import RefusedError
-from atoll.fabric.security.identity import Identity, identity_of
 
 __all__ = [
+    "ROLES",
+    "Identity",
+    "Revocations",
+    "Revoked",
+    "Role",
+    "SignedRevocations",
     "check_issued",
+    "check_name",
+    "check_role",
+    "identity_of",
     "key_digest",
     "load_certificate",
     "make_authority_certificate",
@@ -22,8 +38,115 @@ __all__ = [
     "private_pem",
     "public_bytes",
     "read_request",
+    "read_revocations",
     "run_of",
+    "sign_revocations",
 ]
+
+Role: TypeAlias = Literal["worker", "feeder", "observer", "coordinator"]
+ROLES: tuple[Role, ...] = get_args(Role)
+"""What a member may be. `coordinator` is never given for a token."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_RESERVED = re.compile(r"(authority|coordinator|feeder|worker-\d{1,4})(-r\d{1,4})?(-\d{1,4})?")
+_URI = re.compile(r"atoll://([0-9a-f]{16})/([a-z]+)/([A-Za-z0-9._-]+)")
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """A member: of which run, as what, under which name."""
+
+    run: str  # the digest of its authority's key
+    role: Role
+    name: str
+
+    @property
+    def uri(self) -> str:
+        """As it stands in a certificate."""
+        return f"atoll://{self.run}/{self.role}/{self.name}"
+
+
+def check_name(name: str) -> str:
+    """A name a member may have; RefusedError if not."""
+    if not _NAME.fullmatch(name):
+        raise RefusedError(f"{name[:80]!r} is no name for a member: use up to 63 letters, digits, '.', '_', '-', a letter or digit first")
+    return name
+
+
+def is_reserved(name: str) -> bool:
+    """Whether a name is one of a run's own processes, as its launcher calls them: nobody who joins may be called so."""
+    return _RESERVED.fullmatch(name.lower()) is not None
+
+
+def check_role(role: str) -> Role:
+    """A role there is; RefusedError if not."""
+    for known in ROLES:
+        if role == known:
+            return known
+    raise RefusedError(f"{role[:80]!r} is no role; there are {', '.join(ROLES)}")
+
+
+def identity_of(certificate: x509.Certificate) -> Identity:
+    """What a certificate says; RefusedError if it is not a member's. Its signature was checked by TLS."""
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    except (x509.ExtensionNotFound, ValueError):
+        uris = []
+    found = _URI.fullmatch(uris[0]) if len(uris) == 1 else None
+    if found is None:
+        raise RefusedError("its certificate does not say which member of which run it is for")
+    return Identity(found[1], check_role(found[2]), check_name(found[3]))
+
+
+_CONTEXT = b"atoll revocations\0"  # what the authority's key signs here can be taken for nothing else it signs
+
+
+class Revoked(msgspec.Struct, frozen=True):
+    """A certificate that no longer counts."""
+
+    serial: str  # hexadecimal
+    name: str
+    reason: str
+    unix_seconds: float  # when
+    expires_unix_seconds: float  # when the certificate would have ended anyway, and this can be forgotten
+
+
+class Revocations(msgspec.Struct, frozen=True):
+    """All of them. A higher number is newer."""
+
+    number: int = 0
+    entries: tuple[Revoked, ...] = ()
+
+    def check(self, serial: int) -> None:
+        """RefusedError if the certificate was revoked."""
+        written = f"{serial:x}"
+        for entry in self.entries:
+            if entry.serial == written:
+                when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(entry.unix_seconds))
+                raise RefusedError(f"the certificate of {entry.name} was revoked at {when} UTC: {entry.reason}")
+
+
+class SignedRevocations(msgspec.Struct, frozen=True):
+    """The list as it travels and lies in files."""
+
+    data: bytes
+    signature: bytes
+
+
+def sign_revocations(revocations: Revocations, key: Ed25519PrivateKey) -> SignedRevocations:
+    """The authority's word for it."""
+    data = msgspec.msgpack.encode(revocations)
+    return SignedRevocations(data, key.sign(_CONTEXT + data))
+
+
+def read_revocations(signed: SignedRevocations, authority_key: bytes) -> Revocations:
+    """The list, if the authority signed it; RefusedError if not."""
+    try:
+        Ed25519PublicKey.from_public_bytes(authority_key).verify(signed.signature, _CONTEXT + signed.data)
+        return msgspec.msgpack.decode(signed.data, type=Revocations)
+    except (InvalidSignature, ValueError, msgspec.DecodeError):
+        raise RefusedError("a list of revocations that the run's authority did not sign") from None
+
 
 _SKEW = datetime.timedelta(minutes=5)  # that clocks may differ
 _REQUEST_BYTES = 4096

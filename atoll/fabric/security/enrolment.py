@@ -16,11 +16,11 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from atoll.errors import FabricError, PeerLostError, RefusedError
+from atoll.events import Observer, PeerRetried
 from atoll.fabric.address import split_address
 from atoll.fabric.security.authority import Authority, Certified
-from atoll.fabric.security.certificates import check_issued, load_certificate, make_request
+from atoll.fabric.security.certificates import check_issued, check_name, load_certificate, make_request
 from atoll.fabric.security.credentials import ENROL_PROTOCOL, Credentials
-from atoll.fabric.security.identity import check_name
 from atoll.fabric.security.token import Token
 from atoll.fabric.tls import shake_hands, tls_failure
 from atoll.units import format_seconds
@@ -72,17 +72,23 @@ _ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def enrol(
-    address: str, token: str, name: str, *, timeout_seconds: float = 20.0, patience_seconds: float = 0.0, say: Callable[[str], None] = print
+    address: str,
+    token: str,
+    name: str,
+    *,
+    timeout_seconds: float = 20.0,
+    patience_seconds: float = 0.0,
+    observer: Observer = lambda event: None,
 ) -> Credentials:
     """Enrols with a token at the address of a run's authority. Errors are sentences; nothing secret is sent to anybody else.
 
     Several addresses, with commas between, are tried in turn: only the one that coordinates answers. With patience they are tried again
-    where nobody answers, as a coordinator may just be starting; `say` is told once.
+    where nobody answers, as a coordinator may just be starting; `observer` hears of it once.
     """
     parsed = Token.parse(token)
     check_name(name)
     key = Ed25519PrivateKey.generate()
-    secured, address = _reach(address.split(","), timeout_seconds, patience_seconds, say)
+    secured, address = _reach(address.split(","), timeout_seconds, patience_seconds, observer)
     with secured:
         _check_authority(secured, parsed, address)
         _say(secured, Ask(parsed.id, parsed.secret, name, make_request(key)))
@@ -95,9 +101,7 @@ def enrol(
     return credentials
 
 
-def _reach(
-    addresses: Sequence[str], timeout_seconds: float, patience_seconds: float, say: Callable[[str], None]
-) -> tuple[ssl.SSLSocket, str]:
+def _reach(addresses: Sequence[str], timeout_seconds: float, patience_seconds: float, observer: Observer) -> tuple[ssl.SSLSocket, str]:
     """A connection with the first that answers, and where that is."""
     until, said = time.monotonic() + patience_seconds, False
     for attempt in itertools.count(1):
@@ -111,7 +115,8 @@ def _reach(
             if left <= 0:
                 raise PeerLostError(f"{error}; is the run still going, and does it listen there for other machines (--listen)?") from error
             if not said:
-                say(f"{error}; trying again for {format_seconds(patience_seconds)}")
+                reason = f"{error}; retrying for {format_seconds(patience_seconds)}"
+                observer(PeerRetried(peer=address, attempt=attempt, delay_seconds=_AGAIN_SECONDS, reason=reason))
                 said = True
             time.sleep(min(_AGAIN_SECONDS, left))
     raise AssertionError("it counts for ever")

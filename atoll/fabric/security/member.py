@@ -1,4 +1,4 @@
-"""Member: a process in a run, on a fabric where everybody proves who they are. It keeps its certificate fresh and knows who is shut out.
+"""RunMember: a process in a run, on a fabric where everybody proves who they are. It keeps its certificate fresh and knows who is shut out.
 
 ```python
 authority = Authority.create(run_directory)                       # where the run is started
@@ -6,7 +6,7 @@ coordinator, address = serve(authority, "0.0.0.0:7000", services=[…])
 with coordinator:
     token = authority.issue_token("worker", uses=8)
 
-with Member(enrol("host:7000", token, "rome"), services=[…]) as rome:   # elsewhere
+with RunMember(enrol("host:7000", token, "rome"), services=[…]) as rome:   # elsewhere
     coordinator = rome.join("host:7000")
     oslo = rome.reach("oslo", coordinator)                        # through the coordinator, where neither can be dialled
 ```
@@ -24,25 +24,29 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from atoll.errors import FabricError, RefusedError
 from atoll.events import AnyEvent, CertificateIssued, CertificateRevoked, Observer, PeerChanged, PeerRefused, RenewalFailed
-from atoll.fabric.backoff import Backoff
 from atoll.fabric.connection import ConnectionSettings
-from atoll.fabric.deadline import DeadlineRule
+from atoll.fabric.deadline import Backoff, DeadlineRule
 from atoll.fabric.fabric import Fabric
-from atoll.fabric.headers import Hello
-from atoll.fabric.method import Peer
+from atoll.fabric.frame import Hello
 from atoll.fabric.relay import Relay, RelayEnd
 from atoll.fabric.remote import Remote
-from atoll.fabric.roles import allowed, authorisation, roles_table
 from atoll.fabric.security.authority import Authority, Certified
-from atoll.fabric.security.certificates import load_certificate, make_request
+from atoll.fabric.security.certificates import (
+    ROLES,
+    Revocations,
+    SignedRevocations,
+    identity_of,
+    load_certificate,
+    make_request,
+    read_revocations,
+)
 from atoll.fabric.security.credentials import Credentials
 from atoll.fabric.security.enrolment import Door
-from atoll.fabric.security.identity import ROLES, identity_of
-from atoll.fabric.security.revocations import Revocations, SignedRevocations, read_revocations
+from atoll.fabric.service import CallingPeer, allowed, authorisation, roles_table
 from atoll.fabric.shaped import ShapedLink
 from atoll.fabric.tcp import TcpCarrier
 
-__all__ = ["AuthorityService", "Member", "MemberService", "Renewal", "serve"]
+__all__ = ["AuthorityService", "RunMember", "MemberService", "Renewal", "serve"]
 
 _WATCH_SECONDS = 0.5  # between looks at the ledger for what other processes did
 _LONGEST_NAP_SECONDS = 30.0  # a machine may sleep: wall clocks go on, timers do not
@@ -64,7 +68,7 @@ class AuthorityService:
         self._authority, self._issued, self._refused = authority, issued, refused
 
     @allowed(*ROLES)
-    async def renew(self, request: bytes, peer: Peer) -> Renewal:
+    async def renew(self, request: bytes, peer: CallingPeer) -> Renewal:
         """A new certificate for the same member, for the key of a signing request. Name and role are those of the certificate it showed."""
         try:
             certified = await asyncio.to_thread(self._authority.renew, peer.name, peer.role, request)
@@ -82,12 +86,12 @@ class MemberService:
         self._learn = learn
 
     @allowed(*ROLES)
-    async def revoked(self, signed: SignedRevocations, peer: Peer) -> None:
+    async def revoked(self, signed: SignedRevocations, peer: CallingPeer) -> None:
         """A list of revocations, which anybody may pass on, since the authority signed it."""
         self._learn(signed)
 
 
-class Member:
+class RunMember:
     """This process in its run. Close it (or use `with`).
 
     `services` state who may call them with `@allowed`; what they do not state is refused. `fingerprint` (of `job_fingerprint`) must be
@@ -309,12 +313,12 @@ def serve(
     relay: Relay | None = None,
     settings: ConnectionSettings | None = None,
     seed: int | None = None,
-) -> tuple[Member, str]:
+) -> tuple[RunMember, str]:
     """The run's coordinator, accepting members and those with tokens at one address; returns it and the address to dial.
 
     It relays between members that cannot be dialled, unless given a Relay with other limits.
     """
-    member = Member(
+    member = RunMember(
         authority.credentials(name),
         services=services,
         observer=observer,

@@ -23,12 +23,3 @@ process, without a group, and no more memory than a block of a tensor.
 What holds after a failure. Whenever and wherever a process dies, the newest checkpoint that was whole is found and can be read. A save that
 fails on one rank fails on all, leaves nothing behind and does not end the run, unless it was the final one.
 """
-
-from atoll.runtime.checkpoint.checkpointer import Checkpointer, Outcome
-from atoll.runtime.checkpoint.export import Exported, export
-from atoll.runtime.checkpoint.held import Held
-from atoll.runtime.checkpoint.loading import Loaded
-from atoll.runtime.checkpoint.manifest import RunIdentity
-from atoll.runtime.checkpoint.weights import import_weights
-
-__all__ = ["Checkpointer", "Exported", "Held", "Loaded", "Outcome", "RunIdentity", "export", "import_weights"]

@@ -16,13 +16,12 @@ from atoll.errors import AtollError, CheckpointError, JobFailedError
 from atoll.events import CheckpointFailed, CheckpointSaved
 from atoll.runtime.checkpoint.assignment import Outline
 from atoll.runtime.checkpoint.directory import partial_path, step_path, tidy
-from atoll.runtime.checkpoint.exchange import Ranks
-from atoll.runtime.checkpoint.held import Held, Piece, pieces
+from atoll.runtime.checkpoint.exchange import CheckpointRanks
 from atoll.runtime.checkpoint.loading import Loaded, load_from
+from atoll.runtime.checkpoint.local_shard import LocalShard, Piece, pieces
 from atoll.runtime.checkpoint.manifest import MODEL, RunIdentity, SmallState
 from atoll.runtime.checkpoint.optimizer_state import optimizer_state
-from atoll.runtime.checkpoint.saving import Agreement, Background, explain, outlines
-from atoll.runtime.checkpoint.staging import Staging
+from atoll.runtime.checkpoint.saving import Agreement, Background, Staging, explain, outlines
 from atoll.runtime.checkpoint.values import to_plain
 
 __all__ = ["Checkpointer", "Outcome"]
@@ -77,7 +76,7 @@ class Checkpointer:
     ) -> None:
         assert keep_last is None or keep_last >= 1
         self.directory, self.identity, self.keep_last = directory, identity, keep_last
-        self._ranks = Ranks(group)
+        self._ranks = CheckpointRanks(group)
         self._staging = Staging()
         self._agreement = Agreement(self._ranks)
         self._thread: threading.Thread | None = None
@@ -89,7 +88,7 @@ class Checkpointer:
     def save(
         self,
         step: int,
-        tensors: Sequence[Held],
+        tensors: Sequence[LocalShard],
         *,
         optimizers: Sequence[torch.optim.Optimizer] = (),
         extra: Mapping[str, Any] | None = None,
@@ -130,7 +129,12 @@ class Checkpointer:
         return ended
 
     def load(
-        self, tensors: Sequence[Held], *, optimizers: Sequence[torch.optim.Optimizer] = (), step: int | None = None, check: bool = True
+        self,
+        tensors: Sequence[LocalShard],
+        *,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        step: int | None = None,
+        check: bool = True,
     ) -> Loaded | None:
         """Fill the tensors and the optimizers from the checkpoint of `step`, or the latest; None when there is none.
 
@@ -152,7 +156,7 @@ class Checkpointer:
             self._thread.join(_GRACE_SECONDS)
 
     def _start(
-        self, began: float, step: int, tensors: Sequence[Held], optimizers: Sequence[torch.optim.Optimizer], extra: Mapping[str, Any]
+        self, began: float, step: int, tensors: Sequence[LocalShard], optimizers: Sequence[torch.optim.Optimizer], extra: Mapping[str, Any]
     ) -> Outcome | None:
         """Agree with the other ranks who writes what, copy it and start writing. An Outcome when that failed."""
         path = step_path(self.directory, step)
@@ -209,7 +213,7 @@ class Checkpointer:
             partial.mkdir()
 
 
-def _content(tensors: Sequence[Held], optimizers: Sequence[torch.optim.Optimizer], extra: Mapping[str, Any]) -> _Content:
+def _content(tensors: Sequence[LocalShard], optimizers: Sequence[torch.optim.Optimizer], extra: Mapping[str, Any]) -> _Content:
     state = optimizer_state(optimizers, tensors)
     keyed = [(MODEL + held.name, held) for held in tensors] + state.tensors
     mine = pieces(keyed)

@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 
 from atoll.errors import CheckpointError
-from atoll.runtime.checkpoint.manifest import MANIFEST, read_manifest
+from atoll.runtime.checkpoint.manifest import MANIFEST, read_manifest, seal, unseal
 from atoll.runtime.checkpoint.safetensors_file import sync_directory, write_atomically
 
-__all__ = ["commit", "find", "partial_path", "prune", "step_path", "steps", "tidy"]
+__all__ = ["candidates", "commit", "find", "partial_path", "prune", "step_path", "steps", "tidy"]
 
 _LATEST = "latest"
 
@@ -56,10 +56,20 @@ def find(directory: Path, step: int | None) -> Path | None:
     return step_path(directory, latest if latest in present else present[-1])
 
 
+def candidates(directory: Path, step: int | None) -> list[Path]:
+    """Where to look for what to resume from, best first: as `find` says, then the others, newest first. Whoever reads finds damage."""
+    if step is not None:
+        return [path for path in (find(directory, step),) if path is not None]
+    matches = (re.fullmatch(r"step-(\d{8,})", path.name) for path in directory.glob("step-*") if path.is_dir())
+    there = sorted((int(match[1]) for match in matches if match), reverse=True)
+    latest = _latest(directory)
+    return [step_path(directory, step) for step in sorted(there, key=lambda step: step != latest)]
+
+
 def _latest(directory: Path) -> int | None:
     try:
-        return msgspec.json.decode((directory / _LATEST).read_bytes(), type=_Latest).step
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return msgspec.json.decode(unseal(directory / _LATEST, (directory / _LATEST).read_bytes()), type=_Latest).step
+    except (OSError, CheckpointError, msgspec.DecodeError, UnicodeDecodeError):
         return None  # lost, but the directories themselves tell
 
 
@@ -72,7 +82,7 @@ def commit(directory: Path, step: int) -> Path:
         final.rename(replaced)
     partial.rename(final)
     sync_directory(directory)
-    write_atomically(directory / _LATEST, msgspec.json.encode(_Latest(step)))
+    write_atomically(directory / _LATEST, seal(msgspec.json.encode(_Latest(step))))
     if replaced.exists():
         shutil.rmtree(replaced)
     return final

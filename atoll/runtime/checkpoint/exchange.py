@@ -6,12 +6,12 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-__all__ = ["Ranks"]
+__all__ = ["CheckpointRanks"]
 
 T = TypeVar("T")
 
 
-class Ranks:
+class CheckpointRanks:
     """The ranks that save and load together. Without a group, this process alone."""
 
     def __init__(self, group: "dist.ProcessGroup | None") -> None:

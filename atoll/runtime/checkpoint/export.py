@@ -13,12 +13,12 @@ import msgspec
 import torch
 
 from atoll.errors import CheckpointError
-from atoll.runtime.checkpoint.held import Piece
+from atoll.runtime.checkpoint.local_shard import Piece
 from atoll.runtime.checkpoint.manifest import MODEL, Index, StoredTensor
 from atoll.runtime.checkpoint.rectangles import Rectangle, split_longest, whole
 from atoll.runtime.checkpoint.safetensors_file import DTYPES, Entry, raw_bytes, write_atomically, write_safetensors
-from atoll.runtime.checkpoint.source import find_checkpoint, model_tensors
 from atoll.runtime.checkpoint.storage import check_chunks, read_pieces
+from atoll.runtime.checkpoint.weights import find_checkpoint, model_tensors
 
 __all__ = ["Exported", "export"]
 

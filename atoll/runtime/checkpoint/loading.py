@@ -1,5 +1,6 @@
 """Loading: from whatever layout a checkpoint was written in to whatever layout is asked for, with every mismatch named."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,15 +9,16 @@ from typing import Any
 import msgspec
 import torch
 
-from atoll.errors import CheckpointError
-from atoll.runtime.checkpoint.directory import find
-from atoll.runtime.checkpoint.exchange import Ranks
-from atoll.runtime.checkpoint.held import Held, Keyed, pieces
+from atoll.errors import CheckpointError, DamagedCheckpointError
+from atoll.events import CheckpointRestored
+from atoll.runtime.checkpoint.directory import candidates
+from atoll.runtime.checkpoint.exchange import CheckpointRanks
+from atoll.runtime.checkpoint.local_shard import Keyed, LocalShard, pieces
 from atoll.runtime.checkpoint.manifest import (
     MODEL,
+    CheckpointManifest,
     Chunk,
     Index,
-    Manifest,
     RunIdentity,
     differences,
     model_shapes,
@@ -38,59 +40,78 @@ class Loaded:
 
     step: int
     path: Path
-    manifest: Manifest
+    manifest: CheckpointManifest
     extra: dict[str, Any]
     differences: tuple[str, ...]  # what has changed since, but may: sentences
+
+    def event(self, at_seconds: float) -> CheckpointRestored:
+        """It as something that happened in the run."""
+        return CheckpointRestored(at_seconds=at_seconds, step=self.step, path=str(self.path), notes=self.differences)
 
 
 class _Said(msgspec.Struct):
     """What a rank says to the others: a path, names, or what went wrong."""
 
     error: str | None = None
-    path: str | None = None
+    damaged: bool = False  # and not something else
+    paths: list[str] = []
     names: list[str] = []
 
 
 def load_from(
-    ranks: Ranks,
+    ranks: CheckpointRanks,
     directory: Path,
     identity: RunIdentity,
-    tensors: Sequence[Held],
+    tensors: Sequence[LocalShard],
     optimizers: Sequence[torch.optim.Optimizer],
     step: int | None,
     check: bool,
 ) -> Loaded | None:
-    """Fill the tensors and optimizers from a checkpoint; None when the directory has none. When a rank fails, every rank raises."""
-    path = _agreed_path(ranks, directory, step)
-    if path is None:
-        return None
-    task = _Task(ranks, path, identity, tensors, optimizers, check)
+    """Fill the tensors and optimizers from a checkpoint; None when the directory has none. When a rank fails, every rank raises.
+
+    Where the newest is damaged the newest whole one is taken, with a note; one that was asked for by its step must be whole.
+    """
+    damage: list[tuple[Path, str]] = []
+    for path in _agreed_paths(ranks, directory, step):
+        task = _Task(ranks, path, identity, tensors, optimizers, check)
+        loaded, mine = _attempt(task)
+        heard = ranks.gather(mine, _Said)
+        errors = [said for said in heard if said.error is not None]
+        if not errors:
+            assert loaded is not None
+            _check_nothing_is_left(loaded, task.index, heard)
+            notes = [f"{bad.name} is damaged and was passed over: {why}" for bad, why in damage]
+            return dataclasses.replace(loaded, differences=(*notes, *loaded.differences))
+        worst = next((said for said in errors if not said.damaged), errors[0])
+        if not worst.damaged:
+            raise CheckpointError(worst.error or "")
+        damage.append((path, worst.error or ""))
+    if damage:
+        others = f"; nor is any of the {len(damage) - 1} before it whole" if len(damage) > 1 else ""
+        raise DamagedCheckpointError(damage[0][1] + others)
+    return None
+
+
+def _attempt(task: "_Task") -> tuple[Loaded | None, _Said]:
+    names = [held.name for held in task.tensors]
     try:
-        loaded, error = task.run(), None
+        return task.run(), _Said(names=names)
     except CheckpointError as caught:
-        loaded, error = None, str(caught)
-    heard = ranks.gather(_Said(error, names=[held.name for held in tensors]), _Said)
-    for said in heard:
-        if said.error is not None:
-            raise CheckpointError(said.error)
-    assert loaded is not None
-    _check_nothing_is_left(loaded, task.index, heard)
-    return loaded
+        return None, _Said(str(caught), isinstance(caught, DamagedCheckpointError), names=names)
 
 
-def _agreed_path(ranks: Ranks, directory: Path, step: int | None) -> Path | None:
-    """The checkpoint that rank 0 sees: all must read the same."""
+def _agreed_paths(ranks: CheckpointRanks, directory: Path, step: int | None) -> list[Path]:
+    """The checkpoints that rank 0 sees: all must read the same."""
     said = _Said()
     if ranks.rank == 0:
         try:
-            found = find(directory, step)
-            said.path = None if found is None else str(found)
+            said.paths = [str(path) for path in candidates(directory, step)]
         except CheckpointError as error:
             said.error = str(error)
     heard = ranks.gather(said, _Said)[0]
     if heard.error is not None:
         raise CheckpointError(heard.error)
-    return None if heard.path is None else Path(heard.path)
+    return [Path(path) for path in heard.paths]
 
 
 class _Task:
@@ -98,10 +119,10 @@ class _Task:
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: CheckpointRanks,
         path: Path,
         identity: RunIdentity,
-        tensors: Sequence[Held],
+        tensors: Sequence[LocalShard],
         optimizers: Sequence[torch.optim.Optimizer],
         check: bool,
     ) -> None:
@@ -129,9 +150,9 @@ class _Task:
         return Loaded(manifest.step, self.path, manifest, extra, differences(manifest.run, self.identity))
 
 
-def _share(index: Index, ranks: Ranks) -> Iterable[tuple[str, Chunk]]:
+def _share(index: Index, ranks: CheckpointRanks) -> Iterable[tuple[str, Chunk]]:
     """The chunks this rank checks: all ranks together check every one, each about as many bytes."""
-    chunks = [(key, chunk) for key, tensor in index.tensors.items() for chunk in tensor.chunks]
+    chunks = [(key, chunk) for key, tensor in index.tensors.items() for chunk in (*tensor.chunks, *tensor.copies)]
     chunks.sort(key=lambda entry: -entry[1].rectangle.elements * DTYPES[index.tensors[entry[0]].dtype].itemsize)
     return chunks[ranks.rank :: ranks.count]
 

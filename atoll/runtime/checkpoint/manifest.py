@@ -1,15 +1,18 @@
 """What a checkpoint says of itself: `manifest.json` (which run, which step), `index.json` (where each rectangle lies) and `state.json`."""
 
 import hashlib
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import torch
 
-from atoll.errors import CheckpointError
+from atoll.errors import CheckpointError, DamagedCheckpointError
 from atoll.runtime.checkpoint.rectangles import Rectangle, disjoint, whole
-from atoll.runtime.checkpoint.safetensors_file import DTYPES, Entry, write_atomically
+from atoll.runtime.checkpoint.safetensors_file import DTYPES, Entry, StoredFile, write_atomically
 
 __all__ = [
     "INDEX",
@@ -17,20 +20,24 @@ __all__ = [
     "STATE",
     "Chunk",
     "Index",
-    "Manifest",
+    "CheckpointManifest",
     "RunIdentity",
     "SmallState",
     "StoredTensor",
     "differences",
-    "fingerprint",
+    "make_manifest",
+    "merge_small",
     "model_shapes",
+    "number_of",
     "read_index",
     "read_manifest",
     "read_state",
+    "seal",
+    "unseal",
     "write_description",
 ]
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
 MODEL = "model/"  # what keys of parameters and buffers begin with
 
@@ -49,7 +56,7 @@ class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
     model_config: dict[str, Any] | None = None  # of a Hugging Face model: `model.config.to_dict()`
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint's first page; it is written last."""
 
     format: int
@@ -77,6 +84,7 @@ class StoredTensor(msgspec.Struct, frozen=True, kw_only=True):
     shape: tuple[int, ...]
     dtype: str  # as safetensors spells it
     chunks: tuple[Chunk, ...]
+    copies: tuple[Chunk, ...] = ()  # the same numbers once more: parameters that several stages of a swarm use; checked, never read
 
     @property
     def size_bytes(self) -> int:
@@ -85,10 +93,10 @@ class StoredTensor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True):
-    """Where everything is: tensors by key, files with their sizes in bytes."""
+    """Where everything is: tensors by key, and the files that must be there."""
 
     tensors: dict[str, StoredTensor]
-    files: dict[str, int]
+    files: dict[str, StoredFile]
 
 
 class SmallState(msgspec.Struct, kw_only=True):
@@ -100,7 +108,7 @@ class SmallState(msgspec.Struct, kw_only=True):
     extra: dict[str, Any] = {}
 
 
-def fingerprint(shapes: Mapping[str, tuple[int, ...]], optimizer: str) -> str:
+def _fingerprint(shapes: Mapping[str, tuple[int, ...]], optimizer: str) -> str:
     """A hash of what must be the same for a checkpoint to fit."""
     text = msgspec.json.encode([sorted((name, list(shape)) for name, shape in shapes.items()), optimizer])
     return hashlib.sha256(text).hexdigest()
@@ -124,30 +132,69 @@ def differences(stored: RunIdentity, now: RunIdentity) -> tuple[str, ...]:
     )
 
 
-def write_description(directory: Path, manifest: Manifest, index: Index, state: SmallState) -> None:
+def make_manifest(step: int, run: RunIdentity, index: Index, ranks: int) -> CheckpointManifest:
+    """Of a checkpoint written now; the checksums of the other files come when they are written."""
+    return CheckpointManifest(
+        format=FORMAT,
+        step=step,
+        run=run,
+        fingerprint=_fingerprint(model_shapes(index), run.optimizer),
+        torch=str(torch.__version__),
+        atoll=version("atoll"),
+        unix_seconds=time.time(),
+        ranks=ranks,
+        sha256={},
+    )
+
+
+def write_description(directory: Path, manifest: CheckpointManifest, index: Index, state: SmallState) -> None:
     """The three JSON files, the manifest last."""
     texts = {INDEX: msgspec.json.encode(index), STATE: msgspec.json.encode(state)}
     for name, text in texts.items():
         write_atomically(directory / name, text)
     sealed = msgspec.structs.replace(manifest, sha256={name: hashlib.sha256(text).hexdigest() for name, text in texts.items()})
-    write_atomically(directory / MANIFEST, msgspec.json.format(msgspec.json.encode(sealed), indent=1))
+    write_atomically(directory / MANIFEST, seal(msgspec.json.format(msgspec.json.encode(sealed), indent=1)))
 
 
-def read_manifest(directory: Path) -> Manifest:
+class _Sealed(msgspec.Struct, forbid_unknown_fields=True):
+    """A small file that notices when one bit of it changes."""
+
+    sha256: str
+    content: msgspec.Raw
+
+
+def seal(content: bytes) -> bytes:
+    """JSON with a checksum of its own: `{"sha256": …, "content": …}`."""
+    return b'{"sha256":"%s","content":%s}' % (hashlib.sha256(content).hexdigest().encode(), content)
+
+
+def unseal(path: Path, text: bytes) -> bytes:
+    """What was sealed, or an error where a bit of it is not what was written."""
+    content = bytes(_decode(path, text, _Sealed).content)
+    if seal(content) != text:
+        raise DamagedCheckpointError(f"{path}: it is not what was saved: its checksum differs")
+    return content
+
+
+def read_manifest(directory: Path) -> CheckpointManifest:
     """A checkpoint's manifest."""
-    text = _read(directory / MANIFEST)
-    version = _decode(directory / MANIFEST, text, dict[str, Any]).get("format")
-    if version != FORMAT:
-        raise CheckpointError(f"{directory / MANIFEST}: format {version!r}; this Atoll reads format {FORMAT}")
-    return _decode(directory / MANIFEST, text, Manifest)
+    path = directory / MANIFEST
+    text = _read(path)
+    known = _decode(path, text, dict[str, Any])
+    if "format" not in known:  # the format before this one had no seal
+        content = unseal(path, text)
+        known = _decode(path, content, dict[str, Any])
+        if known.get("format") == FORMAT:
+            return _decode(path, content, CheckpointManifest)
+    raise CheckpointError(f"{path}: format {known.get('format')!r}; this Atoll reads format {FORMAT}")
 
 
-def read_state(directory: Path, manifest: Manifest) -> SmallState:
+def read_state(directory: Path, manifest: CheckpointManifest) -> SmallState:
     """A checkpoint's small values."""
     return _decode(directory / STATE, _read_sealed(directory, STATE, manifest), SmallState)
 
 
-def read_index(directory: Path, manifest: Manifest) -> Index:
+def read_index(directory: Path, manifest: CheckpointManifest) -> Index:
     """Where a checkpoint's tensors are: checked to be complete and within the checkpoint's own files."""
     index = _decode(directory / INDEX, _read_sealed(directory, INDEX, manifest), Index)
     for name in index.files:
@@ -158,22 +205,22 @@ def read_index(directory: Path, manifest: Manifest) -> Index:
     return index
 
 
-def _check_tensor(path: Path, key: str, tensor: StoredTensor, files: Mapping[str, int]) -> None:
+def _check_tensor(path: Path, key: str, tensor: StoredTensor, files: Mapping[str, StoredFile]) -> None:
     if tensor.dtype not in DTYPES:
         raise CheckpointError(f"{path}: {key!r}: unknown dtype {tensor.dtype!r}")
     rectangles = [chunk.rectangle for chunk in tensor.chunks]
     inside = all(rectangle.inside(tensor.shape) for rectangle in rectangles)
     if not inside or sum(rectangle.elements for rectangle in rectangles) != whole(tensor.shape).elements or not disjoint(rectangles):
         raise CheckpointError(f"{path}: {key!r}: its chunks do not make up a tensor of shape {list(tensor.shape)}")
-    for chunk in tensor.chunks:
+    for chunk in (*tensor.chunks, *tensor.copies):
         if chunk.file not in files:
             raise CheckpointError(f"{path}: {key!r}: it lies in {chunk.file!r}, which is not among the checkpoint's files")
 
 
-def _read_sealed(directory: Path, name: str, manifest: Manifest) -> bytes:
+def _read_sealed(directory: Path, name: str, manifest: CheckpointManifest) -> bytes:
     text = _read(directory / name)
     if hashlib.sha256(text).hexdigest() != manifest.sha256.get(name):
-        raise CheckpointError(f"{directory / name}: it is not what was saved: its checksum differs from the one in {MANIFEST}")
+        raise DamagedCheckpointError(f"{directory / name}: it is not what was saved: its checksum differs from the one in {MANIFEST}")
     return text
 
 
@@ -181,11 +228,28 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot read it: {error.strerror or error}") from error
+        raise DamagedCheckpointError(f"{path}: cannot read it: {error.strerror or error}") from error
 
 
 def _decode(path: Path, text: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: not what a checkpoint has there: {error}") from error
+        raise DamagedCheckpointError(f"{path}: not what a checkpoint has there: {error}") from error
+
+
+def number_of(groups: list[dict[str, Any]], options: dict[str, Any]) -> int:
+    """Which of the groups has these options; it is added where none has."""
+    if options not in groups:
+        groups.append(options)
+    return groups.index(options)
+
+
+def merge_small(all_ranks: Iterable[SmallState], extra: dict[str, Any]) -> SmallState:
+    """What all ranks know of their parameters, together."""
+    merged = SmallState(extra=extra)
+    for state in all_ranks:
+        merged.parameters.update(state.parameters)
+        numbers = [number_of(merged.groups, options) for options in state.groups]
+        merged.group_of.update({name: numbers[number] for name, number in state.group_of.items()})
+    return merged

@@ -4,7 +4,7 @@ State of a parameter's own shape (moments) follows the parameter. Single numbers
 shape (the factors of Adafactor) can be kept only when the rank holds the whole parameter, since nothing says how it would be divided.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from atoll.errors import CheckpointError
-from atoll.runtime.checkpoint.held import Held, Keyed
-from atoll.runtime.checkpoint.manifest import Index, SmallState
+from atoll.runtime.checkpoint.local_shard import Keyed, LocalShard
+from atoll.runtime.checkpoint.manifest import Index, SmallState, number_of
 from atoll.runtime.checkpoint.rectangles import whole
 from atoll.runtime.checkpoint.safetensors_file import DTYPES
 from atoll.runtime.checkpoint.values import from_plain, to_plain
-from atoll.runtime.stage.holding import Holding
+from atoll.runtime.stage.shard_spec import ShardSpec
 
-__all__ = ["OptimizerState", "allocate_state", "merge_small", "optimizer_state", "restore_groups"]
+__all__ = ["OptimizerState", "allocate_state", "optimizer_state", "restore_groups"]
 
 _PREFIX = "optimizer/"  # then the state's name, a slash, and the parameter's name
 
@@ -31,7 +31,7 @@ class OptimizerState(NamedTuple):
     small: SmallState
 
 
-def optimizer_state(optimizers: Sequence[torch.optim.Optimizer], held: Sequence[Held]) -> OptimizerState:
+def optimizer_state(optimizers: Sequence[torch.optim.Optimizer], held: Sequence[LocalShard]) -> OptimizerState:
     """What there is to save of the optimizers, for the parameters among `held`."""
     by_parameter = {id(part.known_as): part for part in held}
     tensors: list[Keyed] = []
@@ -40,7 +40,7 @@ def optimizer_state(optimizers: Sequence[torch.optim.Optimizer], held: Sequence[
         for group in optimizer.param_groups:
             names = [_known(by_parameter, parameter, optimizer).name for parameter in group["params"]]
             options = {key: to_plain(value, f"optimizer: {key}") for key, value in group.items() if key not in ("params", "param_names")}
-            small.group_of.update(dict.fromkeys(names, _number_of(small.groups, options)))
+            small.group_of.update(dict.fromkeys(names, number_of(small.groups, options)))
         for parameter, state in optimizer.state.items():
             part = _known(by_parameter, parameter, optimizer)
             for name, value in state.items():
@@ -48,19 +48,13 @@ def optimizer_state(optimizers: Sequence[torch.optim.Optimizer], held: Sequence[
     return OptimizerState(tensors, small)
 
 
-def _number_of(groups: list[dict[str, Any]], options: dict[str, Any]) -> int:
-    if options not in groups:
-        groups.append(options)
-    return groups.index(options)
-
-
-def _known(by_parameter: Mapping[int, Held], parameter: Tensor, optimizer: torch.optim.Optimizer) -> Held:
+def _known(by_parameter: Mapping[int, LocalShard], parameter: Tensor, optimizer: torch.optim.Optimizer) -> LocalShard:
     part = by_parameter.get(id(parameter))
     assert part is not None, f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that is not among the tensors"
     return part
 
 
-def _add(tensors: list[Keyed], small: SmallState, part: Held, name: str, value: object) -> None:
+def _add(tensors: list[Keyed], small: SmallState, part: LocalShard, name: str, value: object) -> None:
     where = f"optimizer: {name!r} of {part.name!r}"
     if "/" in name:
         raise CheckpointError(f"{where}: state with a slash in its name cannot be saved")
@@ -71,7 +65,7 @@ def _add(tensors: list[Keyed], small: SmallState, part: Held, name: str, value: 
         small.parameters.setdefault(part.name, {})[name] = to_plain(local, where)
     elif part.holding.dim is None and part.flat is None:
         shape = tuple(local.shape)
-        tensors.append((f"{_PREFIX}{name}/{part.name}", Held(Holding(name=part.name, shape=shape), local)))
+        tensors.append((f"{_PREFIX}{name}/{part.name}", LocalShard(ShardSpec(name=part.name, shape=shape), local)))
     else:
         raise CheckpointError(
             f"{where}: it has the shape {list(local.shape)}, not the parameter's, so it cannot be saved where the parameter is divided; "
@@ -79,18 +73,8 @@ def _add(tensors: list[Keyed], small: SmallState, part: Held, name: str, value: 
         )
 
 
-def merge_small(all_ranks: Iterable[SmallState], extra: dict[str, Any]) -> SmallState:
-    """What all ranks know of their parameters, together."""
-    merged = SmallState(extra=extra)
-    for state in all_ranks:
-        merged.parameters.update(state.parameters)
-        numbers = [_number_of(merged.groups, options) for options in state.groups]
-        merged.group_of.update({name: numbers[number] for name, number in state.group_of.items()})
-    return merged
-
-
 def allocate_state(
-    optimizers: Sequence[torch.optim.Optimizer], held: Sequence[Held], index: Index, small: SmallState
+    optimizers: Sequence[torch.optim.Optimizer], held: Sequence[LocalShard], index: Index, small: SmallState
 ) -> tuple[list[Keyed], Callable[[], None]]:
     """Room for the stored state of the optimizers' parameters, to be filled; and a function that then puts it into the optimizers."""
     by_parameter = {id(part.known_as): part for part in held}
@@ -119,7 +103,7 @@ def allocate_state(
     return room, put
 
 
-def _room(key: str, part: Held, parameter: Tensor, index: Index) -> tuple[Tensor, Held]:
+def _room(key: str, part: LocalShard, parameter: Tensor, index: Index) -> tuple[Tensor, LocalShard]:
     """An empty tensor for stored state, as the optimizer wants it and as the reader does."""
     stored = index.tensors[key]
     if stored.shape == part.holding.shape:
@@ -130,7 +114,7 @@ def _room(key: str, part: Held, parameter: Tensor, index: Index) -> tuple[Tensor
         raise CheckpointError(f"{key!r}: it has the shape {shapes}, so it cannot be loaded where the parameter is divided")
     value = torch.zeros(stored.shape, dtype=DTYPES[stored.dtype], device=parameter.device)
     assert whole(stored.shape).elements == value.numel()
-    return value, Held(Holding(name=part.name, shape=stored.shape), value)
+    return value, LocalShard(ShardSpec(name=part.name, shape=stored.shape), value)
 
 
 def _small_values(name: str, parameter: Tensor, group: Mapping[str, Any], small: SmallState) -> dict[str, Any]:
@@ -139,7 +123,7 @@ def _small_values(name: str, parameter: Tensor, group: Mapping[str, Any], small:
     return {key: value.to(parameter.device) if on_device and isinstance(value, Tensor) else value for key, value in values.items()}
 
 
-def restore_groups(optimizers: Sequence[torch.optim.Optimizer], held: Sequence[Held], small: SmallState) -> None:
+def restore_groups(optimizers: Sequence[torch.optim.Optimizer], held: Sequence[LocalShard], small: SmallState) -> None:
     """Give every group the hyperparameters its parameters had. A group without parameters here keeps its own."""
     by_parameter = {id(part.known_as): part.name for part in held}
     for optimizer in optimizers:

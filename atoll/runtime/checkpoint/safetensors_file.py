@@ -6,6 +6,7 @@ third of a second for 256 MB, in which training stands still (docs/decisions/000
 
 import math
 import os
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -14,9 +15,21 @@ import msgspec
 import torch
 from torch import Tensor
 
-from atoll.errors import CheckpointError
+from atoll.errors import CheckpointError, DamagedCheckpointError
 
-__all__ = ["DTYPES", "Entry", "dtype_name", "raw_bytes", "read_header", "sync_directory", "write_atomically", "write_safetensors"]
+__all__ = [
+    "DTYPES",
+    "Entry",
+    "StoredFile",
+    "checked_entry",
+    "dtype_name",
+    "encode_header",
+    "raw_bytes",
+    "read_header",
+    "sync_directory",
+    "write_atomically",
+    "write_safetensors",
+]
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -52,6 +65,13 @@ class Entry(NamedTuple):
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
+class StoredFile(msgspec.Struct, frozen=True):
+    """What a file must be: its size, and a checksum of its header. The tensors have checksums of their own."""
+
+    size_bytes: int
+    header_crc32: int | None = None  # None: of a file that others wrote
+
+
 class _Stored(msgspec.Struct):
     dtype: str
     shape: tuple[int, ...]
@@ -70,8 +90,8 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def write_safetensors(path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str], write: Callable[[str, BinaryIO], None]) -> int:
-    """Create a file with the entries; `write(name, file)` is called once for each, to write its bytes. On disk when it returns its size."""
+def encode_header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> tuple[bytes, list[str]]:
+    """What a file with these entries begins with, and the order in which their bytes follow."""
     order = sorted(entries, key=lambda name: (-DTYPES[entries[name].dtype].itemsize, name))  # so that every tensor is aligned
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
@@ -81,35 +101,48 @@ def write_safetensors(path: Path, entries: Mapping[str, Entry], metadata: Mappin
         end += entry.size_bytes
     text = msgspec.json.encode(header)
     text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, order
+
+
+def write_safetensors(
+    path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str], write: Callable[[str, BinaryIO], None]
+) -> StoredFile:
+    """Create a file with the entries; `write(name, file)` is called once for each, to write its bytes. It is on disk when it returns."""
+    head, order = encode_header(entries, metadata)
+    announced = len(head) + sum(entry.size_bytes for entry in entries.values())
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(head)
         for name in order:
             write(name, file)
         file.flush()
         size = file.tell()
-        assert size == 8 + len(text) + end, f"{path}: {size} bytes written, {8 + len(text) + end} announced"
+        assert size == announced, f"{path}: {size} bytes written, {announced} announced"
         os.fsync(file.fileno())
-    return size
+    return StoredFile(size, zlib.crc32(head))
 
 
-def read_header(path: Path) -> dict[str, Entry]:
-    """What a safetensors file holds, without reading any of it."""
+def read_header(path: Path, crc32: int | None = None) -> dict[str, Entry]:
+    """What a safetensors file holds, without reading any of it; with a checksum, that its header is what was written."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or not 2 <= length <= min(_LARGEST_HEADER, size - 8):
-                raise CheckpointError(f"{path}: not a safetensors file, or cut short: {size} bytes")
-            header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
+                raise DamagedCheckpointError(f"{path}: not a safetensors file, or cut short: {size} bytes")
+            text = file.read(length)
+        if crc32 is not None and crc32 != zlib.crc32(length.to_bytes(8, "little") + text):
+            raise DamagedCheckpointError(f"{path}: its header is not what was saved: the checksum differs")
+        header = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot read it: {error.strerror or error}") from error
+        raise DamagedCheckpointError(f"{path}: cannot read it: {error.strerror or error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: not a safetensors file: {error}") from error
+        raise DamagedCheckpointError(f"{path}: not a safetensors file: {error}") from error
     header.pop("__metadata__", None)
-    return {name: _checked(path, name, raw, size - 8 - length) for name, raw in header.items()}
+    return {name: checked_entry(str(path), name, raw, size - 8 - length)[0] for name, raw in header.items()}
 
 
-def _checked(path: Path, name: str, raw: msgspec.Raw, data_bytes: int) -> Entry:
+def checked_entry(path: str, name: str, raw: msgspec.Raw, data_bytes: int) -> tuple[Entry, int]:
+    """A tensor as a header tells of it, and where its bytes begin after the header; `path` begins the error when that cannot be."""
     try:
         stored = msgspec.json.decode(raw, type=_Stored)
     except msgspec.DecodeError as error:
@@ -122,7 +155,7 @@ def _checked(path: Path, name: str, raw: msgspec.Raw, data_bytes: int) -> Entry:
         raise CheckpointError(f"{path}: {name!r}: {stop - start} bytes are not a {stored.dtype} of shape {list(stored.shape)}")
     if stop > data_bytes:
         raise CheckpointError(f"{path}: {name!r}: the file is cut short: it ends at byte {stop} of the data and there are {data_bytes}")
-    return entry
+    return entry, start
 
 
 def write_atomically(path: Path, text: bytes) -> None:

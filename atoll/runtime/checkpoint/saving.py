@@ -2,39 +2,36 @@
 
 import hashlib
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 
 from atoll.errors import CheckpointError
 from atoll.runtime.checkpoint.assignment import Assigned, Outline, assign
 from atoll.runtime.checkpoint.directory import commit, partial_path, prune, step_path
-from atoll.runtime.checkpoint.exchange import Ranks
-from atoll.runtime.checkpoint.held import Keyed, Piece
+from atoll.runtime.checkpoint.exchange import CheckpointRanks
+from atoll.runtime.checkpoint.local_shard import Keyed, Piece
 from atoll.runtime.checkpoint.manifest import (
-    FORMAT,
     Index,
-    Manifest,
     RunIdentity,
     SmallState,
     StoredTensor,
-    fingerprint,
-    model_shapes,
+    make_manifest,
+    merge_small,
     write_description,
 )
-from atoll.runtime.checkpoint.optimizer_state import merge_small
+from atoll.runtime.checkpoint.rectangles import intersect
 from atoll.runtime.checkpoint.safetensors_file import DTYPES, dtype_name
 from atoll.runtime.checkpoint.storage import Written, write_pieces
 
-__all__ = ["Agreement", "Background", "explain", "outlines"]
+__all__ = ["Agreement", "Background", "Staging", "explain", "outlines"]
 
 
 def outlines(tensors: Sequence[Keyed], mine: Sequence[Piece]) -> dict[str, Outline]:
@@ -58,7 +55,7 @@ class _Greeting(msgspec.Struct):
 class Agreement:
     """Who writes what. It is worked out when a rank's holdings change, and remembered."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: CheckpointRanks) -> None:
         self._ranks = ranks
         self._digests: list[str] = []
         self._mine: list[Assigned] = []
@@ -80,6 +77,41 @@ class Agreement:
         return self._mine
 
 
+class Staging:
+    """Copies of what a rank is to write, in the CPU's memory, so that training goes on. Its buffers are used again for the next save."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[Assigned, Tensor] = {}
+
+    def copy(self, pieces: Sequence[Piece], assigned: Sequence[Assigned]) -> list[Piece]:
+        """The assigned rectangles, copied out of the pieces that hold them. Training may go on when it returns."""
+        by_key: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            by_key.setdefault(piece.key, []).append(piece)
+        self._buffers = {one: self._buffer(one, by_key[one.key][0].view) for one in assigned}
+        copies = []
+        for one in assigned:
+            source = by_key[one.key][0]
+            for piece in by_key[one.key]:
+                self._copy(one, piece)
+            copies.append(Piece(one.key, source.shape, one.rectangle, self._buffers[one]))
+        if any(piece.view.device.type != "cpu" for piece in pieces):
+            torch.accelerator.synchronize()  # the copies were only queued
+        return copies
+
+    def _buffer(self, one: Assigned, like: Tensor) -> Tensor:
+        known = self._buffers.get(one)
+        if known is not None and known.dtype == like.dtype:
+            return known
+        return torch.empty(one.rectangle.sizes, dtype=like.dtype, pin_memory=like.device.type == "cuda")
+
+    def _copy(self, one: Assigned, piece: Piece) -> None:
+        common = intersect(one.rectangle, piece.rectangle)
+        if common is not None:
+            target = self._buffers[one][common.relative_to(one.rectangle).slices()]
+            target.copy_(piece.view[common.relative_to(piece.rectangle).slices()], non_blocking=True)
+
+
 class _Report(msgspec.Struct):
     """What a rank says after writing its part."""
 
@@ -97,7 +129,7 @@ class _Verdict(msgspec.Struct):
 class Background:
     """A save that has been copied and is to be written. `run` is called in its own thread, on every rank."""
 
-    ranks: Ranks
+    ranks: CheckpointRanks
     directory: Path
     step: int
     identity: RunIdentity
@@ -140,23 +172,13 @@ class Background:
 
     def _commit(self, partial: Path, reports: Sequence[_Report]) -> int:
         index = self._index(reports)
-        manifest = Manifest(
-            format=FORMAT,
-            step=self.step,
-            run=self.identity,
-            fingerprint=fingerprint(model_shapes(index), self.identity.optimizer),
-            torch=str(torch.__version__),
-            atoll=version("atoll"),
-            unix_seconds=time.time(),
-            ranks=self.ranks.count,
-            sha256={},
-        )
+        manifest = make_manifest(self.step, self.identity, index, self.ranks.count)
         write_description(partial, manifest, index, merge_small([report.small for report in reports], self.extra))
         commit(self.directory, self.step)
         if self.keep_last is not None:
             with suppress(OSError):  # one too many is no reason to fail; the next save tries again
                 prune(self.directory, self.step, self.keep_last)
-        return sum(index.files.values())
+        return sum(file.size_bytes for file in index.files.values())
 
     def _index(self, reports: Sequence[_Report]) -> Index:
         written = [report.written for report in reports if report.written is not None]
@@ -166,7 +188,7 @@ class Background:
             )
             for key, outline in sorted(self.everything.items())
         }
-        return Index(tensors=tensors, files={name: size for part in written for name, size in part.files.items()})
+        return Index(tensors=tensors, files={name: file for part in written for name, file in part.files.items()})
 
 
 def _of_rank(rank: int, count: int, text: str) -> str:

@@ -38,11 +38,11 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from atoll.errors import CheckpointError
-from atoll.runtime.checkpoint.held import Piece
+from atoll.errors import DamagedCheckpointError
+from atoll.runtime.checkpoint.local_shard import Piece
 from atoll.runtime.checkpoint.manifest import Chunk, Index, StoredTensor
 from atoll.runtime.checkpoint.rectangles import Rectangle, intersect
-from atoll.runtime.checkpoint.safetensors_file import DTYPES, Entry, dtype_name, raw_bytes, read_header, write_safetensors
+from atoll.runtime.checkpoint.safetensors_file import DTYPES, Entry, StoredFile, dtype_name, raw_bytes, read_header, write_safetensors
 
 __all__ = ["Written", "check_chunks", "read_pieces", "write_pieces"]
 
@@ -51,7 +51,7 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank wrote: chunks by key, files with their sizes."""
 
     chunks: dict[str, list[Chunk]]
-    files: dict[str, int]
+    files: dict[str, StoredFile]
 
 
 def write_pieces(directory: Path, rank: int, pieces: Sequence[Piece]) -> Written:
@@ -63,7 +63,7 @@ def write_pieces(directory: Path, rank: int, pieces: Sequence[Piece]) -> Written
     for piece, result in zip(pieces, results, strict=True):
         checksum = zlib.crc32(raw_bytes(piece.view)) if piece.view.numel() else 0
         chunks[piece.key].append(Chunk(rectangle=piece.rectangle, file=result.storage_data, crc32=checksum))
-    return Written(chunks=chunks, files=writer.sizes)
+    return Written(chunks=chunks, files=writer.files)
 
 
 def read_pieces(directory: Path, index: Index, pieces: Sequence[Piece]) -> None:
@@ -88,7 +88,7 @@ def check_chunks(directory: Path, index: Index, chunks: Iterable[tuple[str, Chun
             for key, chunk in entries:
                 data = file.get_tensor(key)
                 if chunk.crc32 is not None and chunk.crc32 != (zlib.crc32(raw_bytes(data)) if data.numel() else 0):
-                    raise CheckpointError(f"{path}: {key!r}: its bytes are not those that were saved: the checksum differs")
+                    raise DamagedCheckpointError(f"{path}: {key!r}: its bytes are not those that were saved: the checksum differs")
 
 
 @contextmanager
@@ -101,7 +101,7 @@ def _naming(path: Path, keys: Iterable[str]) -> Iterator[None]:
     except (SafetensorError, OSError, RuntimeError, AssertionError, LookupError) as error:
         names = sorted(set(keys))
         shown = ", ".join(repr(name) for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        raise CheckpointError(f"{path}: cannot read {shown}: {error}") from error
+        raise DamagedCheckpointError(f"{path}: cannot read {shown}: {error}") from error
 
 
 class _Pieces(DefaultSavePlanner):
@@ -141,7 +141,7 @@ class _RankWriter(HuggingFaceStorageWriter):
     def __init__(self, directory: Path, rank: int) -> None:
         super().__init__(str(directory), save_distributed=True)
         self.directory, self.number = directory, rank + 1
-        self.sizes: dict[str, int] = {}
+        self.files: dict[str, StoredFile] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         files: list[dict[str, WriteItem]] = []
@@ -155,12 +155,12 @@ class _RankWriter(HuggingFaceStorageWriter):
             places.append(place)
         names = [f"shard-{self.number:05d}-model-{place + 1:05d}-of-{len(files):05d}.safetensors" for place in range(len(files))]
         for name, items in zip(names, files, strict=True):
-            self.sizes[name] = self._write_file(self.directory / name, items, planner)
+            self.files[name] = self._write_file(self.directory / name, items, planner)
         done: Future[list[WriteResult]] = Future()
         done.set_result([_result(item, names[place]) for item, place in zip(plan.items, places, strict=True)])
         return done
 
-    def _write_file(self, path: Path, items: Mapping[str, WriteItem], planner: SavePlanner) -> int:
+    def _write_file(self, path: Path, items: Mapping[str, WriteItem], planner: SavePlanner) -> StoredFile:
         entries: dict[str, Entry] = {}
         offsets: dict[str, dict[str, list[int]]] = {}
         for key, item in items.items():
@@ -264,12 +264,12 @@ def _tensor_metadata(tensor: StoredTensor) -> TensorStorageMetadata:
     )
 
 
-def _check_file(path: Path, expected_bytes: int, key: str) -> None:
+def _check_file(path: Path, stored: StoredFile, key: str) -> None:
     """That the file is there and whole, before it is mapped into memory."""
     try:
         size = path.stat().st_size
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot read it, and {key!r} is in it: {error.strerror or error}") from error
-    if size != expected_bytes:
-        raise CheckpointError(f"{path}: it has {size} bytes and should have {expected_bytes}; {key!r} is in it")
-    read_header(path)
+        raise DamagedCheckpointError(f"{path}: cannot read it, and {key!r} is in it: {error.strerror or error}") from error
+    if size != stored.size_bytes:
+        raise DamagedCheckpointError(f"{path}: it has {size} bytes and should have {stored.size_bytes}; {key!r} is in it")
+    read_header(path, stored.header_crc32)

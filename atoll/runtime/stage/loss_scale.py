@@ -29,8 +29,10 @@ class LossScale:
 
     def state(self) -> dict[str, float]:
         """For a checkpoint."""
-        return {"value": self.value, "good_steps": self.good_steps}
+        return {"value": self.value, "good_steps": self.good_steps, "enabled": self.enabled}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """What `state` gave."""
+        """What `state` gave; a run that did not scale before, or does not now, begins as it would anew."""
+        if not (self.enabled and state.get("enabled", True)):
+            return
         self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

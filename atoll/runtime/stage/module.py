@@ -1,6 +1,6 @@
 """A stage as a module: the units of a StageProgram with the parameters a rank holds, run one after another for a micro-batch."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from atoll.runtime.stage.drawing import Draw, DrawKey
-from atoll.runtime.stage.holding import Holding
 from atoll.runtime.stage.program import StageProgram, Unit
 from atoll.runtime.stage.rewriting import keep_what_is_read, own_region, place_on, seed_draws
+from atoll.runtime.stage.rng import Draw, DrawKey
+from atoll.runtime.stage.shard_spec import ShardSpec
 from atoll.runtime.stage.state import InitialState
 
-__all__ = ["StageBuilder", "StageModule", "UnitModule"]
+__all__ = ["EvaluationBuilder", "StageBuilder", "StageModule", "UnitModule"]
 
 
 class UnitModule(nn.Module):
@@ -63,6 +63,7 @@ class StageModule(nn.Module):
         self._sends = [crossing.name for crossing in program.sends]
         self._results = program.results
         self._dead = _last_uses(program)
+        self.around: Callable[[UnitModule], AbstractContextManager[None]] | None = None  # entered around each unit's run
 
     def forward(self, values: dict[str, Any]) -> tuple[Any, ...]:
         """Run the micro-batch whose values these are; the dict is used up."""
@@ -76,10 +77,19 @@ class StageModule(nn.Module):
         wanted = self._results or self._sends
         return tuple(values[name] if isinstance(name, str) else name for name in wanted)
 
-    @staticmethod
-    def _run(unit: UnitModule, values: dict[str, Any]) -> None:
-        made = unit(*[values[name] for name in unit.inputs])
+    def _run(self, unit: UnitModule, values: dict[str, Any]) -> None:
+        with nullcontext() if self.around is None else self.around(unit):
+            made = unit(*[values[name] for name in unit.inputs])
         values.update(zip(unit.outputs, made, strict=True))
+
+    def all_units(self) -> list[UnitModule]:
+        """In the order they run, the prologue first."""
+        return [unit for unit in (self.prologue, *self.units) if isinstance(unit, UnitModule)]
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether backward runs some of its units again."""
+        return any(isinstance(unit, UnitModule) and unit.recompute for unit in self.units)
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """What the rank holds of each parameter, by the user's name."""
@@ -100,15 +110,14 @@ class StageModule(nn.Module):
     def buffers_by_name(self) -> dict[str, Tensor]:
         """Buffers the rank's units read, by the user's name."""
         found: dict[str, Tensor] = {}
-        for unit in (self.prologue, *self.units):
-            assert isinstance(unit, UnitModule)
+        for unit in self.all_units():
             for attribute, name in unit.buffer_names.items():
                 found[name] = getattr(unit.graph_module, attribute)
         return found
 
     def changed_buffers(self) -> list[str]:
         """Names of the buffers that running the stage changes, such as running statistics."""
-        units = [unit for unit in (self.prologue, *self.units) if isinstance(unit, UnitModule)]
+        units = self.all_units()
         return [unit.buffer_names[attribute] for unit in units for attribute in unit.changes if attribute in unit.buffer_names]
 
 
@@ -127,11 +136,11 @@ class StageBuilder:
 
     def __init__(self, state: InitialState, *, device: torch.device, key: DrawKey) -> None:
         self._state, self._key, self._device = state, key, device
-        self.holdings: dict[str, Holding] = {}
+        self.holdings: dict[str, ShardSpec] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self._buffers: dict[str, Tensor] = {}
 
-    def stage(self, program: StageProgram, recompute: Sequence[bool] = (), holdings: Mapping[str, Holding] | None = None) -> StageModule:
+    def stage(self, program: StageProgram, recompute: Sequence[bool] = (), holdings: Mapping[str, ShardSpec] | None = None) -> StageModule:
         """The stage with the parameters (or the parts that `holdings` name) that the rank holds; `recompute` says it for every unit."""
         for name, holding in (holdings or {}).items():
             known = self.holdings.setdefault(name, holding)
@@ -144,9 +153,9 @@ class StageBuilder:
     def _unit(self, unit: Unit, recompute: bool) -> UnitModule:
         root = nn.Module()
         for attribute, name in unit.parameters.items():
-            root.register_parameter(attribute, self._parameter(name))
+            self._put_parameter(root, attribute, name)
         for attribute, placeholder in unit.buffers.items():
-            root.register_buffer(attribute, self._buffer(placeholder), persistent=False)
+            root.register_buffer(attribute, self.buffer(placeholder), persistent=False)
         for attribute, module in unit.modules.items():
             setattr(root, attribute, own_region(module) if isinstance(module, fx.GraphModule) else module)
         graph_module = fx.GraphModule(root, unit.graph)
@@ -158,15 +167,35 @@ class StageBuilder:
         buffers = {attribute: name for attribute, name in names.items() if name is not None}
         return UnitModule(unit, graph_module, buffers, recompute)
 
+    def _put_parameter(self, root: nn.Module, attribute: str, name: str) -> None:
+        root.register_parameter(attribute, self._parameter(name))
+
     def _parameter(self, name: str) -> nn.Parameter:
         if name not in self.parameters:
             whole = self._state.parameter(name)
-            holding = self.holdings.setdefault(name, Holding(name=name, shape=tuple(whole.shape)))
+            holding = self.holdings.setdefault(name, ShardSpec(name=name, shape=tuple(whole.shape)))
             own = holding.take(whole.detach()).to(self._device, copy=True).contiguous()
             self.parameters[name] = nn.Parameter(own, requires_grad=whole.requires_grad)
         return self.parameters[name]
 
-    def _buffer(self, placeholder: str) -> Tensor:
+    def buffer(self, placeholder: str) -> Tensor:
+        """The one copy of a buffer or constant of the program that this rank's stages read."""
         if placeholder not in self._buffers:
             self._buffers[placeholder] = self._state.value(placeholder).to(self._device, copy=True)
         return self._buffers[placeholder]
+
+
+class EvaluationBuilder(StageBuilder):
+    """Makes stages that hold no parameters, which are put in place while a unit runs, and whose buffers are those of training."""
+
+    def __init__(self, state: InitialState, buffers: Mapping[str, Tensor], *, device: torch.device, key: DrawKey) -> None:
+        super().__init__(state, device=device, key=key)
+        self._trained = buffers  # by the user's names
+
+    def _put_parameter(self, root: nn.Module, attribute: str, name: str) -> None:
+        root.register_buffer(attribute, torch.empty(0, device=self._device), persistent=False)
+
+    def buffer(self, placeholder: str) -> Tensor:
+        """Training's own, where training has it."""
+        name = self._state.buffer_name(placeholder)
+        return self._trained[name] if name is not None and name in self._trained else super().buffer(placeholder)

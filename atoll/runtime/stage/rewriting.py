@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from atoll.graph.regions import arguments_of, draws_in, regions_of, shared_memory, written
-from atoll.runtime.stage.drawing import Draw
+from atoll.runtime.stage.rng import Draw
 
 __all__ = ["keep_what_is_read", "own_region", "place_on", "seed_draws"]
 

@@ -1,6 +1,6 @@
 """Random operators on some rows of a micro-batch: they draw what they would for all of it, so that dividing it changes no number.
 
-Every draw is seeded for its micro-batch (`drawing.py`), and which number falls on which sample depends on the shape drawn for. A piece is
+Every draw is seeded for its micro-batch (`rng.py`), and which number falls on which sample depends on the shape drawn for. A piece is
 therefore filled up to the whole, the operator runs on that, and the piece is cut out again. Only operators that draw as many numbers
 whatever the values are, and mix no samples, can be treated so.
 """
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from atoll.runtime.stage.drawing import Draw
 from atoll.runtime.stage.module import StageModule, UnitModule
 from atoll.runtime.stage.program import Crossing, StageProgram, Unit
+from atoll.runtime.stage.rng import Draw
 from atoll.runtime.stage.sizes import Sizes
 
 __all__ = ["RowDraw", "Rows", "draws_by_rows", "why_rows_cannot_draw"]

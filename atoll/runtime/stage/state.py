@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.export.graph_signature import InputKind
@@ -9,7 +10,7 @@ from torch.export.graph_signature import InputKind
 from atoll.errors import CaptureError
 from atoll.graph.capture import Captured
 
-__all__ = ["InitialState", "tied_names", "unread_state"]
+__all__ = ["InitialState", "model_config", "tied_names", "unread_names", "unread_state"]
 
 
 class InitialState:
@@ -55,6 +56,18 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 def unread_state(captured: Captured, model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers that no operator reads: they keep their first values, and belong into checkpoints all the same."""
+    values = model.state_dict()
+    return {name: values[name].detach().clone() for name in unread_names(captured, model)}
+
+
+def unread_names(captured: Captured, model: nn.Module) -> list[str]:
+    """Their names; the model may be on the meta device."""
     table = captured.liveness.table
     read = {name for value, name in (*table.parameters.items(), *table.buffers.items()) if value.users} | tied_names(model).keys()
-    return {name: value.detach().clone() for name, value in model.state_dict().items() if name not in read}
+    return [name for name in model.state_dict() if name not in read]
+
+
+def model_config(model: nn.Module) -> dict[str, Any] | None:
+    """The configuration a Hugging Face model is loaded by, if it is one."""
+    to_text = getattr(getattr(model, "config", None), "to_json_string", None)
+    return msgspec.json.decode(to_text(), type=dict[str, Any]) if to_text is not None else None

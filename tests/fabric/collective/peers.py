@@ -4,27 +4,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-import torch
-
 from atoll.events import AnyEvent
 from atoll.fabric import ConnectionSettings, Fabric, LivenessRule, MemoryCarrier, ShapedLink, TcpCarrier
-from atoll.fabric.collective import Collective, FixedCodecs, LinkCodecs, StateDonor
-from atoll.fabric.collective.download import PieceRequest
-from atoll.fabric.method import Peer
+from atoll.fabric.collective import Collective, FixedCodecs, LinkCodecs
 
 NAMES = ("a", "b", "c", "d")
-
-
-class Liar(StateDonor):
-    """While it lies, it gives one byte of every other piece wrong."""
-
-    lying = False
-
-    async def piece(self, request: PieceRequest, peer: Peer) -> list[torch.Tensor]:
-        parts = [part.clone() for part in await super().piece(request, peer)]
-        if self.lying and request.piece % 2:
-            parts[0][0] ^= 1
-        return parts
 
 
 class Party:
@@ -33,7 +17,6 @@ class Party:
     def __init__(self) -> None:
         self.fabrics: dict[str, Fabric] = {}
         self.collectives: dict[str, Collective] = {}
-        self.donors: dict[str, Liar] = {}
         self.events: dict[str, list[AnyEvent]] = {}
 
 
@@ -55,12 +38,11 @@ def party(
             chosen = None if adaptive else codecs or FixedCodecs("none")
             collective = Collective(name, codecs=chosen, observer=events.append, threads=1)
             stack.callback(collective.close)
-            donor = Liar()
             carrier = TcpCarrier(link=link) if tcp else memory
             settings = ConnectionSettings(name=name, liveness=LivenessRule(heartbeat_seconds=0.2, silent_beats=50, late_beats=40))
-            fabric = stack.enter_context(Fabric(name, services=[collective.service, donor], carrier=carrier, settings=settings))
+            fabric = stack.enter_context(Fabric(name, services=[collective.service], carrier=carrier, settings=settings))
             collective.attach(fabric)
-            found.fabrics[name], found.collectives[name], found.donors[name], found.events[name] = fabric, collective, donor, events
+            found.fabrics[name], found.collectives[name], found.events[name] = fabric, collective, events
             for address in addresses:
                 fabric.run(fabric.connect(address).connected(30))
             addresses.append(fabric.listen() if tcp else fabric.listen(name))

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from atoll.errors import PeerLostError
-from atoll.fabric.collective import FixedCodecs, Reduction, RoundPlan, SumFeedback
-from atoll.fabric.collective.messages import Item, Progress, Pull
-from atoll.fabric.collective.pulling import Pulling
+from atoll.fabric.collective import FixedCodecs, ReductionResult, RoundPlan, SumFeedback
+from atoll.fabric.collective.messages import CellProgress, Item, PullChunks
+from atoll.fabric.collective.pull import Pulling
 from atoll.fabric.collective.round import Peers, Round
 
 
@@ -103,15 +103,15 @@ class SimulatedPeers(Peers):
     def __init__(self, world: World, name: str) -> None:
         self._world, self._name = world, name
 
-    async def contributions(self, peer: str, pull: Pull) -> AsyncIterator[Item]:  # type: ignore[override]
+    async def contributions(self, peer: str, pull: PullChunks) -> AsyncIterator[Item]:  # type: ignore[override]
         async for item in self._remote(peer, lambda round_: round_.contributions(pull, self._name)):
             yield item
 
-    async def reduced(self, peer: str, pull: Pull) -> AsyncIterator[Item]:  # type: ignore[override]
+    async def reduced(self, peer: str, pull: PullChunks) -> AsyncIterator[Item]:  # type: ignore[override]
         async for item in self._remote(peer, lambda round_: round_.reduced(pull, self._name)):
             yield item
 
-    async def progress(self, peer: str, pull: Pull) -> Progress:
+    async def progress(self, peer: str, pull: PullChunks) -> CellProgress:
         try:
             async with asyncio.timeout(5.0):
                 await self._world.hop(self._name, peer)
@@ -170,10 +170,10 @@ async def run_round(
     codec: str = "none",
     latest_start: float = 1.0,
     feedback: dict[str, SumFeedback] | None = None,
-) -> dict[str, Reduction]:
+) -> dict[str, ReductionResult]:
     """A round with faults; results of those who lived to see one, stopped ones left out."""
     world = World(seed)
-    results: dict[str, Reduction] = {}
+    results: dict[str, ReductionResult] = {}
 
     async def member(name: str) -> None:
         await asyncio.sleep(world.random.random() * latest_start)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.errors import FabricError
-from atoll.fabric.collective import FixedCodecs, Member, Network, PeerRates, Reduction, RoundPlan, SumFeedback, make_plan
+from atoll.fabric.collective import FixedCodecs, Network, PeerRates, ReductionResult, RoundMember, RoundPlan, SumFeedback, make_plan
 from tests.fabric.collective.peers import party
 from tests.fabric.collective.simulated import run_round, run_virtually
 
@@ -21,7 +21,7 @@ def plan_of(
 ) -> RoundPlan:
     names = NAMES[: len(sites)]
     peers = tuple(PeerRates(name=n, site=s, up_bytes_per_s=r, down_bytes_per_s=r) for n, s, r in zip(names, sites, rates, strict=True))
-    members = [Member(name=name, weight=weight) for name, weight in zip(names, weights, strict=True)]
+    members = [RoundMember(name=name, weight=weight) for name, weight in zip(names, weights, strict=True)]
     return make_plan(f"r{number}", elements, members, Network(peers=peers), mean=mean, chunk_elements=256)
 
 
@@ -54,7 +54,7 @@ def test_results_and_debts_together_are_the_sums(data: st.DataObject, seed: int,
         weights: list[float | None] = [1.0, *data.draw(st.lists(st.sampled_from([1.0, 2.0, None]), min_size=count - 1, max_size=count - 1))]
         plan = plan_of(number, sites, rates, weights, mean=mean)
         buffers = {name: unit(generator) for name in plan.contributors}
-        results: dict[str, Reduction] = {}
+        results: dict[str, ReductionResult] = {}
         for attempt in range(data.draw(st.integers(1, 2))):
             before = {name: debt.owed.clone() for name, debt in debts.items()}
             results = run_virtually(run_round(plan, buffers, seed + attempt, [], codec, feedback=debts))

@@ -6,7 +6,7 @@ import torch
 from atoll.errors import CodecError
 from atoll.events import AnyEvent, CodecChosen
 from atoll.fabric import LinkEstimate, ShapedLink
-from atoll.fabric.collective import FED_BACK_CODECS, AdaptiveCodecs, FixedCodecs, Member, equal_network, make_plan
+from atoll.fabric.collective import FED_BACK_CODECS, AdaptiveCodecs, FixedCodecs, RoundMember, equal_network, make_plan
 from tests.fabric.collective.peers import party
 
 
@@ -80,7 +80,7 @@ def test_a_running_collective_adapts_and_says_so() -> None:
         buffers = {name: torch.randn(200_000) for name in names}
         exact = sum(buffers.values(), torch.zeros(200_000))
         for number in range(2):
-            plan = make_plan(f"r{number}", 200_000, [Member(name=name) for name in names], equal_network(names), chunk_elements=8192)
+            plan = make_plan(f"r{number}", 200_000, [RoundMember(name=name) for name in names], equal_network(names), chunk_elements=8192)
             futures = [peers.collectives[name].reduce_soon(plan, buffers[name]) for name in names]
             results = [future.result(120) for future in futures]
             assert len({result.digest for result in results}) == 1

@@ -5,8 +5,8 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.fabric.collective.pacing import Pacing
-from atoll.fabric.collective.rates import BusyRate, RateWindow
+from atoll.fabric.collective.link_codecs import BusyRate, RateWindow
+from atoll.fabric.collective.pull import Pacing
 from tests.fabric.collective.simulated import run_virtually
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.errors import FabricError
-from atoll.fabric.collective import Cell, Member, Network, PeerRates, RoundPlan, broadcast_plan, equal_network, make_plan
+from atoll.fabric.collective import Cell, Network, PeerRates, RoundMember, RoundPlan, equal_network, make_plan
 
 FEW = settings(max_examples=settings().max_examples // 3)
 
@@ -21,7 +21,7 @@ def plans(draw: st.DrawFn) -> RoundPlan:
         for i, (site, rate) in enumerate(zip(sites, rates, strict=True))
     )
     weights = draw(st.lists(st.sampled_from([1.0, 2.5, None]), min_size=count, max_size=count))
-    members = [Member(name=f"p{i}", weight=1.0 if i == 0 else weight) for i, weight in enumerate(weights)]
+    members = [RoundMember(name=f"p{i}", weight=1.0 if i == 0 else weight) for i, weight in enumerate(weights)]
     return make_plan(
         "r", draw(st.integers(0, 3_000_000)), members, Network(peers=peers), chunk_elements=draw(st.sampled_from([None, 256, 4096]))
     )
@@ -66,12 +66,12 @@ def test_plans_travel(plan: RoundPlan) -> None:
 
 
 def test_nonsense_is_refused() -> None:
-    plan = make_plan("r", 1000, [Member(name="a"), Member(name="b")], equal_network(["a", "b"]))
+    plan = make_plan("r", 1000, [RoundMember(name="a"), RoundMember(name="b")], equal_network(["a", "b"]))
     for change in (
         {"elements": 999},
-        {"members": (Member(name="a", weight=None), Member(name="b", weight=None))},
-        {"members": (Member(name="a", weight=-1.0), Member(name="b"))},
-        {"members": (Member(name="a", site="x"), Member(name="b"))},
+        {"members": (RoundMember(name="a", weight=None), RoundMember(name="b", weight=None))},
+        {"members": (RoundMember(name="a", weight=-1.0), RoundMember(name="b"))},
+        {"members": (RoundMember(name="a", site="x"), RoundMember(name="b"))},
         {"cells": (Cell(start=0, stop=1000, owner="c"),)},
         {"chunk_elements": 100},
         {"stall_seconds": 0.0},
@@ -79,11 +79,4 @@ def test_nonsense_is_refused() -> None:
         with pytest.raises((FabricError, msgspec.ValidationError), match="round r"):
             msgspec.structs.replace(plan, **change)
     with pytest.raises(FabricError, match="rates are known of a, b"):
-        make_plan("r", 1000, [Member(name="a")], equal_network(["a", "b"]))
-
-
-def test_a_broadcast_has_one_contributor_and_is_exact() -> None:
-    plan = broadcast_plan("r", 10_000, "b", equal_network(["a", "b", "c"]), dtype="int64", element_bytes=8)
-    assert plan.contributors == ("b",)
-    assert plan.receivers == ("a", "c")
-    assert plan.exact
+        make_plan("r", 1000, [RoundMember(name="a")], equal_network(["a", "b"]))

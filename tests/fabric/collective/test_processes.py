@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from atoll.fabric import ConnectionSettings, Fabric, LivenessRule, ShapedLink, TcpCarrier
-from atoll.fabric.collective import Collective, FixedCodecs, Member, Reduction, RoundPlan, equal_network, make_plan
+from atoll.fabric.collective import Collective, FixedCodecs, ReductionResult, RoundMember, RoundPlan, equal_network, make_plan
 from tests.fabric.collective.peers import eventually
 
 ELEMENTS = 1_000_000
@@ -61,7 +61,7 @@ class Members:
         assert self.child.stdout.readline() == b"ready\n"
         eventually(lambda: all("z" in fabric.peers for fabric in self.fabrics.values()))
 
-    def reduce(self, signal_number: int | None) -> dict[str, Reduction]:
+    def reduce(self, signal_number: int | None) -> dict[str, ReductionResult]:
         """A round; the child gets a signal once it has sent something."""
         assert self.child.stdin is not None
         self.child.stdin.write(b"go\n")
@@ -85,7 +85,7 @@ class Members:
 
 
 def plan_of(names: tuple[str, ...]) -> RoundPlan:
-    members = [Member(name=name) for name in names]
+    members = [RoundMember(name=name) for name in names]
     plan = make_plan("r", ELEMENTS, members, equal_network(names, 2e6), missing="leave out", chunk_elements=16_384)
     return msgspec.structs.replace(plan, stall_seconds=10.0, begin_seconds=60.0)
 
@@ -97,7 +97,7 @@ def members() -> Iterator[Members]:
     found.close()
 
 
-def check(results: dict[str, Reduction], plan: RoundPlan) -> None:
+def check(results: dict[str, ReductionResult], plan: RoundPlan) -> None:
     """Every part is the sum it says; where both have a part it is the same."""
     for result in results.values():
         for part in result.parts:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.errors import CollectiveError
-from atoll.fabric.collective import Member, Network, PeerRates, Reduction, RoundPlan, make_plan
+from atoll.fabric.collective import Network, PeerRates, ReductionResult, RoundMember, RoundPlan, make_plan
 from atoll.fabric.collective.plan import Missing
 from tests.fabric.collective.simulated import Fault, run_round, run_virtually
 
@@ -21,7 +21,9 @@ def plan_of(
     peers = tuple(
         PeerRates(name=name, site=site, up_bytes_per_s=1e6, down_bytes_per_s=1e6) for name, site in zip(names, sites, strict=True)
     )
-    members = [Member(name=name, weight=weight, receives=receive) for name, weight, receive in zip(names, weights, receives, strict=True)]
+    members = [
+        RoundMember(name=name, weight=weight, receives=receive) for name, weight, receive in zip(names, weights, receives, strict=True)
+    ]
     return make_plan("r", elements, members, Network(peers=peers), missing=missing, mean=mean, chunk_elements=512, begin_seconds=3.0)
 
 
@@ -31,7 +33,7 @@ def contributions(plan: RoundPlan, seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randint(-1000, 1000, (plan.elements,), generator=generator).float() for name in plan.contributors}
 
 
-def check(plan: RoundPlan, buffers: dict[str, torch.Tensor], result: Reduction) -> None:
+def check(plan: RoundPlan, buffers: dict[str, torch.Tensor], result: ReductionResult) -> None:
     """Every part is exactly the sum of the contributions it names, and parts cover everything."""
     edge = 0
     for part in result.parts:

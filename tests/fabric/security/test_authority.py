@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from atoll.errors import FabricError, RefusedError
 from atoll.fabric.security import Authority, Credentials, Token
-from atoll.fabric.security.certificates import make_request
-from atoll.fabric.security.revocations import Revocations, SignedRevocations, read_revocations, sign_revocations
+from atoll.fabric.security.certificates import Revocations, SignedRevocations, make_request, read_revocations, sign_revocations
 
 
 def request() -> bytes:

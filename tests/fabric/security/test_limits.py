@@ -12,10 +12,9 @@ from atoll.errors import FrameError, RefusedError
 from atoll.events import AnyEvent, PeerRefused
 from atoll.fabric import Fabric
 from atoll.fabric.address import split_address
-from atoll.fabric.frame import Kind, pack_prefix
-from atoll.fabric.headers import Hello, Message, Open, TensorHeader, encode_frame
-from atoll.fabric.method import Peer
-from atoll.fabric.security import Authority, Member, allowed, serve
+from atoll.fabric.frame import CallMessage, Hello, Kind, Open, TensorHeader, encode_frame, pack_prefix
+from atoll.fabric.security import Authority, RunMember, allowed, serve
+from atoll.fabric.service import CallingPeer
 from tests.fabric.parsing import listening_connection
 from tests.fabric.services import Named, Store
 from tests.fabric.test_fabric import eventually
@@ -27,7 +26,7 @@ class Scale:
     """Everybody may."""
 
     @allowed("worker", "observer")
-    async def echo(self, request: Named, peer: Peer) -> int:
+    async def echo(self, request: Named, peer: CallingPeer) -> int:
         return sum(tensor.nbytes for tensor in request.tensors)
 
 
@@ -66,7 +65,7 @@ def test_empty_tensors_take_credit_too() -> None:
     """A thousand of them are a thousand objects; with a window of 256 KiB they travel alone, and not twice."""
     connection, _ = listening_connection()
     connection.feed(HELLO)
-    empty = Message(0, tuple(TensorHeader("int8", (0,)) for _ in range(400)), False)
+    empty = CallMessage(0, tuple(TensorHeader("int8", (0,)) for _ in range(400)), False)
     connection.feed(encode_frame(Kind.OPEN, 1, Open("Store.echo", 1.0, empty)))
     with pytest.raises(FrameError, match="sent without credit"):
         connection.feed(b"".join(encode_frame(Kind.OPEN, stream, Open("Store.echo", 1.0, empty)) for stream in (3, 5)))
@@ -88,8 +87,8 @@ def test_who_only_looks_may_not_send_much(tmp_path: Path) -> None:
     large = Named("x", [torch.zeros(1 << 20)])
     with (
         coordinator,
-        Member(authority.credentials("eve", "observer")) as eve,
-        Member(authority.credentials("rome", "worker")) as rome,
+        RunMember(authority.credentials("eve", "observer")) as eve,
+        RunMember(authority.credentials("rome", "worker")) as rome,
     ):
         assert rome.join(address).call_sync(Scale.echo, large) == 4 << 20
         watching = eve.join(address)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import PeerLostError, RefusedError
-from atoll.events import AnyEvent, CertificateIssued, CertificateRevoked, PeerChanged, RenewalFailed
+from atoll.events import AnyEvent, CertificateIssued, CertificateRevoked, PeerChanged, PeerRetried, RenewalFailed
 from atoll.fabric import Backoff, Remote
-from atoll.fabric.security import Authority, Member, enrol, serve
+from atoll.fabric.security import Authority, RunMember, enrol, serve
 from tests.fabric.security.test_refusals import Board
 from tests.fabric.services import Named
 from tests.fabric.test_fabric import eventually
@@ -21,7 +21,7 @@ def test_certificates_are_renewed_while_connections_go_on(tmp_path: Path) -> Non
     authority = Authority.create(tmp_path)
     authority.certificate_seconds = 5.0
     coordinator, address = serve(authority, "127.0.0.1:0", services=[Board()], observer=events.append)
-    with coordinator, Member(enrol(address, authority.issue_token(), "rome")) as rome:
+    with coordinator, RunMember(enrol(address, authority.issue_token(), "rome")) as rome:
         first, first_of_coordinator = rome.credentials, coordinator.credentials
         remote = rome.join(address)
         remote.call_sync(Board.post, Named("x"))
@@ -41,7 +41,7 @@ def test_a_renewal_that_fails_is_an_event_and_is_tried_again_until_the_certifica
     authority.certificate_seconds = 3.0
     coordinator, address = serve(authority, "127.0.0.1:0")
     backoff = Backoff(first_seconds=0.01, largest_seconds=0.01, attempts=2)
-    with Member(enrol(address, authority.issue_token(), "rome"), observer=events.append, backoff=backoff) as rome:
+    with RunMember(enrol(address, authority.issue_token(), "rome"), observer=events.append, backoff=backoff) as rome:
         rome.join(address)
         eventually(lambda: bool(rome.fabric.peers))
         coordinator.close()
@@ -57,15 +57,17 @@ def test_who_enrols_before_the_coordinator_listens_waits_for_it(tmp_path: Path) 
     coordinator.close()
     with pytest.raises(PeerLostError, match="refused"):
         enrol(address, authority.issue_token(), "hasty")
-    said, started = [], []
+    said, started = list[AnyEvent](), []
 
-    def start(line: str) -> None:
-        said.append(line)
+    def start(event: AnyEvent) -> None:
+        said.append(event)
         started.append(serve(authority, address)[0])
 
-    assert enrol(address, authority.issue_token(), "patient", patience_seconds=60.0, say=start).name == "patient"
+    assert enrol(address, authority.issue_token(), "patient", patience_seconds=60.0, observer=start).name == "patient"
     started[0].close()
-    assert said == [f"{address}: Connection refused; trying again for 60 s"]
+    (retried,) = said
+    assert isinstance(retried, PeerRetried)
+    assert (retried.peer, retried.reason) == (address, f"{address}: Connection refused; retrying for 60 s")
 
 
 def test_of_several_addresses_the_one_that_coordinates_is_found_again_when_it_changes(tmp_path: Path) -> None:
@@ -75,7 +77,7 @@ def test_of_several_addresses_the_one_that_coordinates_is_found_again_when_it_ch
     coordinator.close()
     standby, second = serve(authority, "127.0.0.1:0", services=[Board()])
     both = f"{first},{second}"
-    with standby, Member(enrol(both, authority.issue_token(), "rome")) as rome:
+    with standby, RunMember(enrol(both, authority.issue_token(), "rome")) as rome:
         remote = rome.join(both)
         assert remote.call_sync(Board.post, Named("x")).name == "rome the worker: x"
         standby.close()
@@ -104,7 +106,11 @@ def test_a_revocation_by_another_process_reaches_the_run(tmp_path: Path) -> None
     authority = Authority.create(tmp_path)
     coordinator, address = serve(authority, "127.0.0.1:0", services=[Board()])
     token = authority.issue_token(uses=2)
-    with coordinator, Member(enrol(address, token, "rome"), observer=heard.append) as rome, Member(enrol(address, token, "oslo")) as oslo:
+    with (
+        coordinator,
+        RunMember(enrol(address, token, "rome"), observer=heard.append) as rome,
+        RunMember(enrol(address, token, "oslo")) as oslo,
+    ):
         remotes = [member.join(address) for member in (rome, oslo)]
         for remote in remotes:
             remote.call_sync(Board.post, Named("x"))
@@ -112,7 +118,7 @@ def test_a_revocation_by_another_process_reaches_the_run(tmp_path: Path) -> None
         eventually(lambda: remotes[1].given_up is not None)
         eventually(lambda: any(isinstance(event, CertificateRevoked) and event.peer == "oslo" for event in heard))
         assert remotes[0].call_sync(Board.post, Named("y")).name == "rome the worker: y"
-        with Member(enrol(address, authority.issue_token(), "late")) as late:
+        with RunMember(enrol(address, authority.issue_token(), "late")) as late:
             late.join(address)
             eventually(lambda: late.revocations.number == 1)
 
@@ -120,12 +126,12 @@ def test_a_revocation_by_another_process_reaches_the_run(tmp_path: Path) -> None
 def test_whoever_is_found_must_be_who_was_expected(tmp_path: Path) -> None:
     authority = Authority.create(tmp_path)
     coordinator, address = serve(authority, "127.0.0.1:0", services=[Board()])
-    with coordinator, Member(enrol(address, authority.issue_token(uses=2), "rome"), services=[Board()]) as rome:
+    with coordinator, RunMember(enrol(address, authority.issue_token(uses=2), "rome"), services=[Board()]) as rome:
         oslo_at = rome.fabric.listen()
         with pytest.raises(RefusedError, match="oslo was to be reached there, but it is coordinator"):
             rome.fabric.connect(address, name="oslo").call_sync(Board.post, Named("x"))
         with (
-            Member(authority.credentials("bern", "worker")) as bern,
+            RunMember(authority.credentials("bern", "worker")) as bern,
             pytest.raises(RefusedError, match=r"the coordinator was to be reached there, but it is rome \(worker\)"),
         ):
             bern.join(oslo_at).call_sync(Board.post, Named("x"))
@@ -138,6 +144,6 @@ def test_leaving_leaves_no_threads(tmp_path: Path) -> None:
     before = threading.active_count()
     for _ in range(3):
         coordinator, address = serve(authority, "127.0.0.1:0", services=[Board()])
-        with coordinator, Member(authority.credentials("rome", "worker")) as rome:
+        with coordinator, RunMember(authority.credentials("rome", "worker")) as rome:
             rome.join(address).call_sync(Board.post, Named("x"))
     eventually(lambda: threading.active_count() <= before)

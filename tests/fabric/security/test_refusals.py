@@ -18,11 +18,10 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from atoll.errors import FabricError, RefusedError
 from atoll.events import AnyEvent, CertificateIssued, CertificateRevoked, PeerRefused
-from atoll.fabric import Backoff, Fabric, Peer, TcpCarrier
+from atoll.fabric import Backoff, CallingPeer, Fabric, TcpCarrier
 from atoll.fabric.address import split_address
-from atoll.fabric.frame import Kind, pack_prefix
-from atoll.fabric.headers import Message, Open, encode_frame
-from atoll.fabric.security import Authority, Credentials, Identity, Member, Token, allowed, enrol, serve
+from atoll.fabric.frame import CallMessage, Kind, Open, encode_frame, pack_prefix
+from atoll.fabric.security import Authority, Credentials, Identity, RunMember, Token, allowed, enrol, serve
 from atoll.fabric.security.certificates import make_certificate, make_request, public_bytes
 from atoll.fabric.security.enrolment import Ask, Welcome
 from tests.fabric.services import Named
@@ -35,14 +34,14 @@ class Board:
     """A service with roles."""
 
     @allowed("worker", "coordinator")
-    async def post(self, request: Named, peer: Peer) -> Named:
+    async def post(self, request: Named, peer: CallingPeer) -> Named:
         return Named(f"{peer.name} the {peer.role}: {request.name}", request.tensors)
 
     @allowed("coordinator")
-    async def clear(self, request: int, peer: Peer) -> int:
+    async def clear(self, request: int, peer: CallingPeer) -> int:
         return request
 
-    async def forgotten(self, request: int, peer: Peer) -> int:
+    async def forgotten(self, request: int, peer: CallingPeer) -> int:
         return request
 
 
@@ -53,7 +52,7 @@ class Run:
         self.events: list[AnyEvent] = []
         self.authority = Authority.create(directory)
         self.coordinator, self.address = serve(self.authority, "127.0.0.1:0", services=[Board()], observer=self.events.append)
-        self.honest = Member(enrol(self.address, self.authority.issue_token(), "honest"))
+        self.honest = RunMember(enrol(self.address, self.authority.issue_token(), "honest"))
         self.remote = self.honest.join(self.address)
         assert self.goes_on()
 
@@ -88,7 +87,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 def refusal_of(credentials: Credentials, address: str, *, member: bool = True) -> tuple[str, list[AnyEvent]]:
     """What somebody with these credentials hears when it calls, and its own events."""
     events: list[AnyEvent] = []
-    with Member(credentials, backoff=QUICK, observer=events.append) as joiner, pytest.raises(FabricError) as caught:
+    with RunMember(credentials, backoff=QUICK, observer=events.append) as joiner, pytest.raises(FabricError) as caught:
         joiner.fabric.connect(address).call_sync(Board.post, Named("x"))
     assert any(isinstance(event, PeerRefused) for event in events), "its own side has the event too"
     return str(caught.value), events
@@ -200,7 +199,7 @@ def test_a_name_that_is_taken_is_refused_and_the_token_stays_good(run: Run) -> N
     token = run.authority.issue_token()
     with pytest.raises(RefusedError, match="the name 'honest' belongs to a member"):
         enrol(run.address, token, "honest")
-    with pytest.raises(RefusedError, match="the name 'coordinator' belongs to a member"):
+    with pytest.raises(RefusedError, match="'coordinator' is a name of the run's own processes"):
         enrol(run.address, token, "coordinator")
     with pytest.raises(RefusedError, match="is no name for a member"):
         enrol(run.address, token, "../etc")
@@ -267,7 +266,7 @@ def test_what_a_peer_says_of_itself_must_be_what_its_certificate_says(run: Run) 
 def test_a_revoked_member_is_cut_off_everywhere_and_not_let_in_again(run: Run) -> None:
     """By the coordinator, and by a member it has a connection with, which hears of it from the coordinator."""
     events: list[AnyEvent] = []
-    with Member(run.enrolled("mallory"), backoff=QUICK, observer=events.append) as mallory:
+    with RunMember(run.enrolled("mallory"), backoff=QUICK, observer=events.append) as mallory:
         to_honest = mallory.fabric.connect(run.honest.fabric.listen(), name="honest")
         to_run = mallory.join(run.address)
         assert to_run.call_sync(Board.post, Named("x")).name == "mallory the worker: x"
@@ -288,7 +287,7 @@ def test_a_revoked_member_is_cut_off_everywhere_and_not_let_in_again(run: Run) -
 
 
 def test_a_role_that_may_not_call_is_refused_and_so_is_what_states_no_roles(run: Run) -> None:
-    with Member(run.enrolled("eve", "observer")) as eve:
+    with RunMember(run.enrolled("eve", "observer")) as eve:
         remote = eve.join(run.address)
         with pytest.raises(RefusedError, match=r"observers may not call Board.post: only coordinators and workers may"):
             remote.call_sync(Board.post, Named("x"))
@@ -310,11 +309,11 @@ def test_another_job_is_refused_and_both_are_told_what_differs(tmp_path: Path) -
         other = {"code train.py": "bbbb", "config": "1111", "torch": "2.12.1"}
         there = "code train.py is bbbb there and aaaa here; torch is 2.12.1 there and 2.13.0 here"
         here = "code train.py is aaaa there and bbbb here; torch is 2.13.0 there and 2.12.1 here"
-        with Member(credentials, fingerprint=other, backoff=QUICK) as rome, pytest.raises(RefusedError) as caught:
+        with RunMember(credentials, fingerprint=other, backoff=QUICK) as rome, pytest.raises(RefusedError) as caught:
             rome.join(address).call_sync(Board.post, Named("x"))
         assert here in str(caught.value) or there in str(caught.value)
         eventually(lambda: any(isinstance(event, PeerRefused) and (here in event.reason or there in event.reason) for event in events))
-        with Member(credentials, fingerprint=ours) as rome:
+        with RunMember(credentials, fingerprint=ours) as rome:
             assert rome.join(address).call_sync(Board.post, Named("x")).name == "rome the worker: x"
 
 
@@ -365,7 +364,7 @@ class Wiretap:
 
 def test_bytes_that_are_repeated_on_the_wire_end_that_connection_only(run: Run) -> None:
     tap = Wiretap(run.address)
-    with Member(run.enrolled("tapped"), backoff=QUICK) as tapped:
+    with RunMember(run.enrolled("tapped"), backoff=QUICK) as tapped:
         remote = tapped.fabric.connect(tap.address)
         assert remote.call_sync(Board.post, Named("x")).name == "tapped the worker: x"
         tap.repeat()
@@ -389,7 +388,7 @@ def test_bytes_that_are_repeated_on_the_wire_end_that_connection_only(run: Run) 
 def test_replayed_and_malformed_frames_of_a_member_are_refused(run: Run, frames: Callable[[], list[bytes]], said: str) -> None:
     """By somebody with a good certificate: TLS is no protection against those."""
     credentials = run.enrolled("mallory")
-    hello = Member(credentials)
+    hello = RunMember(credentials)
     hello.close()
     with credentials.client_context.wrap_socket(socket.create_connection(split_address(run.address), timeout=20)) as secured:
         secured.sendall(encode_frame(Kind.HELLO, 0, hello.fabric.settings.hello()) + b"".join(frames()))
@@ -405,8 +404,19 @@ def test_replayed_and_malformed_frames_of_a_member_are_refused(run: Run, frames:
 
 def open_frame(stream: int) -> bytes:
     payload = msgspec.msgpack.encode(Named("x"))
-    return encode_frame(Kind.OPEN, stream, Open("Board.post", 10.0, Message(len(payload))), payload)
+    return encode_frame(Kind.OPEN, stream, Open("Board.post", 10.0, CallMessage(len(payload))), payload)
 
 
 def test_the_authoritys_key_is_its_tokens_pin(run: Run) -> None:
     assert Token.parse(run.authority.issue_token()).authority_key == public_bytes(run.authority._key.public_key())
+
+
+@pytest.mark.parametrize("name", ["coordinator", "feeder", "Authority", "worker-0", "worker-12-r3", "worker-0-r1-2", "feeder-1"])
+def test_names_of_a_runs_own_processes_are_free_only_to_those_its_launcher_starts(run: Run, name: str) -> None:
+    token = run.authority.issue_token("worker", uses=2)
+    with pytest.raises(RefusedError, match="is a name of the run's own processes; choose another with --name"):
+        enrol(run.address, token, name)
+    assert enrol(run.address, token, f"{name}.oslo").name == f"{name}.oslo"
+    assert enrol(run.address, token, "worker-1-a1b2c3").name == "worker-1-a1b2c3", "a machine's own name with something random behind it"
+    if name != "coordinator":  # who is there already
+        assert enrol(run.address, run.authority.issue_token("worker", own=True), name).name == name

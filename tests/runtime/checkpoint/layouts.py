@@ -6,8 +6,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from atoll.runtime.checkpoint.held import Held
-from atoll.runtime.stage.holding import Holding
+from atoll.runtime.checkpoint.local_shard import LocalShard
+from atoll.runtime.stage.shard_spec import ShardSpec
 
 
 def cuts(generator: random.Random, length: int, parts: int) -> list[tuple[int, int]]:
@@ -17,10 +17,10 @@ def cuts(generator: random.Random, length: int, parts: int) -> list[tuple[int, i
     return list(pairwise(bounds))
 
 
-def holdings(generator: random.Random, name: str, shape: tuple[int, ...], parts: int) -> list[Holding]:
+def holdings(generator: random.Random, name: str, shape: tuple[int, ...], parts: int) -> list[ShardSpec]:
     """Holdings that together are the tensor, exactly once."""
     if parts == 1 or not shape:
-        return [Holding(name=name, shape=shape)] * parts
+        return [ShardSpec(name=name, shape=shape)] * parts
     dim = generator.randrange(len(shape))
     blocks = cuts(generator, shape[dim], generator.choice([1, 1, 3]))
     ranges: list[list[tuple[int, int]]] = [[] for _ in range(parts)]
@@ -28,12 +28,12 @@ def holdings(generator: random.Random, name: str, shape: tuple[int, ...], parts:
         for number, (a, b) in enumerate(cuts(generator, stop - start, parts)):
             if a < b:
                 ranges[number].append((start + a, start + b))
-    return [Holding(name=name, shape=shape, dim=dim, parts=tuple(mine)) for mine in ranges]
+    return [ShardSpec(name=name, shape=shape, dim=dim, parts=tuple(mine)) for mine in ranges]
 
 
-def divide(generator: random.Random, whole: Tensor, name: str, ranks: int) -> list[list[Held]]:
+def divide(generator: random.Random, whole: Tensor, name: str, ranks: int) -> list[list[LocalShard]]:
     """What each rank holds of a tensor, in memory of its own: replicas of different layouts, each perhaps sharded flat."""
-    held: list[list[Held]] = [[] for _ in range(ranks)]
+    held: list[list[LocalShard]] = [[] for _ in range(ranks)]
     shape, start = tuple(whole.shape), 0
     while start < ranks:
         size = generator.randint(1, ranks - start) if start else generator.randint(1, ranks)
@@ -50,11 +50,11 @@ def divide(generator: random.Random, whole: Tensor, name: str, ranks: int) -> li
     return held
 
 
-def _take(whole: Tensor, holding: Holding, flat: tuple[int, int] | None) -> Held:
+def _take(whole: Tensor, holding: ShardSpec, flat: tuple[int, int] | None) -> LocalShard:
     part = holding.take(whole) if holding.dim is None or holding.parts else whole.new_empty(holding.local_shape)
     if flat is None:
-        return Held(holding, part.clone())
-    return Held(holding, part.reshape(-1)[flat[0] : flat[1]].clone(), flat)
+        return LocalShard(holding, part.clone())
+    return LocalShard(holding, part.reshape(-1)[flat[0] : flat[1]].clone(), flat)
 
 
 def tensors(seed: int) -> dict[str, Tensor]:

@@ -19,15 +19,18 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from atoll.errors import AtollError, JobFailedError
-from atoll.runtime.checkpoint import Checkpointer, Held, RunIdentity
-from atoll.runtime.stage.holding import Holding
+from atoll.runtime.checkpoint.checkpointer import Checkpointer
+from atoll.runtime.checkpoint.local_shard import LocalShard
+from atoll.runtime.checkpoint.manifest import RunIdentity
+from atoll.runtime.stage.shard_spec import ShardSpec
+from tests.process_group import process_group
 
 from .layouts import divide, tensors
 
 IDENTITY = RunIdentity(job="test", optimizer="AdamW", seed=1, batch_size=8)
 
 
-def held_by(seed: int, rank: int, ranks: int, values: dict[str, Tensor], trained: bool = True) -> list[Held]:
+def held_by(seed: int, rank: int, ranks: int, values: dict[str, Tensor], trained: bool = True) -> list[LocalShard]:
     """One rank's part of a random layout; floating parts are parameters."""
     generator = random.Random(seed)
     mine = [held for name, value in values.items() for held in divide(generator, value, name, ranks)[rank]]
@@ -37,7 +40,7 @@ def held_by(seed: int, rank: int, ranks: int, values: dict[str, Tensor], trained
     return mine
 
 
-def step_optimizer(optimizer: torch.optim.Optimizer, held: list[Held], step: int) -> None:
+def step_optimizer(optimizer: torch.optim.Optimizer, held: list[LocalShard], step: int) -> None:
     """A step on gradients that depend on the name and the place of each number, hence not on the layout."""
     for part in held:
         if part.tensor.requires_grad:
@@ -53,7 +56,7 @@ def _gradient(name: str, shape: tuple[int, ...], step: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(step * 1000 + sum(name.encode())))
 
 
-def optimizer_for(held: list[Held]) -> torch.optim.Optimizer:
+def optimizer_for(held: list[LocalShard]) -> torch.optim.Optimizer:
     parameters = [part.tensor for part in held if part.tensor.requires_grad] or [torch.zeros(0, requires_grad=True)]
     return torch.optim.AdamW(parameters, lr=0.01, foreach=False)
 
@@ -113,7 +116,7 @@ def sharded(rank: int, ranks: int, directory: Path) -> list[str]:
         checkpoints.save(1, held, optimizers=[optimizer], final=True)
         before = {part.name: (part.tensor.clone(), optimizer.state[part.known_as]["exp_avg"].to_local().clone()) for part in held}
         if rank == 0:
-            plain = [Held(Holding(name=name, shape=tuple(value.shape)), value) for name, value in whole.named_parameters()]
+            plain = [LocalShard(ShardSpec(name=name, shape=tuple(value.shape)), value) for name, value in whole.named_parameters()]
             other = torch.optim.AdamW(whole.parameters())
             with Checkpointer(directory, alone, identity=IDENTITY) as single:
                 single.load(plain, optimizers=[other])
@@ -132,20 +135,20 @@ def sharded(rank: int, ranks: int, directory: Path) -> list[str]:
     return [f"step {loaded.step}"]
 
 
-def _shard(name: str, parameter: Tensor) -> Held:
+def _shard(name: str, parameter: Tensor) -> LocalShard:
     assert isinstance(parameter, DTensor)
     local = parameter.to_local().detach()
     _, (first, *_) = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     row = parameter.numel() // parameter.shape[0]
     start = min(first * row, parameter.numel())
-    return Held(Holding(name=name, shape=tuple(parameter.shape)), local, (start, start + local.numel()), parameter)
+    return LocalShard(ShardSpec(name=name, shape=tuple(parameter.shape)), local, (start, start + local.numel()), parameter)
 
 
 def failures(rank: int, ranks: int, directory: Path) -> list[str]:
     """A rank that cannot write, or whose file is damaged: every rank hears the same."""
     group = dist.new_group(backend="gloo")
-    holding = Holding(name="large", shape=(500 * ranks, 100), dim=0, parts=((500 * rank, 500 * rank + 500),))
-    held = [Held(holding, torch.randn(500, 100))]
+    holding = ShardSpec(name="large", shape=(500 * ranks, 100), dim=0, parts=((500 * rank, 500 * rank + 500),))
+    held = [LocalShard(holding, torch.randn(500, 100))]
     said = []
     with Checkpointer(directory, group, identity=IDENTITY) as checkpoints:
         checkpoints.save(1, held, final=True)
@@ -199,12 +202,11 @@ def _kill_when_writing(event: str, arguments: tuple[object, ...]) -> None:
 def main() -> None:
     rank, ranks, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
-    store = f"file://{directory / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-    for scenario in (reshard, sharded, failures, killed):  # the last one costs a rank its life
-        said = scenario(rank, ranks, directory / scenario.__name__)
-        print(json.dumps(said), flush=True)
-    os._exit(0)  # a process group whose peer was killed may not end politely
+    with process_group(directory / "store", rank, ranks):
+        for scenario in (reshard, sharded, failures, killed):  # the last one costs a rank its life
+            said = scenario(rank, ranks, directory / scenario.__name__)
+            print(json.dumps(said), flush=True)
+        os._exit(0)  # a process group whose peer was killed may not end politely
 
 
 if __name__ == "__main__":

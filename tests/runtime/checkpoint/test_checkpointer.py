@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -14,18 +14,22 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-from atoll.errors import CheckpointError, JobFailedError
+from atoll.errors import CheckpointError, DamagedCheckpointError, JobFailedError
 from atoll.events import CheckpointFailed, CheckpointSaved
-from atoll.runtime.checkpoint import Checkpointer, Held, RunIdentity
-from atoll.runtime.checkpoint.directory import steps
-from atoll.runtime.stage.holding import Holding
+from atoll.runtime.checkpoint.checkpointer import Checkpointer
+from atoll.runtime.checkpoint.directory import find, steps
+from atoll.runtime.checkpoint.exchange import CheckpointRanks
+from atoll.runtime.checkpoint.loading import load_from
+from atoll.runtime.checkpoint.local_shard import LocalShard
+from atoll.runtime.checkpoint.manifest import RunIdentity, seal
+from atoll.runtime.stage.shard_spec import ShardSpec
 
 IDENTITY = RunIdentity(job="test", optimizer="AdamW", seed=1, batch_size=8, plan="one device")
 
 
-def hold(model: nn.Module) -> list[Held]:
+def hold(model: nn.Module) -> list[LocalShard]:
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return [Held(Holding(name=name, shape=tuple(value.shape)), value) for name, value in named.items()]
+    return [LocalShard(ShardSpec(name=name, shape=tuple(value.shape)), value) for name, value in named.items()]
 
 
 def model_of(seed: int) -> nn.Module:
@@ -82,8 +86,8 @@ def test_resuming_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_tensor_that_a_rank_has_twice(tmp_path: Path) -> None:
-    def twice(value: float) -> list[Held]:
-        return [Held(Holding(name="w", shape=(4, 3)), torch.full((4, 3), value, requires_grad=True)) for _ in range(2)]
+    def twice(value: float) -> list[LocalShard]:
+        return [LocalShard(ShardSpec(name="w", shape=(4, 3)), torch.full((4, 3), value, requires_grad=True)) for _ in range(2)]
 
     held = twice(2.0)
     optimizer = torch.optim.AdamW([part.tensor for part in held])
@@ -254,7 +258,7 @@ def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], None], kind: s
 def test_an_index_cannot_lead_out_of_the_checkpoint(tmp_path: Path) -> None:
     path = _saved(tmp_path)
     index = json.loads((path / "index.json").read_text())
-    index["files"]["../../secret.safetensors"] = 5
+    index["files"]["../../secret.safetensors"] = {"size_bytes": 5}
     _reseal(path, index)
     with pytest.raises(CheckpointError, match=r"'../../secret.safetensors' is not the name of a safetensors file in the checkpoint"):
         _load(tmp_path)
@@ -272,9 +276,9 @@ def test_an_index_with_holes(tmp_path: Path) -> None:
 def _reseal(path: Path, index: object) -> None:
     text = msgspec.json.encode(index)
     (path / "index.json").write_bytes(text)
-    manifest = json.loads((path / "manifest.json").read_text())
+    manifest = json.loads((path / "manifest.json").read_text())["content"]
     manifest["sha256"]["index.json"] = hashlib.sha256(text).hexdigest()
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "manifest.json").write_bytes(seal(msgspec.json.encode(manifest)))
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
@@ -295,6 +299,63 @@ def test_another_run_is_refused_or_told(tmp_path: Path) -> None:
         _load(tmp_path, identity=msgspec.structs.replace(IDENTITY, optimizer="SGD"))
     changed = msgspec.structs.replace(IDENTITY, seed=2, batch_size=16)
     assert _load(tmp_path, identity=changed) == ("the seed was 1 and is 2", "the batch size was 8 and is 16")
-    (path / "manifest.json").write_text((path / "manifest.json").read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(CheckpointError, match=r"manifest.json: format 2; this Atoll reads format 1"):
-        _load(tmp_path)
+    manifest = json.loads((path / "manifest.json").read_text())["content"] | {"format": 3}
+    for text in (seal(msgspec.json.encode(manifest)), msgspec.json.encode(manifest)):
+        (path / "manifest.json").write_bytes(text)
+        with pytest.raises(CheckpointError, match=r"manifest.json: format 3; this Atoll reads format 2"):
+            _load(tmp_path)
+
+
+def _bits(path: Path) -> Iterator[bytes]:
+    """The file with one bit of it flipped: one in every byte."""
+    good = path.read_bytes()
+    for place in range(len(good)):
+        data = bytearray(good)
+        data[place] ^= 1 << place % 8
+        yield bytes(data)
+
+
+def test_one_flipped_bit_is_noticed_wherever_it_is(tmp_path: Path) -> None:
+    """In every small file and every shard, headers included: what was saved is loaded, or it is refused as damaged."""
+    held = [LocalShard(ShardSpec(name="w", shape=(3,)), torch.arange(3.0))]
+    Checkpointer(tmp_path, identity=IDENTITY).save(1, held, extra={"losses": [0.5]}, final=True)
+    for victim in sorted((tmp_path / "step-00000001").iterdir()):
+        good = victim.read_bytes()
+        for damaged in _bits(victim):
+            victim.write_bytes(damaged)
+            with pytest.raises(DamagedCheckpointError, match=victim.name):
+                load_from(CheckpointRanks(None), tmp_path, IDENTITY, held, (), None, True)
+        victim.write_bytes(good)
+    assert load_from(CheckpointRanks(None), tmp_path, IDENTITY, held, (), None, True) is not None
+
+
+def test_a_flipped_bit_of_latest_never_leads_back(tmp_path: Path) -> None:
+    held = [LocalShard(ShardSpec(name="w", shape=(3,)), torch.arange(3.0))]
+    checkpoints = Checkpointer(tmp_path, identity=IDENTITY)
+    for step in (2, 3):
+        checkpoints.save(step, held, final=True)
+    for damaged in _bits(tmp_path / "latest"):
+        (tmp_path / "latest").write_bytes(damaged)
+        assert find(tmp_path, None) == tmp_path / "step-00000003"
+
+
+@pytest.mark.parametrize("victim", ["manifest.json", "index.json", "state.json", "shard-00001-model-00001-of-00001.safetensors"])
+def test_where_the_newest_is_damaged_the_newest_whole_one_is_used(tmp_path: Path, victim: str) -> None:
+    checkpoints = Checkpointer(tmp_path, identity=IDENTITY, keep_last=3)
+    for step in (1, 2, 3):
+        held = [LocalShard(ShardSpec(name="w", shape=(3,)), torch.full((3,), float(step)))]
+        checkpoints.save(step, held, extra={"losses": [0.5] * step}, final=True)
+    _flip(tmp_path / "step-00000003" / victim)
+    held = [LocalShard(ShardSpec(name="w", shape=(3,)), torch.zeros(3))]
+    loaded = Checkpointer(tmp_path, identity=IDENTITY).load(held)
+    assert loaded is not None
+    assert (loaded.step, held[0].tensor.tolist(), len(loaded.extra["losses"])) == (2, [2.0] * 3, 2)
+    (note,) = loaded.differences
+    assert note.startswith("step-00000003 is damaged and was passed over: ")
+    assert victim in note
+    with pytest.raises(DamagedCheckpointError, match=victim):  # one that is asked for by name is not replaced by another
+        checkpoints.load(held, step=3)
+    for step in (1, 2):
+        (tmp_path / f"step-{step:08d}" / "state.json").unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"nor is any of the 2 before it whole"):
+        checkpoints.load(held)

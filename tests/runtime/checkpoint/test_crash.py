@@ -4,28 +4,63 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from atoll.runtime.checkpoint import Checkpointer, Held, RunIdentity, export
-from atoll.runtime.stage.holding import Holding
+from atoll.runtime.checkpoint.checkpointer import Checkpointer
+from atoll.runtime.checkpoint.export import export
+from atoll.runtime.checkpoint.local_shard import LocalShard
+from atoll.runtime.checkpoint.manifest import MODEL, RunIdentity, SmallState
+from atoll.runtime.checkpoint.state_file import StateFile, assemble_checkpoint
+from atoll.runtime.stage.shard_spec import ShardSpec
 
 _IDENTITY = RunIdentity(job="crash", optimizer="SGD", seed=0, batch_size=1)
-_EVENTS = {"open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.listdir", "os.scandir", "shutil.rmtree"}
+_EVENTS = {"open", "os.rename", "os.link", "os.mkdir", "os.rmdir", "os.remove", "os.listdir", "os.scandir", "shutil.rmtree"}
 
 
-def _held(value: float) -> list[Held]:
-    return [Held(Holding(name="w", shape=(5, 3)), torch.full((5, 3), value)), Held(Holding(name="b", shape=(3,)), torch.full((3,), value))]
+def _held(value: float) -> list[LocalShard]:
+    return [
+        LocalShard(ShardSpec(name="w", shape=(5, 3)), torch.full((5, 3), value)),
+        LocalShard(ShardSpec(name="b", shape=(3,)), torch.full((3,), value)),
+    ]
 
 
-def _save_and_be_killed(directory: Path, moment: int, step: int) -> bool:
+def _save(directory: Path, step: int) -> Callable[[], bool]:
+    """A rank's save; whether it went well."""
+    checkpoints = Checkpointer(directory, identity=_IDENTITY, keep_last=2)
+
+    def save() -> bool:
+        checkpoints.save(step, _held(float(step * 10)))
+        outcome = checkpoints.wait()
+        return outcome is not None and outcome.error is None
+
+    return save
+
+
+def _assemble(directory: Path, step: int) -> Callable[[], bool]:
+    """A swarm's coordinator, which makes a checkpoint of the stages' stored states."""
+    files = []
+    for number, held in enumerate(_held(float(step * 10))):
+        files.append(directory.with_name(f"{directory.name}-stage-{number}.safetensors"))
+        files[-1].write_bytes(StateFile({MODEL + held.name: held.tensor}, SmallState(), {}).content().numpy().tobytes())
+
+    def save() -> bool:
+        extra = {"losses": [0.5] * step}
+        assemble_checkpoint(directory, files, step=step, identity=_IDENTITY, extra=extra, keep_last=2)
+        return True
+
+    return save
+
+
+def _save_and_be_killed(directory: Path, moment: int, step: int, how: Callable[[Path, int], Callable[[], bool]]) -> bool:
     """In a child process: save, and die just before the file system is touched for the `moment`-th time. Whether it died."""
     child = os.fork()
     if child == 0:
         try:
-            checkpoints = Checkpointer(directory, identity=_IDENTITY, keep_last=2)
+            save = how(directory, step)
             seen = 0
 
             def count(event: str, arguments: tuple[object, ...]) -> None:
@@ -36,9 +71,7 @@ def _save_and_be_killed(directory: Path, moment: int, step: int) -> bool:
                         os.kill(os.getpid(), signal.SIGKILL)
 
             sys.addaudithook(count)
-            checkpoints.save(step, _held(float(step * 10)))
-            outcome = checkpoints.wait()
-            os._exit(0 if outcome is not None and outcome.error is None else 1)
+            os._exit(0 if save() else 1)
         finally:
             os._exit(2)
     _, status = os.waitpid(child, 0)
@@ -46,8 +79,9 @@ def _save_and_be_killed(directory: Path, moment: int, step: int) -> bool:
     return os.WIFSIGNALED(status)
 
 
+@pytest.mark.parametrize("how", [_save, _assemble])
 @pytest.mark.parametrize("step", [3, 2], ids=["a new step", "a step that is there"])
-def test_killed_at_every_moment(tmp_path: Path, step: int) -> None:
+def test_killed_at_every_moment(tmp_path: Path, step: int, how: Callable[[Path, int], Callable[[], bool]]) -> None:
     torch.set_num_threads(1)
     prepared = tmp_path / "prepared"
     with Checkpointer(prepared, identity=_IDENTITY) as checkpoints:
@@ -58,7 +92,7 @@ def test_killed_at_every_moment(tmp_path: Path, step: int) -> None:
         moment += 1
         directory = tmp_path / f"run-{moment}"
         shutil.copytree(prepared, directory)
-        died = _save_and_be_killed(directory, moment, step)
+        died = _save_and_be_killed(directory, moment, step, how)
         for held in (_held(0.0), _held(0.0)):  # the second time, after what was left is cleaned
             loaded = Checkpointer(directory, identity=_IDENTITY).load(held)
             assert loaded is not None

@@ -10,10 +10,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from atoll.errors import CheckpointError
-from atoll.runtime.checkpoint import Checkpointer, Held, RunIdentity, export, import_weights
-from atoll.runtime.checkpoint.export import _blocks
-from atoll.runtime.checkpoint.manifest import StoredTensor
-from atoll.runtime.stage.holding import Holding
+from atoll.runtime.checkpoint.checkpointer import Checkpointer
+from atoll.runtime.checkpoint.export import _blocks, export
+from atoll.runtime.checkpoint.local_shard import LocalShard
+from atoll.runtime.checkpoint.manifest import RunIdentity, StoredTensor
+from atoll.runtime.checkpoint.weights import import_weights
+from atoll.runtime.stage.shard_spec import ShardSpec
 
 from .layouts import divide, tensors
 from .test_checkpointer import IDENTITY, hold, model_of
@@ -55,7 +57,7 @@ def test_a_strict_load_in_plain_torch(tmp_path: Path) -> None:
 
 def test_every_dtype_and_shape(tmp_path: Path) -> None:
     values = tensors(3)
-    held = [Held(Holding(name=name, shape=tuple(value.shape)), value) for name, value in values.items()]
+    held = [LocalShard(ShardSpec(name=name, shape=tuple(value.shape)), value) for name, value in values.items()]
     Checkpointer(tmp_path, identity=IDENTITY).save(1, held, final=True)
     export(tmp_path, tmp_path / "folder")
     stored = load_file(tmp_path / "folder" / "model.safetensors")

@@ -8,27 +8,26 @@ import torch
 
 from atoll.errors import CheckpointError
 from atoll.runtime.checkpoint.assignment import Outline, assign
-from atoll.runtime.checkpoint.held import Held, pieces
+from atoll.runtime.checkpoint.local_shard import LocalShard, pieces
 from atoll.runtime.checkpoint.manifest import Index, StoredTensor
 from atoll.runtime.checkpoint.rectangles import Rectangle, whole
 from atoll.runtime.checkpoint.safetensors_file import DTYPES
-from atoll.runtime.checkpoint.saving import outlines
-from atoll.runtime.checkpoint.staging import Staging
+from atoll.runtime.checkpoint.saving import Staging, outlines
 from atoll.runtime.checkpoint.storage import check_chunks, read_pieces, write_pieces
 
 from .layouts import divide, tensors
 
 
-def _divided(seed: int, ranks: int, values: dict[str, torch.Tensor]) -> list[list[Held]]:
+def _divided(seed: int, ranks: int, values: dict[str, torch.Tensor]) -> list[list[LocalShard]]:
     generator = random.Random(seed)
-    held: list[list[Held]] = [[] for _ in range(ranks)]
+    held: list[list[LocalShard]] = [[] for _ in range(ranks)]
     for name, value in values.items():
         for rank, mine in enumerate(divide(generator, value, name, ranks)):
             held[rank].extend(mine)
     return held
 
 
-def _write(directory: Path, held: list[list[Held]]) -> Index:
+def _write(directory: Path, held: list[list[LocalShard]]) -> Index:
     mine = [pieces([(part.name, part) for part in parts]) for parts in held]
     layouts = [outlines([(part.name, part) for part in parts], own) for parts, own in zip(held, mine, strict=True)]
     sizes = {key: DTYPES[outline.dtype].itemsize for layout in layouts for key, outline in layout.items()}

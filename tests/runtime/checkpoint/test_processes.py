@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from atoll.runtime.checkpoint import Checkpointer
+from atoll.runtime.checkpoint.checkpointer import Checkpointer
 
 from .layouts import tensors
 from .processes import IDENTITY, held_by

@@ -5,10 +5,8 @@ python expert_lanes.py FOLDER [CASE …] writes a JSON object for every lane: ca
 
 import copy
 import json
-import multiprocessing
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +26,9 @@ from mixture_models import HAND_WRITTEN, HUGGING_FACE, mixture
 from atoll.graph.capture import Captured, capture_program
 from atoll.graph.experts import find_experts
 from atoll.runtime.stage.expert import expert_counts, split_experts
-from atoll.runtime.stage.holding import Holding
+from atoll.runtime.stage.shard_spec import ShardSpec
 from atoll.script import load_job
+from tests.process_group import fork_ranks, process_group
 
 SAMPLES = {2: (3, 2), 3: (2, 1, 3)}
 EXAMPLE = Path(__file__).parents[3] / "examples" / "mixture_of_experts.py"
@@ -71,7 +70,7 @@ def _region(captured: Captured, name: str) -> fx.GraphModule:
     return module
 
 
-def lane_module(captured: Captured, model: nn.Module, lane: int, lanes: int, group: Any) -> tuple[fx.GraphModule, dict[str, Holding]]:
+def lane_module(captured: Captured, model: nn.Module, lane: int, lanes: int, group: Any) -> tuple[fx.GraphModule, dict[str, ShardSpec]]:
     """The whole captured program as lane `lane` runs it."""
     table, graph, root = captured.liveness.table, fx.Graph(), nn.Module()
     copies: dict[fx.Node, fx.Node] = {}
@@ -87,7 +86,7 @@ def lane_module(captured: Captured, model: nn.Module, lane: int, lanes: int, gro
             if node.op == "get_attr":
                 root.add_module(str(node.target), _region(captured, str(node.target)))
     _double_constants(graph)
-    holdings: dict[str, Holding] = {}
+    holdings: dict[str, ShardSpec] = {}
     for layer in captured.graph.layers:
         experts = find_experts(table, *layer.nodes)
         if experts.count:
@@ -165,19 +164,17 @@ def compare(job: TinyJob, captured: Captured, samples: tuple[int, ...], lane: in
 
 def lane(rank: int, folder: Path, programs: dict[str, tuple[TinyJob, Captured]]) -> None:
     """One process: all cases, on two lanes (two of the three processes) and on three."""
-    store = dist.FileStore(str(folder / "store"), 3)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=120))
-    groups = {2: dist.new_group([0, 1]), 3: dist.group.WORLD}
     found: dict[str, dict[str, float]] = {}
-    for case, (job, captured) in programs.items():
-        for lanes, group in groups.items():
-            if rank < lanes:
-                found[f"{case} {lanes}"] = compare(job, captured, SAMPLES[lanes], rank, group)
-        if case in ("Picked", "Repeated"):
-            found[f"{case} again"] = compare(job, captured, SAMPLES[3], rank, groups[3], again=True)
-            found[f"{case} without samples"] = compare(job, captured, (2, 0, 3), rank, groups[3])
-    (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
-    dist.destroy_process_group()
+    with process_group(folder / "store", rank, 3, timeout_seconds=120):
+        groups = {2: dist.new_group([0, 1]), 3: dist.group.WORLD}
+        for case, (job, captured) in programs.items():
+            for lanes, group in groups.items():
+                if rank < lanes:
+                    found[f"{case} {lanes}"] = compare(job, captured, SAMPLES[lanes], rank, group)
+            if case in ("Picked", "Repeated"):
+                found[f"{case} again"] = compare(job, captured, SAMPLES[3], rank, groups[3], again=True)
+                found[f"{case} without samples"] = compare(job, captured, (2, 0, 3), rank, groups[3])
+        (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 def main(folder: Path, cases: Sequence[str]) -> int:
@@ -185,12 +182,7 @@ def main(folder: Path, cases: Sequence[str]) -> int:
     torch.set_num_threads(1)
     jobs = {case: job_of(case) for case in cases}
     programs = {case: (job, capture_program(job)) for case, job in jobs.items()}
-    processes = [multiprocessing.get_context("fork").Process(target=lane, args=(rank, folder, programs)) for rank in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    return max(abs(process.exitcode or 0) for process in processes)
+    return fork_ranks(3, lane, folder, programs)
 
 
 if __name__ == "__main__":

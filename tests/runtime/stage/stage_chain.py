@@ -1,19 +1,21 @@
 """Stages of a captured program run one after another in one process, with their gradients: what a pipeline does, without the ranks."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from atoll.graph.capture import Captured
-from atoll.job import read_loss
-from atoll.runtime.stage.drawing import DrawKey
+from atoll.runtime.activations import Activations
+from atoll.runtime.executor import Accumulated, BuiltStage, GradientSink, StageExecutor, Updater, WorkItem
+from atoll.runtime.stage.loss_scale import LossScale
 from atoll.runtime.stage.module import StageBuilder, StageModule
 from atoll.runtime.stage.program import StageProgram, cut_stage
+from atoll.runtime.stage.rng import DrawKey
 from atoll.runtime.stage.sizes import Sizes
 from atoll.runtime.stage.state import InitialState
 
@@ -46,6 +48,7 @@ class Chain:
     model: nn.Module
     bounds: Sequence[int]
     recompute: bool = False
+    gradients: GradientSink | None = None  # None: into `.grad`, each micro-batch as it is
     key: DrawKey = field(default_factory=lambda: DrawKey(0))
     programs: list[StageProgram] = field(default_factory=list)
     modules: list[StageModule] = field(default_factory=list)
@@ -58,40 +61,44 @@ class Chain:
             self.programs.append(program)
             self.modules.append(builder.stage(program, [self.recompute] * len(program.units)))
         self.parameters = builder.parameters
+        stages = {number: BuiltStage(program=p, module=m) for number, (p, m) in enumerate(zip(self.programs, self.modules, strict=True))}
+        self.executor = StageExecutor(
+            stages,
+            sizes=self.sizes,
+            loss=self.captured.program.call_spec.out_spec,
+            key=self.key,
+            autocast=nullcontext,
+            generators=self.key.lock,
+            gradients=self.gradients or Accumulated(1),
+            updater=Updater(list(self.parameters.values()), None, None, LossScale(False), steps=1),
+            persistent=frozenset(self.model.state_dict()),
+        )
 
     def loss(self, batch: Any) -> Tensor:
         """Forward through all stages and backward through them; what crosses is checked to be as announced."""
         return self.losses([batch])[0]
 
     def losses(self, batches: Sequence[Any]) -> list[Tensor]:
-        """The same with several micro-batches under way at once."""
-        under_way = [self._forward(batch) for batch in batches]
-        for held, result in under_way:
-            self._backward(held, result)
-        return [result.detach() for _, result in under_way]
+        """The same with several micro-batches under way at once, each of weight 1."""
+        found = [self.forward(number, batch) for number, batch in enumerate(batches)]
+        for number in range(len(batches)):
+            self.backward(number)
+        return found
 
-    def _forward(self, batch: Any) -> tuple[list[tuple[list[Tensor], tuple[Any, ...]]], Tensor]:
+    def forward(self, number: int, batch: Any, samples: int = 1) -> Tensor:
+        """One micro-batch through all stages; its loss, by what `samples` weigh."""
         leaves = self.sizes.leaves(batch)
-        binding = self.sizes.bind(leaves)
-        received: list[Tensor] = []
-        held: list[tuple[list[Tensor], tuple[Any, ...]]] = []
-        for program, module in zip(self.programs, self.modules, strict=True):
-            inputs = [v.detach().requires_grad_(c.wants_gradient) for v, c in zip(received, program.receives, strict=True)]
-            values = {**leaves, **{name: self.sizes.number(e, binding) for name, e in program.numbers.items()}}
-            values.update(zip((crossing.name for crossing in program.receives), inputs, strict=True))
-            outputs = module(values)
-            for value, crossing in zip(outputs, program.sends, strict=False) if not program.last else ():
-                assert tuple(value.shape) == self.sizes.shape(crossing, binding)
+        made = Activations(self.sizes.bind(leaves), leaves, [])
+        for stage, program in enumerate(self.programs):
+            made = self.executor.forward(WorkItem(stage, 1, number, number, samples), made)
+            for value, crossing in zip(made.values, program.sends, strict=True):
+                assert tuple(value.shape) == self.sizes.shape(crossing, made.binding)
                 assert value.dtype == crossing.dtype
-            held.append((inputs, outputs))
-            received = list(outputs)
-        return held, read_loss(pytree.tree_unflatten(list(received), self.captured.program.call_spec.out_spec)).value
+        return self.executor.loss(WorkItem(len(self.programs) - 1, 1, number, number, samples)).total
 
-    def _backward(self, held: list[tuple[list[Tensor], tuple[Any, ...]]], loss: Tensor) -> None:
-        roots, gradients = [loss], [torch.ones_like(loss)]
-        for (inputs, _), program, before in zip(held[::-1], self.programs[::-1], [*held[-2::-1], ([], ())], strict=True):
-            pairs = [(r, g) for r, g in zip(roots, gradients, strict=True) if r.requires_grad]
-            torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
-            chosen = [i for i, crossing in enumerate(program.receives) if crossing.wants_gradient]
-            gradients = [g if (g := inputs[i].grad) is not None else torch.zeros_like(inputs[i]) for i in chosen]
-            roots = [before[1][i] for i in chosen]
+    def backward(self, number: int, samples: int = 1) -> dict[int, list[Tensor | None]]:
+        """Back through all stages; the gradients each returned of its parameters."""
+        found, gradients = {}, list[Tensor]()
+        for stage in range(len(self.programs) - 1, -1, -1):
+            gradients, found[stage] = self.executor.backward(WorkItem(stage, 1, number, number, samples), gradients)
+        return found

@@ -7,13 +7,11 @@ is written to FOLDER/<kind>.<rank>.json, by case.
 
 import json
 import logging
-import multiprocessing
 import sys
 import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,9 @@ from torch.utils import _pytree as pytree
 from atoll.graph.capture import Captured, capture_program
 from atoll.graph.export import use_batched_experts
 from atoll.runtime.stage.collectives import Lanes, Ranks, TensorRanks
-from atoll.runtime.stage.holding import Holding
+from atoll.runtime.stage.shard_spec import ShardSpec
 from atoll.runtime.stage.tensor import split_tensors
+from tests.process_group import fork_ranks, process_group
 
 Loss = Callable[[nn.Module, Any], Tensor]
 AllCases = dict[str, dict[str, list[tuple[int, ...]]]]  # kind → name → shares
@@ -98,7 +97,7 @@ class Divided:
     """A rank's copy of the program."""
 
     module: fx.GraphModule
-    holdings: dict[str, Holding] = field(default_factory=dict)
+    holdings: dict[str, ShardSpec] = field(default_factory=dict)
     leaves: dict[str, Tensor] = field(default_factory=dict)
     divided_layers: list[str] = field(default_factory=list)
 
@@ -202,7 +201,7 @@ def check_lanes(reference: Reference, samples: tuple[int, ...]) -> dict[str, Any
     return {"wrong": [one for one in wrong if one], "divided": sorted(divided.holdings), "layers": divided.divided_layers}
 
 
-def assembled(holding: Holding, part: Tensor) -> Tensor:
+def assembled(holding: ShardSpec, part: Tensor) -> Tensor:
     """The whole that ranks hold parts of; every element is held exactly once."""
     whole, count = part.new_zeros(holding.shape), part.new_zeros(holding.shape)
     holding.put(whole, part)
@@ -227,11 +226,9 @@ def rank_process(rank: int, folder: Path, references: dict[str, Reference | str]
         size = max((len(shares) for proportions in shares_of.values() for shares in proportions), default=0)
         if rank >= size:
             continue
-        store = dist.FileStore(str(folder / f"{kind}.store"), size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-        answers = {name: answer_of(references[name], shares, kind) for name, shares in shares_of.items()}
-        (folder / f"{kind}.{rank}.json").write_text(json.dumps(answers), encoding="utf-8")
-        dist.destroy_process_group()
+        with process_group(folder / f"{kind}.store", rank, size):
+            answers = {name: answer_of(references[name], shares, kind) for name, shares in shares_of.items()}
+            (folder / f"{kind}.{rank}.json").write_text(json.dumps(answers), encoding="utf-8")
 
 
 def answer_of(reference: Reference | str, proportions: list[tuple[int, ...]], kind: str) -> dict[str, Any]:
@@ -262,13 +259,7 @@ def main(folder: Path, cases: AllCases) -> int:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     references = {name: captured_reference(name) for name in dict.fromkeys(name for shares_of in cases.values() for name in shares_of)}
-    fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=rank_process, args=(rank, folder, references, cases)) for rank in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    return max(abs(process.exitcode or 0) for process in processes)
+    return fork_ranks(3, rank_process, folder, references, cases)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ TOLERANCE = 1e-9
 def differences(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, float]]]:
     """What each lane has found. Capturing is what takes long: every case once, on two cores."""
     folders = [tmp_path_factory.mktemp("lanes") for _ in range(2)]
-    command = [sys.executable, str(Path(__file__).with_name("expert_lanes.py"))]
+    command, root = [sys.executable, "-m", "tests.runtime.stage.expert_lanes"], Path(__file__).parents[3]
     halves = zip(folders, (CASES[::2], CASES[1::2]), strict=True)
-    running = [subprocess.Popen([*command, str(folder), *cases], stderr=subprocess.PIPE, text=True) for folder, cases in halves]
+    running = [subprocess.Popen([*command, str(folder), *cases], cwd=root, stderr=subprocess.PIPE, text=True) for folder, cases in halves]
     for process in running:
         _, said = process.communicate()
         assert process.returncode == 0, said

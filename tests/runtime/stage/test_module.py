@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from atoll.graph.capture import Captured, capture_program
-from atoll.runtime.stage.drawing import DrawKey
-from atoll.runtime.stage.holding import Holding
 from atoll.runtime.stage.module import StageBuilder
 from atoll.runtime.stage.program import cut_stage
+from atoll.runtime.stage.rng import DrawKey
+from atoll.runtime.stage.shard_spec import ShardSpec
 from atoll.runtime.stage.sizes import Sizes
 from atoll.runtime.stage.state import InitialState, tied_names, unread_state
 
@@ -77,7 +77,7 @@ def test_a_parameter_of_two_stages_is_one_object(captured: Captured) -> None:
 
 def test_a_stage_copies_the_part_that_it_holds(captured: Captured) -> None:
     model = Normed()
-    holding = Holding(name="head.bias", shape=(6,), dim=0, parts=((1, 3),))
+    holding = ShardSpec(name="head.bias", shape=(6,), dim=0, parts=((1, 3),))
     builder = StageBuilder(InitialState(captured, model), device=CPU, key=DrawKey(0))
     stage = builder.stage(cut_stage(captured, 0, len(captured.graph.layers)), holdings={"head.bias": holding})
     held = stage.parameters_by_name()["head.bias"]

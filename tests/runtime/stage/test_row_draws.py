@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from atoll.runtime.stage.drawing import Draw, DrawKey
+from atoll.runtime.stage.rng import Draw, DrawKey
 from atoll.runtime.stage.row_draws import RowDraw, Rows
 
 aten = torch.ops.aten

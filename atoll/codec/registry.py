@@ -1,0 +1,121 @@
+"""The codecs by their names: from a text to a codec, from a header and bytes back to the tensor, and the error that was made."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from atoll.codec.base import Codec, NoCodec, one_thread
+from atoll.codec.blocks import Bf16, Fp16, Int4, Int8
+from atoll.codec.encoded import Encoded, EncodedPart, Header, dtype_of
+from atoll.codec.low_rank import LowRank
+from atoll.codec.top_k import TopK
+from atoll.errors import CodecError
+
+__all__ = ["decode", "empty_encoded", "encoded_from", "make_codec", "parts_of", "relative_error", "sampled_error"]
+
+_FORMATS: Mapping[str, type[Codec]] = {codec.name: codec for codec in (NoCodec, Bf16, Fp16, Int8, Int4, TopK, LowRank)}
+
+
+def make_codec(text: str) -> Codec:
+    """The codec a text names: `none`, `bf16`, `fp16`, `int8`, `int4`, `top-k:0.01` (the share kept), `low-rank:4` (the rank)."""
+    name, colon, strength = text.partition(":")
+    try:
+        if name == "top-k" and colon:
+            return TopK(float(strength))
+        if name == "low-rank" and colon:
+            return LowRank(int(strength))
+    except CodecError:
+        raise
+    except ValueError:
+        raise CodecError(f"codec {text!r}: {strength!r} is not a number; write top-k:0.01 or low-rank:4") from None
+    if colon or name not in _FORMATS or name in ("top-k", "low-rank"):
+        raise CodecError(f"there is no codec {text!r}; write none, bf16, fp16, int8, int4, top-k:0.01 or low-rank:4")
+    return _FORMATS[name]()
+
+
+def parts_of(header: Header) -> tuple[EncodedPart, ...]:
+    """What follows a header: check the sum of their bytes against a limit before making room for them."""
+    if header.codec not in _FORMATS:
+        raise CodecError(f"a header names the codec {header.codec!r}; known are {', '.join(_FORMATS)}")
+    dtype_of(header)
+    return _FORMATS[header.codec].parts(header)
+
+
+def empty_encoded(header: Header) -> Encoded:
+    """Room to receive into: fill its `buffers()` in order, then decode it."""
+    return Encoded(header, [torch.empty(part.elements, dtype=part.dtype) for part in parts_of(header)])
+
+
+def encoded_from(header: Header, body: torch.Tensor) -> Encoded:
+    """Parts as views of one flat tensor of bytes that holds them one after the other, its memory aligned to 8 bytes."""
+    layout = parts_of(header)
+    if body.dtype != torch.uint8 or body.dim() != 1 or body.numel() != sum(part.nbytes for part in layout):
+        raise CodecError(f"{body.numel()} values of {body.dtype} follow a header that announces {sum(p.nbytes for p in layout)} bytes")
+    if body.data_ptr() % 8 or not body.is_contiguous():
+        body = body.clone(memory_format=torch.contiguous_format)
+    pieces = torch.split(body, [part.nbytes for part in layout])
+    return Encoded(header, [piece.view(part.dtype) for piece, part in zip(pieces, layout, strict=True)])
+
+
+def decode(encoded: Encoded, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The tensor that was encoded, exactly or nearly; written into `out` (same shape and type, any strides and device) if given.
+
+    Raises CodecError, and leaves `out` in an unspecified but valid state, where header and parts are not what an encoder writes.
+    """
+    header = encoded.header
+    layout, dtype = parts_of(header), dtype_of(header)
+    _check_parts(encoded, layout)
+    if out is None:
+        out = torch.empty(header.shape, dtype=dtype)
+    elif tuple(out.shape) != header.shape or out.dtype != dtype:
+        raise CodecError(f"a tensor {list(header.shape)} of {dtype} cannot be decoded into one {list(out.shape)} of {out.dtype}")
+    with torch.no_grad(), one_thread():
+        straight = out.is_contiguous()
+        flat = out.detach().view(-1) if straight else torch.empty(header.elements, dtype=dtype, device=out.device)
+        parts = {part.name: tensor.to(flat.device) for part, tensor in zip(layout, encoded.parts, strict=True)}
+        if header.elements:
+            _FORMATS[header.codec].decode_flat(header, parts, flat)
+        if not straight:
+            out.copy_(flat.view(header.shape))
+    return out
+
+
+def _check_parts(encoded: Encoded, layout: tuple[EncodedPart, ...]) -> None:
+    found = [(part.dtype, part.numel()) for part in encoded.parts]
+    if found != [(part.dtype, part.elements) for part in layout]:
+        raise CodecError(f"{encoded.header.codec}: the parts that arrived are not those of the header: {found}")
+
+
+_CHUNK = 2**16
+
+
+def relative_error(original: torch.Tensor, decoded: torch.Tensor) -> float:
+    """Root mean square of the difference over that of the original, over finite elements; 0 where nothing differs."""
+    if original.shape != decoded.shape:
+        raise CodecError(f"a tensor {list(original.shape)} cannot be compared with one {list(decoded.shape)}")
+    lost = whole = 0.0
+    flat = (tensor.detach().reshape(-1) for tensor in (original, decoded))
+    for before, after in zip(*(torch.split(tensor, _CHUNK) for tensor in flat), strict=True):
+        exact = before.to(torch.float64)
+        finite = exact.isfinite()
+        whole += float(exact[finite].square().sum())
+        lost += float((exact - after.to(torch.float64))[finite].square().sum())
+    return math.sqrt(lost / whole) if whole else (0.0 if not lost else math.inf)
+
+
+def sampled_error(codec: Codec, tensor: torch.Tensor, elements: int = 2**16) -> float:
+    """The codec's error on some of the tensor, cheap enough to try codecs not in use: rows, or runs of blocks, spread evenly.
+
+    Low rank takes the whole tensor: a smaller matrix would flatter it.
+    """
+    sample = _sample(tensor.detach(), elements) if codec.local else tensor.detach()
+    return relative_error(sample, codec.decode(codec.encode(sample)))
+
+
+def _sample(tensor: torch.Tensor, elements: int) -> torch.Tensor:
+    if tensor.numel() <= elements:
+        return tensor
+    rows = tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor[: tensor.numel() // 1024 * 1024].view(-1, 1024)
+    step = max(1, round(tensor.numel() / elements))
+    return rows[::step] if rows.shape[0] >= 2 * step else rows[:, : max(1, elements // rows.shape[0])]

@@ -1,0 +1,108 @@
+"""Setting: what pricing a plan reads and no plan changes — a graph, a cluster and the constants of the model, prepared once."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from atoll.cluster import Cluster, DeviceKind
+from atoll.cluster.cluster import device_index
+from atoll.cost.amounts import Amounts, Held, held_parameters, tensor_fraction
+from atoll.cost.calibration import Calibration
+from atoll.errors import PlanError
+from atoll.graph import Graph
+from atoll.plan import Plan, Replica, Stage
+
+__all__ = ["DevicePlace", "OPTIMIZERS", "OptimizerCost", "PricingContext", "optimizer_cost"]
+
+
+class OptimizerCost(NamedTuple):
+    """Bytes of state an optimizer keeps for a parameter, and bytes it reads and writes to update it."""
+
+    state_bytes: float
+    update_bytes: float
+
+
+OPTIMIZERS = {
+    "sgd": OptimizerCost(0, 12),
+    "momentum": OptimizerCost(4, 20),
+    "adam": OptimizerCost(8, 28),
+    "adamw": OptimizerCost(8, 28),
+    "adagrad": OptimizerCost(4, 20),
+    "rmsprop": OptimizerCost(4, 20),
+    "adafactor": OptimizerCost(0.1, 20),
+    "lion": OptimizerCost(4, 20),
+}
+
+
+def optimizer_cost(name: str) -> OptimizerCost:
+    """What an optimizer costs, by its class's name in any case."""
+    try:
+        return OPTIMIZERS[name.lower()]
+    except KeyError:
+        raise PlanError(f"optimizer {name!r}: unknown to the cost model; it knows {', '.join(OPTIMIZERS)}") from None
+
+
+class DevicePlace:
+    """Where a stage's replicas live. Equal places of one setting are one object, so that caches know them by identity."""
+
+    __slots__ = ("groups", "has_accelerators", "has_cpus", "names", "tensor")
+
+    def __init__(self, tensor: int, groups: tuple[tuple[str, ...], ...], kinds: Iterable[DeviceKind]) -> None:
+        self.tensor = tensor
+        self.groups = groups  # the devices of each replica
+        self.names = tuple([name for group in groups for name in group])
+        cpus = {kind.cpu for kind in kinds}
+        self.has_cpus, self.has_accelerators = True in cpus, False in cpus
+
+
+class PricingContext:
+    """A graph on a cluster, with an optimizer and a calibration."""
+
+    def __init__(self, graph: Graph, cluster: Cluster, optimizer: str, calibration: Calibration) -> None:
+        self.graph = graph
+        self.cluster = cluster
+        self.calibration = calibration
+        self.optimizer = optimizer_cost(optimizer)
+        self.amounts = Amounts.of(graph)
+        self.devices = device_index(cluster)
+        self.half_precision = graph.precision != "fp32"
+        self.element_bytes = 2.0 if self.half_precision else 4.0
+        self._held: dict[tuple[int, int, float, int, tuple[int, ...], int], Held] = {}
+        self._places: dict[tuple[int, tuple[tuple[str, ...], ...]], DevicePlace] = {}
+
+    def place(self, stage: Stage) -> DevicePlace:
+        """Where a stage's replicas live."""
+        key = (stage.tensor, tuple([replica.devices for replica in stage.replicas]))
+        found = self._places.get(key)
+        if found is None:
+            found = self._places[key] = DevicePlace(*key, [self.devices[name].kind for group in key[1] for name in group])
+        return found
+
+    def places(self, plan: Plan) -> list[DevicePlace]:
+        """Where the replicas of each stage live."""
+        return [self.place(stage) for stage in plan.stages]
+
+    def held(self, stage: Stage, replica: Replica, position: int) -> Held:
+        """Parameters the device at a position of a lane holds, before lanes shard them."""
+        fraction = tensor_fraction(replica, stage.tensor, position)
+        return self.held_with(stage, fraction, stage.lanes)
+
+    def held_with(self, stage: Stage, fraction: float, lanes: int) -> Held:
+        """Parameters of a device of a stage of so many lanes that has `fraction` of each split tensor, before lanes shard them."""
+        key = (stage.start, stage.stop, fraction, lanes if stage.expert else 1, stage.split, lanes)
+        found = self._held.get(key)
+        if found is None:
+            found = self._held[key] = held_parameters(self.amounts, *key)
+        return found
+
+    def recomputed_stop(self, stage: Stage) -> int:
+        """Where the layers that a stage runs again in backward end.
+
+        The model's last layer is never among them: its backward follows its forward at once, so recomputing it would save nothing.
+        """
+        return min(stage.stop, max(stage.start, len(self.graph.layers) - 1)) if stage.recompute else stage.start
+
+    def most_held(self, stage: Stage) -> Held:
+        """Parameters of the device that holds most of a stage: the one with the largest part of each tensor."""
+        shares = [replica.tensor_shares for replica in stage.replicas if replica.tensor_shares]
+        fraction = max((max(row) / sum(row) for row in shares), default=1 / stage.tensor)
+        return self.held_with(stage, fraction, stage.lanes)

@@ -1,0 +1,61 @@
+"""Evaluation of a whole model on one device, and when a job wants it: what a run in one process does, and a swarm from its checkpoints."""
+
+import math
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from atoll.blame import users_code
+from atoll.data import Dataset, to_device
+from atoll.errors import JobFailedError
+from atoll.events import Evaluated
+from atoll.job import Job, LossFunction, LossValue, read_loss
+from atoll.runtime.nonfinite import checked_weight
+
+__all__ = ["evaluate", "evaluates_after"]
+
+
+def evaluates_after(job: Job, step: int, steps: int) -> bool:
+    """Whether a job of so many steps wants to know after this one."""
+    if job.eval_data is None:
+        return False
+    return step == steps or (job.eval_every is not None and step % job.eval_every == 0)
+
+
+@torch.no_grad()
+def evaluate(job: Job, model: nn.Module, device: torch.device, step: int, dataset: Dataset) -> Evaluated:
+    """The losses and metrics of a model after `step` steps. It is in training mode afterwards; `at_seconds` is the caller's to set."""
+    began = time.perf_counter()
+    functions: dict[str, LossFunction] = {"": job.eval_loss or job.loss, **job.metrics}
+    sums = {name: [0.0, 0.0] for name in functions}
+    size = job.micro_batch_size or job.batch_size
+    with users_code(f"evaluation after step {step}: the length of eval_data", JobFailedError):
+        length = len(dataset)
+    model.eval()
+    for start in range(0, length, size):
+        indices = range(start, min(start + size, length))
+        with users_code(f"evaluation after step {step}: loading samples {indices[0]} to {indices[-1]}", JobFailedError):
+            batch = to_device(job.collate([dataset[i] for i in indices]), device)
+        for name, function in functions.items():
+            value, weight = _measured(job, model, device, step, name, function, batch)
+            amount = len(indices) if weight is None else float(weight)
+            sums[name][0] += float(value) * (amount if weight is None else 1.0)
+            sums[name][1] += amount
+    model.train()
+    means = {name: _finite(total / checked_weight(f"evaluation {name}".strip(), amount)) for name, (total, amount) in sums.items()}
+    loss = means.pop("")
+    return Evaluated(at_seconds=0.0, step=step, loss=loss, metrics=means, samples=length, seconds=time.perf_counter() - began)
+
+
+def _measured(job: Job, model: nn.Module, device: torch.device, step: int, name: str, function: LossFunction, batch: Any) -> LossValue:
+    """What the evaluation loss (its name is empty) or a metric says of a batch; here a plain number will do."""
+    known = f"metrics[{name!r}]" if name else "eval_loss" if job.eval_loss else "loss"
+    with job.autocast(device), users_code(f"evaluation after step {step}: {known}", JobFailedError):
+        result: object = function(model, batch)
+    return read_loss(torch.tensor(float(result)) if isinstance(result, (int, float)) else result, known)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,1 @@
+"""Execution modes: one folder each, found through `atoll.runtime.mode`."""

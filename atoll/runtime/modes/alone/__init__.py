@@ -1,0 +1,1 @@
+"""Alone: the job in one process on one device, the reference for every other mode."""

@@ -1,0 +1,325 @@
+"""Alone: the job on one device of this machine — the reference every distributed mode is compared with.
+
+The loop is what one would write by hand: gradients accumulated over micro-batches, clipped, applied, the schedule advanced. What surrounds
+it — events, evaluation, a polite Ctrl-C — never changes a number.
+"""
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch import nn
+
+from atoll.blame import users_code
+from atoll.cluster.memory import keep_freed_memory
+from atoll.data import to_device
+from atoll.errors import JobError, JobFailedError
+from atoll.events import AnyEvent, CheckpointBegun, Evaluated, NonFinite, Observer, RunFinished, RunStarted, StepFinished, StopTraining
+from atoll.job import Job, LossValue, RunResult, read_loss
+from atoll.plan.modes.alone import ALONE
+from atoll.randomness import mix, own_randomness, seed_everything
+from atoll.runtime.checkpoint.loading import Loaded
+from atoll.runtime.checkpoint.training_state import restore_training, training_state
+from atoll.runtime.evaluation import evaluate, evaluates_after
+from atoll.runtime.executor import Accumulated, Update, Updater, loss_share, scaled
+from atoll.runtime.modes.alone.checkpoints import LocalCheckpoints
+from atoll.runtime.nonfinite import checked_weight, not_finite
+from atoll.runtime.peak import peak_memory_bytes
+from atoll.runtime.run_directory import RunDirectory, RunSettings
+from atoll.runtime.stage.loss_scale import LossScale
+from atoll.runtime.stage.rng import DrawKey, EagerDraws
+
+__all__ = ["train_alone"]
+
+_Reason = Literal["done", "stopped", "interrupted"]
+
+
+def train_alone(
+    job: Job,
+    *,
+    device: torch.device,
+    observers: Sequence[Observer],
+    saved_in: tuple[RunDirectory, RunSettings] | None = None,
+) -> RunResult:
+    """Train the job on one device and tell the observers what happens.
+
+    Whatever ends the run — the last step, Ctrl-C, `StopTraining`, a loss that is not finite — the weights are those after a whole step.
+    With `saved_in`, a run's directory that this process holds, it goes on from the checkpoint there, if there is one, and saves into it:
+    at the end, on Ctrl-C, and every so often. Losses and weights are those of a run that was never stopped, bit for bit.
+    """
+    if device.type == "cpu":
+        keep_freed_memory()
+    with own_randomness(mix(job.seed, 4)), _polite_interrupt() as interrupt:
+        trainer = _Trainer(job, device, observers, saved_in)
+        try:
+            reason = trainer.train(interrupt)
+            trainer.save_last()
+        except BaseException as error:
+            with suppress(Exception):  # an observer that failed may fail again; the first error is the one to show
+                trainer.finish("failed", f"{type(error).__name__}: {error}")
+            raise
+        trainer.finish(reason, "")
+    return RunResult(
+        reason=reason,
+        losses=tuple(trainer.losses),
+        evaluations=tuple(trainer.evaluations),
+        seconds=trainer.elapsed(),
+        model=trainer.model,
+        optimizer=trainer.optimizer,
+    )
+
+
+class _Trainer:
+    """A run under way: model, optimizer and what has been seen so far."""
+
+    def __init__(
+        self, job: Job, device: torch.device, observers: Sequence[Observer], saved_in: tuple[RunDirectory, RunSettings] | None
+    ) -> None:
+        self.job, self.device, self.observers = job, device, observers
+        self.began, self.seconds_before = time.perf_counter(), 0.0
+        self.mode = ALONE.name  # or of the run whose process this is
+        self.steps = job.total_steps
+        self.data_length = job.samples.length
+        self.model = _on_device(job, device)
+        self.optimizer = job.build_optimizer(self.model.parameters())
+        self.parameters: list[nn.Parameter] = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.scheduler = job.build_scheduler(self.optimizer)
+        scale = LossScale(job.precision == "fp16")
+        self.updater = Updater(self.parameters, self.optimizer, self.scheduler, scale, steps=self.steps)
+        self.gradients = Accumulated(job.batch_size)
+        self.random = True  # until a forward has shown that it draws no random numbers
+        self.losses: list[float] = []
+        self.evaluations: list[Evaluated] = []
+        self.resumed: Loaded | None = None
+        self.checkpoints: LocalCheckpoints | None = None
+        if saved_in is not None:
+            directory, settings = saved_in
+            self.mode = settings.mode
+            self.seconds_before = directory.last_moment()
+            self.checkpoints = LocalCheckpoints(directory, settings, job, self.model, self.optimizer)
+            self._resume(self.checkpoints)
+
+    def _resume(self, checkpoints: LocalCheckpoints) -> None:
+        """Go on where the run's checkpoint is, if it has one."""
+        self.resumed = checkpoints.load()
+        if self.resumed is not None:
+            self.losses = restore_training(self.resumed.extra, self.resumed.step, self.scheduler, self.updater.scale)
+            self.random = bool(self.resumed.extra.get("draws", True))
+        checkpoints.begin(len(self.losses), self.moment())
+
+    def elapsed(self) -> float:
+        return time.perf_counter() - self.began
+
+    def moment(self) -> float:
+        """In the run's own time, which goes on where the process before this one ended."""
+        return self.seconds_before + self.elapsed()
+
+    def emit(self, event: AnyEvent) -> None:
+        """Tell every observer, even after one of them asked to stop."""
+        stop: StopTraining | None = None
+        for observer in self.observers:
+            with users_code(f"step {len(self.losses)}: {_name_of(observer)}, told of {event.kind},", JobFailedError):
+                try:
+                    observer(event)
+                except StopTraining as request:
+                    stop = request
+        if stop is not None:
+            raise stop
+
+    def train(self, interrupt: threading.Event) -> _Reason:
+        """All steps, and the evaluations between them."""
+        try:
+            self.emit(self._started())
+            if self.resumed is not None:
+                self.emit(self.resumed.event(self.moment()))
+            for step in range(len(self.losses) + 1, self.steps + 1):
+                self.emit(self._step(step))
+                self._evaluate_when_due(step)
+                self._save_when_due(step)
+                if interrupt.is_set():
+                    return "interrupted"
+        except StopTraining:
+            return "stopped"
+        return "done"
+
+    def finish(self, reason: _Reason | Literal["failed"], message: str) -> None:
+        with suppress(StopTraining):  # there is nothing left to stop
+            self.emit(
+                RunFinished(
+                    at_seconds=self.moment(),
+                    reason=reason,
+                    steps=len(self.losses),
+                    samples=len(self.losses) * self.job.batch_size,
+                    seconds=self.elapsed(),
+                    loss=self.losses[-1] if self.losses else None,
+                    message=message,
+                )
+            )
+
+    def _save_when_due(self, step: int) -> None:
+        if self.checkpoints is None:
+            return
+        if step != self.steps and self.checkpoints.due(step, self.moment()):
+            self.emit(CheckpointBegun(at_seconds=self.moment(), step=step))
+            self.checkpoints.save(step, self._extra())
+        self._tell_of_saves(self.checkpoints)
+
+    def save_last(self) -> None:
+        """The checkpoint to go on from; when it cannot be saved, the run has failed."""
+        if self.checkpoints is None or not self.losses:
+            return
+        try:
+            self.checkpoints.save(len(self.losses), self._extra(), final=True)
+        finally:
+            with suppress(StopTraining):
+                self._tell_of_saves(self.checkpoints)
+
+    def _tell_of_saves(self, checkpoints: LocalCheckpoints) -> None:
+        for event in checkpoints.ended(self.moment()):
+            self.emit(event)
+            chosen = checkpoints.decision(len(self.losses), self.moment()) if len(self.losses) < self.steps else None
+            if chosen is not None:
+                self.emit(chosen)
+
+    def _extra(self) -> dict[str, Any]:
+        return training_state(self.scheduler, self.updater.scale, self.losses) | {"draws": self.random}
+
+    def _started(self) -> RunStarted:
+        return RunStarted(
+            at_seconds=self.moment(),
+            name=self.job.name,
+            mode=self.mode,
+            steps=self.steps,
+            batch_size=self.job.batch_size,
+            samples=self.data_length,
+            parameters=sum(parameter.numel() for parameter in self.parameters),
+            devices=(str(self.device),),
+            precision=self.job.precision,
+            seed=self.job.seed,
+            unix_seconds=time.time(),
+        )
+
+    def _step(self, step: int) -> StepFinished:
+        """One step of the optimizer on one global batch. Nothing is applied unless loss and gradient are finite."""
+        began = time.perf_counter()
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        self.optimizer.zero_grad()
+        loss, weight = self._accumulate_gradient(step)
+        overflowed = self.updater.unscale()
+        gradient_norm = self._clip(step, overflowed)
+        applied = self.updater.apply(Update(step, overflowed=overflowed))
+        self.losses.append(loss)
+        return StepFinished(
+            at_seconds=self.moment(),
+            step=step,
+            loss=loss,
+            samples=self.job.batch_size,
+            weight=weight,
+            seconds=time.perf_counter() - began,
+            learning_rate=learning_rate,
+            gradient_norm=gradient_norm,
+            memory_bytes=peak_memory_bytes(self.device),
+            applied=applied,
+        )
+
+    def _accumulate_gradient(self, step: int) -> tuple[float, float]:
+        """The gradient of the global batch's loss, left in `.grad`; returns the loss and what it was divided by."""
+        parts = self.job.micro_batches
+        total = torch.zeros((), device=self.device)
+        weight = torch.zeros((), device=self.device, dtype=torch.float64)
+        deferred = False
+        for number, (start, stop) in enumerate(parts):
+            value = self._forward(step, number, start, stop)
+            deferred = value.weight is not None and len(parts) > 1
+            share = loss_share(value, stop - start, self.gradients) if deferred or value.weight is None else value.value / value.weight
+            with users_code(f"step {step}: backward", JobFailedError):
+                scaled(share, self.gradients.scaled_by(self.updater.scale)).backward()  # type: ignore[no-untyped-call]
+            total += share.detach()
+            weight += (stop - start) if value.weight is None else value.weight
+        divisor = checked_weight(f"step {step}", float(weight))
+        if deferred:  # the weight of a batch is known only after its last micro-batch
+            torch._foreach_div_([p.grad for p in self.parameters if p.grad is not None], divisor)
+        loss = float(total) / (divisor if deferred else 1.0)
+        if not math.isfinite(loss):
+            self._not_finite(step, "loss", loss)
+        return loss, divisor
+
+    def _forward(self, step: int, number: int, start: int, stop: int) -> LossValue:
+        with users_code(f"step {step}: loading the batch", JobFailedError):
+            batch = to_device(self.job.samples.batch(step - 1, start, stop), self.device)
+        seed_everything(mix(self.job.seed, 5, step, number), devices=self.device.type != "cpu")
+        with self.job.autocast(self.device), users_code(f"step {step}: the loss", JobFailedError), self._draws(step, start):
+            value = read_loss(self.job.loss(self.model, batch))
+        if not value.value.requires_grad:
+            raise JobError("Job: loss: no gradient flows from it to the model; is it computed under no_grad, or detached?")
+        return value
+
+    @contextmanager
+    def _draws(self, step: int, first_sample: int) -> Iterator[None]:
+        """Random calls of the forward are seeded one by one, as distributed modes do; a model that makes none at first is left alone."""
+        if not self.random:
+            yield
+            return
+        key = DrawKey(self.job.seed)
+        key.step, key.first_sample = step, first_sample
+        with EagerDraws(key) as draws:
+            yield
+        self.random = draws.count > 0
+
+    def _clip(self, step: int, overflowed: bool) -> float | None:
+        """By PyTorch's own function, as anyone would. In fp16 overflow is ordinary: the step is skipped."""
+        if self.job.max_grad_norm is None or overflowed:
+            return None
+        norm = float(nn.utils.clip_grad_norm_(self.parameters, self.job.max_grad_norm))
+        if not math.isfinite(norm) and not self.updater.scale.enabled:
+            self._not_finite(step, "gradient", norm)
+        return norm if math.isfinite(norm) else None
+
+    def _not_finite(self, step: int, what: Literal["loss", "gradient"], value: float) -> None:
+        self.emit(NonFinite(at_seconds=self.moment(), step=step, what=what, value=str(value)))
+        raise not_finite(step, what, value)
+
+    def _evaluate_when_due(self, step: int) -> None:
+        dataset = self.job.eval_dataset
+        if dataset is not None and evaluates_after(self.job, step, self.steps):
+            found = evaluate(self.job, self.model, self.device, step, dataset)
+            self.evaluations.append(msgspec.structs.replace(found, at_seconds=self.moment()))
+            self.emit(self.evaluations[-1])
+
+
+def _on_device(job: Job, device: torch.device) -> nn.Module:
+    try:
+        return job.build_model(device)
+    except (RuntimeError, AssertionError) as error:
+        if "out of memory" in str(error):
+            raise JobError(f"run: the model does not fit on '{device}': {error}") from error
+        raise JobError(f"run: device '{device}' cannot be used here: {error}") from error
+
+
+def _name_of(observer: object) -> str:
+    return str(getattr(observer, "__qualname__", None) or type(observer).__name__)
+
+
+@contextmanager
+def _polite_interrupt() -> Iterator[threading.Event]:
+    """The first Ctrl-C sets the event, so that the step under way can end; the second interrupts as usual."""
+    interrupt = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupt  # only the main thread can listen for signals
+        return
+
+    def remember(number: int, frame: object) -> None:
+        interrupt.set()
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, remember)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)

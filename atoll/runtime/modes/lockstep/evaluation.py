@@ -1,0 +1,329 @@
+"""Evaluation in a lockstep run: forward passes through the plan's stages, with numbers equal to one process's.
+
+Each micro-batch of the evaluation data (those that one process would take) visits one rank of every stage; ranks take turns. A parameter
+that a rank holds only part of is put together, unit by unit, among the ranks of its worker just before it is used, as FSDP does.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from atoll.blame import users_code
+from atoll.data import Batch, to_device
+from atoll.errors import CaptureError, JobFailedError
+from atoll.events import Evaluated
+from atoll.graph.capture import Captured, capture_program
+from atoll.graph.graph import Precision
+from atoll.job import Job, LossFunction, LossValue
+from atoll.runtime.activations import Activations
+from atoll.runtime.executor import Accumulated, BuiltStage, StageExecutor, Updater, WorkItem
+from atoll.runtime.modes.lockstep.heartbeat import Doing
+from atoll.runtime.modes.lockstep.layout import Layout, RankPlace
+from atoll.runtime.modes.lockstep.sharding import OptimizerShard
+from atoll.runtime.stage.loss_scale import LossScale
+from atoll.runtime.stage.module import EvaluationBuilder, UnitModule
+from atoll.runtime.stage.program import cut_stage
+from atoll.runtime.stage.rng import DrawKey
+from atoll.runtime.stage.sizes import Sizes
+from atoll.runtime.stage.state import InitialState
+
+__all__ = ["EvaluatedFunction", "Evaluation", "buffers_read", "capture_evaluated", "prepare_evaluation"]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A function of the model to capture: the evaluation loss, or a metric."""
+
+    name: str
+    model: nn.Module | Callable[[], nn.Module]
+    loss: LossFunction
+    precision: Precision
+    job: Job
+
+    def example_batch(self, samples: int) -> Batch:
+        """As many samples of the evaluation data, collated."""
+        dataset = self.job.eval_dataset
+        assert dataset is not None
+        return self.job.collate([dataset[i % len(dataset)] for i in range(samples)])
+
+
+@dataclass(kw_only=True)
+class _EvalStage(BuiltStage):
+    """A stage of one function's program."""
+
+    place: RankPlace
+
+
+@dataclass
+class EvaluatedFunction:
+    """The evaluation loss (its name is empty) or a metric, cut like the plan."""
+
+    name: str
+    sizes: Sizes
+    stages: list[_EvalStage]
+    executor: StageExecutor
+
+
+def capture_evaluated(job: Job) -> dict[str, Captured]:
+    """The programs of what is evaluated: the loss, under an empty name, and metrics. None when the job does not evaluate."""
+    if job.eval_dataset is None:
+        return {}
+    programs = {}
+    for name, function in {"": job.eval_loss or job.loss, **job.metrics}.items():
+        known = name or ("eval_loss" if job.eval_loss else "loss")
+        programs[name] = capture_program(_Measured(f"{job.name}: {known}", job.model, function, job.precision, job), training=False)
+    return programs
+
+
+def prepare_evaluation(
+    job: Job,
+    programs: Mapping[str, Captured],
+    layout: Layout,
+    rank: int,
+    training: Captured,
+    buffers: Mapping[str, Tensor],
+    model: nn.Module,
+    device: torch.device,
+    key: DrawKey,
+) -> list[EvaluatedFunction]:
+    """Cut the programs of what is evaluated where the plan cuts training. `buffers` are training's, by the user's names."""
+    prepared = []
+    for name, captured in programs.items():
+        builder = EvaluationBuilder(InitialState(captured, model), buffers, device=device, key=key)
+        stages = []
+        for place in layout.places(rank):
+            stage = layout.plan.stages[place.stage]
+            program = cut_stage(captured, *(_same_layer(training, captured, index) for index in (stage.start, stage.stop)))
+            stages.append(_EvalStage(program=program, module=builder.stage(program), place=place))
+        sizes = Sizes(captured)
+        executor = StageExecutor(
+            {stage.place.stage: stage for stage in stages},
+            sizes=sizes,
+            loss=captured.program.call_spec.out_spec,
+            key=key,
+            autocast=lambda: job.autocast(device),
+            generators=key.lock,
+            gradients=Accumulated(job.batch_size),
+            updater=Updater([], None, None, LossScale(False), steps=job.total_steps),
+        )
+        prepared.append(EvaluatedFunction(name, sizes, stages, executor))
+    return prepared
+
+
+def _same_layer(training: Captured, captured: Captured, index: int) -> int:
+    """The layer of the evaluated program that begins where a layer of the trained one does."""
+    layers, others = training.graph.layers, captured.graph.layers
+    if index in (0, len(layers)):
+        return 0 if index == 0 else len(others)
+    found = [i for i, layer in enumerate(others) if layer.name == layers[index].name]
+    if len(found) != 1 or not others[found[0] - 1].cut:
+        raise CaptureError(
+            f"{captured.graph.name} cannot be evaluated under this plan: in evaluation mode the model has no cut before "
+            f"{layers[index].name!r}, where the plan cuts it; choose another plan"
+        )
+    return found[0]
+
+
+def buffers_read(functions: Sequence[EvaluatedFunction]) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that evaluation reads on this rank, by the user's names."""
+    for function in functions:
+        for stage in function.stages:
+            yield from stage.module.buffers_by_name().items()
+
+
+class Evaluation:
+    """Evaluates on all ranks together; every rank must call `run` after the same steps."""
+
+    def __init__(
+        self,
+        job: Job,
+        layout: Layout,
+        rank: int,
+        device: torch.device,
+        functions: list[EvaluatedFunction],
+        owned: Sequence[OptimizerShard],
+        lane_divided: set[str],
+        doing: Callable[[object, int], None],
+    ) -> None:
+        self._doing, self._step = doing, 0
+        self._job, self._layout, self.rank, self.device, self._functions = job, layout, rank, device, functions
+        self._owned = {part.name: part for part in owned}
+        self._lane_divided = lane_divided
+        self._workers = self._make_groups()
+
+    def _make_groups(self) -> dict[int, Any]:
+        """Stage → the group of this rank's worker. All ranks make all groups, in order."""
+        own: dict[int, Any] = {}
+        made: dict[tuple[int, ...], Any] = {}
+        for s, stage in enumerate(self._layout.plan.stages):
+            for replica in stage.replicas:
+                ranks = tuple(self._layout.rank_of_device(device) for device in replica.devices)
+                if len(ranks) > 1 and ranks not in made:
+                    made[ranks] = dist.new_group(list(ranks))
+                if self.rank in ranks:
+                    own[s] = made.get(ranks)
+        return own
+
+    def run(self, step: int, moment: Callable[[], float]) -> Evaluated:
+        """The losses and metrics of the whole evaluation data."""
+        began, self._step = time.perf_counter(), step
+        dataset = self._job.eval_dataset
+        assert dataset is not None
+        size, length = self._job.micro_batch_size or self._job.batch_size, len(dataset)
+        pieces = [range(start, min(start + size, length)) for start in range(0, length, size)]
+        sums = torch.zeros(len(self._functions), 2, dtype=torch.float64)
+        for index, function in enumerate(self._functions):
+            with users_code(f"evaluation after step {step}: {function.name or 'the loss'}", JobFailedError):
+                sums[index] = self._measure(function, pieces)
+        self._doing(Doing("waiting for the others' part of the evaluation", "others"), step)
+        dist.all_reduce(sums)
+        means = {f.name: _mean(*sums[i].tolist()) for i, f in enumerate(self._functions)}
+        return Evaluated(
+            at_seconds=moment(), step=step, loss=means.pop(""), metrics=means, samples=length, seconds=time.perf_counter() - began
+        )
+
+    def _measure(self, function: EvaluatedFunction, pieces: Sequence[range]) -> Tensor:
+        """Sum and weight of what this rank computed."""
+        turns = _Turns(self, function, pieces, self._step)
+        most = max(self._rounds(stage.place, len(pieces)) for stage in function.stages)
+        for number in range(most):
+            for stage in function.stages:
+                if number < self._rounds(stage.place, len(pieces)):
+                    turns.take(stage, self._micro_batch(stage.place, number))
+        return turns.finish()
+
+    def _rounds(self, place: RankPlace, count: int) -> int:
+        """How often a worker's lanes take a micro-batch each; in the last round some may have none."""
+        stage = self._layout.plan.stages[place.stage]
+        return -(-(count - place.replica) // (len(stage.replicas) * stage.lanes))
+
+    def _micro_batch(self, place: RankPlace, round_number: int) -> int:
+        """The micro-batch a lane takes in a round: all lanes of all replicas in turn."""
+        stage = self._layout.plan.stages[place.stage]
+        return (round_number * stage.lanes + place.lane) * len(stage.replicas) + place.replica
+
+    def computes(self, place: RankPlace, number: int) -> int:
+        """The rank that computes a micro-batch at a place's stage."""
+        stage = self._layout.plan.stages[place.stage]
+        replica, lane = number % len(stage.replicas), number // len(stage.replicas) % stage.lanes
+        return self._layout.rank(RankPlace(place.stage, replica, lane, 0))
+
+    def load(self, indices: range) -> Batch:
+        """The samples of a micro-batch, collated, on the device."""
+        dataset = self._job.eval_dataset
+        assert dataset is not None
+        samples = []
+        for index in indices:
+            self._doing(Doing(f"reading sample {index} of the evaluation data", "user"), self._step)
+            samples.append(dataset[index])
+        batch = to_device(self._job.collate(samples), self.device)
+        self._doing("evaluating", self._step)
+        return batch
+
+    def whole(self, name: str, stage: int) -> Tensor:
+        """A parameter, put together by all ranks of the worker where each holds a part."""
+        own = self._owned[name]
+        if own.holding.dim is None and not own.sharded:
+            return own.leaf.detach()
+        place = next(place for place in self._layout.places(self.rank) if place.stage == stage)
+        value = torch.zeros(own.holding.shape, dtype=own.leaf.dtype, device=self.device)
+        among_lanes = own.sharded or name in self._lane_divided
+        along_lane = own.holding.dim is not None and name not in self._lane_divided
+        if (place.lane == 0 or among_lanes) and (place.tensor == 0 or along_lane):
+            _put(own, value)
+        dist.all_reduce(value, group=self._workers[stage])
+        return value
+
+
+def _put(own: OptimizerShard, whole: Tensor) -> None:
+    """Write what a rank owns of a parameter into its place in the whole."""
+    if own.flat is None:
+        own.holding.put(whole, own.leaf.detach())
+        return
+    part = torch.zeros(own.holding.local_shape, dtype=whole.dtype, device=whole.device)
+    part.view(-1)[own.flat[0] : own.flat[1]] = own.leaf.detach().reshape(-1)
+    own.holding.put(whole, part)
+
+
+class _Turns:
+    """One function over all of the data, as one rank sees it."""
+
+    def __init__(self, evaluation: Evaluation, function: EvaluatedFunction, pieces: Sequence[range], step: int) -> None:
+        self._evaluation, self._function, self._pieces, self._step = evaluation, function, pieces, step
+        self._handed: dict[tuple[int, int], list[Tensor]] = {}
+        self._leaving: list[tuple[Any, Tensor]] = []
+        self._sums = torch.zeros(2, dtype=torch.float64)
+
+    def take(self, stage: _EvalStage, number: int) -> None:
+        """Compute a micro-batch, if this rank has one; take part in putting parameters together in any case."""
+        stage.module.around = lambda unit: self._with_parameters(unit, stage.place.stage)
+        if stage.place.tensor != 0 or number >= len(self._pieces):
+            for unit in stage.module.all_units():
+                with stage.module.around(unit):
+                    pass
+            return
+        indices = self._pieces[number]
+        work = WorkItem(stage.place.stage, self._step, number, indices.start, len(indices))
+        made = self._function.executor.evaluate(work, self._inputs(stage, number))
+        if isinstance(made, LossValue):
+            self._count(made, len(indices))
+        else:
+            self._pass_on(stage.place.stage, number, made.values)
+
+    @contextmanager
+    def _with_parameters(self, unit: UnitModule, stage: int) -> Iterator[None]:
+        """A unit's parameters are there, whole, while it runs."""
+        for attribute, name in unit.parameter_names.items():
+            setattr(unit.graph_module, attribute, self._evaluation.whole(name, stage))
+        yield
+        for attribute in unit.parameter_names:
+            setattr(unit.graph_module, attribute, torch.empty(0, device=self._evaluation.device))
+
+    def _inputs(self, stage: _EvalStage, number: int) -> Activations:
+        sizes, program, place = self._function.sizes, stage.program, stage.place
+        leaves = sizes.leaves(self._evaluation.load(self._pieces[number]))
+        binding = sizes.bind(leaves)
+        if place.stage == 0:
+            return Activations(binding, leaves, [])
+        source = self._evaluation.computes(RankPlace(place.stage - 1, 0, 0, 0), number)
+        if source == self._evaluation.rank:
+            return Activations(binding, leaves, self._handed.pop((place.stage, number)))
+        shapes = [sizes.shape(crossing, binding) for crossing in program.receives]
+        received = [
+            torch.empty(shape, dtype=crossing.dtype, device=self._evaluation.device)
+            for shape, crossing in zip(shapes, program.receives, strict=True)
+        ]
+        for index, tensor in enumerate(received):
+            dist.recv(tensor, source, tag=index)
+        return Activations(binding, leaves, received)
+
+    def _pass_on(self, stage: int, number: int, values: Sequence[Tensor]) -> None:
+        sent = [value.contiguous() for value in values]
+        target = self._evaluation.computes(RankPlace(stage + 1, 0, 0, 0), number)
+        if target == self._evaluation.rank:
+            self._handed[stage + 1, number] = sent
+            return
+        for index, tensor in enumerate(sent):
+            self._leaving.append((dist.isend(tensor, target, tag=index), tensor))
+
+    def _count(self, found: LossValue, samples: int) -> None:
+        amount = float(samples) if found.weight is None else float(found.weight)
+        self._sums += torch.tensor([float(found.value) * (amount if found.weight is None else 1.0), amount], dtype=torch.float64)
+
+    def finish(self) -> Tensor:
+        """Sum and weight; everything sent has left."""
+        for work, _ in self._leaving:
+            work.wait()
+        return self._sums
+
+
+def _mean(total: float, weight: float) -> float | None:
+    value = total / weight if weight else math.nan
+    return value if math.isfinite(value) else None

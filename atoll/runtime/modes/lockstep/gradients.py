@@ -1,0 +1,218 @@
+"""Gradient synchronisation: parts of parameters that several ranks hold are added up in buckets, while backward still runs.
+
+A bucket belongs to one group of ranks and is reduced when the last micro-batch has left its gradients in it. Groups reduce their buckets in
+one order on all their ranks, whatever order gradients become ready in.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from atoll.runtime.modes.lockstep.gradient_groups import GradientGroup
+from atoll.runtime.modes.lockstep.measurement import Bucket, Recorder
+from atoll.runtime.stage.shard_spec import ShardSpec
+
+__all__ = ["Gradients"]
+
+
+@dataclass
+class _Slot:
+    """Where a part's gradient lies in its bucket."""
+
+    parameter: nn.Parameter
+    pieces: tuple[tuple[int, int], ...] | None  # along `dim` of what the rank holds; None: all of it
+    dim: int
+    start: int
+    stop: int
+    scale: float
+
+
+@dataclass
+class _Bucket:
+    number: int  # in `Gradients.buckets`
+    group: Any
+    slots: list[_Slot]
+    buffer: Tensor
+    waiting: set[int] = field(default_factory=set)  # ids of parameters whose gradient is still to come
+    work: Any = None
+    launched: Any = None  # when, by the recorder
+
+
+class Gradients:
+    """This rank's gradients and the groups it adds them up with.
+
+    `parts` must be the same list on every rank, and all ranks must make their Gradients together: groups are made on the way.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        parts: Sequence[GradientGroup],
+        parameters: Mapping[str, nn.Parameter],
+        holdings: Mapping[str, ShardSpec],
+        *,
+        bucket_bytes: int,
+        ready_late: frozenset[str] = frozenset(),
+    ) -> None:
+        self._parameters = dict(parameters)
+        self.recorder = Recorder()  # replaced by whoever wants to know
+        self.buckets: list[Bucket] = []  # what is added up, for reports
+        groups = _make_groups(parts)
+        early: list[GradientGroup] = []
+        late: list[GradientGroup] = []
+        for part in parts:
+            if rank in part.ranks and len(part.ranks) > 1:
+                (late if part.name in ready_late or len(part.stages) > 1 else early).append(part)
+        self._queues: dict[tuple[tuple[int, ...], bool], list[_Bucket]] = {}
+        self._of: dict[int, list[_Bucket]] = {}
+        for is_late, chosen in ((False, early[::-1]), (True, late)):  # backward reaches the last parameters first
+            self._fill(rank, chosen, groups, holdings, bucket_bytes, is_late)
+        self._armed: set[int] = set()
+        for parameter in self._parameters.values():
+            if id(parameter) in self._of:
+                parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+
+    def _fill(
+        self,
+        rank: int,
+        parts: Sequence[GradientGroup],
+        groups: Mapping[tuple[int, ...], Any],
+        holdings: Mapping[str, ShardSpec],
+        bucket_bytes: int,
+        late: bool,
+    ) -> None:
+        open_slots: dict[tuple[tuple[int, ...], torch.dtype, int], tuple[list[_Slot], int]] = {}
+
+        def close(key: tuple[tuple[int, ...], torch.dtype, int]) -> None:
+            slots, size = open_slots.pop(key)
+            buffer = torch.zeros(size + len(slots), dtype=key[1], device=slots[0].parameter.device)  # at its end: who has a gradient
+            self.buckets.append(Bucket(ranks=key[0], stage=key[2], bytes=size * buffer.element_size()))
+            bucket = _Bucket(len(self.buckets) - 1, groups[key[0]], slots, buffer)
+            self._queues.setdefault((key[0], late), []).append(bucket)
+            for parameter_id in {id(slot.parameter) for slot in slots}:
+                self._of.setdefault(parameter_id, []).append(bucket)
+
+        for part in parts:
+            parameter, holding = self._parameters[part.name], holdings[part.name]
+            pieces, elements = _local_pieces(part, holding)
+            stage = -1 if late else part.stages[0]
+            key = (part.ranks, parameter.dtype, stage)
+            slots, size = open_slots.setdefault(key, ([], 0))
+            scale = 1 / part.repeats[part.ranks.index(rank)]
+            slots.append(_Slot(parameter, pieces, part.dim or 0, size, size + elements, scale))
+            open_slots[key] = (slots, size + elements)
+            if (size + elements) * parameter.element_size() >= bucket_bytes:
+                close(key)
+        for key in list(open_slots):
+            close(key)
+
+    def arm(self, parameters: Sequence[nn.Parameter]) -> None:
+        """The next backward is the last of this step for these parameters: reduce their gradients as they become ready."""
+        self._armed.update(id(parameter) for parameter in parameters)
+
+    def begin(self) -> None:
+        """Before a step's first backward."""
+        for queue in self._queues.values():
+            for bucket in queue:
+                bucket.waiting = {id(slot.parameter) for slot in bucket.slots}
+                bucket.work = None
+
+    def _arrived(self, parameter: Tensor) -> None:
+        if id(parameter) not in self._armed:
+            return
+        self._armed.discard(id(parameter))
+        for bucket in self._of[id(parameter)]:
+            bucket.waiting.discard(id(parameter))
+        self._launch_ready(late=False)
+
+    def _launch_ready(self, *, late: bool) -> None:
+        """Reduce what is complete, in order: a bucket never overtakes the one before it."""
+        for (_, is_late), queue in self._queues.items():
+            if is_late and not late:
+                continue
+            for bucket in queue:
+                if bucket.work is not None:
+                    continue
+                if bucket.waiting:
+                    break
+                self._launch(bucket)
+
+    def _launch(self, bucket: _Bucket) -> None:
+        present = bucket.buffer[bucket.slots[-1].stop :]
+        present.copy_(torch.tensor([slot.parameter.grad is not None for slot in bucket.slots]))
+        for slot in bucket.slots:
+            view = bucket.buffer[slot.start : slot.stop]
+            gradient = slot.parameter.grad
+            if gradient is None:
+                view.zero_()
+                continue
+            if slot.pieces is None:
+                view.view_as(gradient).copy_(gradient)
+                slot.parameter.grad = view.view_as(gradient)
+            else:
+                chosen = [gradient.narrow(slot.dim, start, stop - start).reshape(-1) for start, stop in slot.pieces]
+                torch.cat(chosen, out=view)
+            if slot.scale != 1.0:
+                view.mul_(slot.scale)
+        bucket.launched = self.recorder.now()
+        bucket.work = dist.all_reduce(bucket.buffer, group=bucket.group, async_op=True)
+
+    def finish(self) -> None:
+        """Reduce what is left and wait for all; afterwards every gradient is the whole batch's."""
+        for queue in self._queues.values():
+            for bucket in queue:
+                bucket.waiting.clear()
+        self._launch_ready(late=True)
+        for queue in self._queues.values():
+            for bucket in queue:
+                bucket.work.wait()
+                self.recorder.add("G", self.buckets[bucket.number].stage, bucket.number, bucket.launched)
+                self._hand_back(bucket)
+        self._armed.clear()
+
+    @staticmethod
+    def _hand_back(bucket: _Bucket) -> None:
+        """A parameter that no rank has a gradient for keeps none: optimizers pass it over, as in one process."""
+        present = bucket.buffer[bucket.slots[-1].stop :].tolist()
+        for slot, somewhere in zip(bucket.slots, present, strict=True):
+            if not somewhere:
+                continue
+            view = bucket.buffer[slot.start : slot.stop]
+            if slot.pieces is None:
+                if slot.parameter.grad is None:
+                    slot.parameter.grad = view.view_as(slot.parameter)
+                continue
+            if slot.parameter.grad is None:
+                slot.parameter.grad = torch.zeros_like(slot.parameter)
+            offset = 0
+            for start, stop in slot.pieces:
+                place = slot.parameter.grad.narrow(slot.dim, start, stop - start)
+                place.copy_(view[offset : offset + place.numel()].view_as(place))
+                offset += place.numel()
+
+
+def _make_groups(parts: Sequence[GradientGroup]) -> dict[tuple[int, ...], Any]:
+    """A process group for every set of ranks, made by all ranks in the same order."""
+    rows = sorted({part.ranks for part in parts if len(part.ranks) > 1})
+    everyone = tuple(range(dist.get_world_size()))
+    return {row: dist.group.WORLD if row == everyone else dist.new_group(list(row)) for row in rows}
+
+
+def _local_pieces(part: GradientGroup, holding: ShardSpec) -> tuple[tuple[tuple[int, int], ...] | None, int]:
+    """Where a part lies in what the rank holds, and how many elements it has there."""
+    if part.dim is None:
+        return None, holding.elements
+    row = holding.elements // max(1, holding.local_shape[part.dim])
+    owned = holding.parts if holding.dim is not None else ((0, holding.shape[part.dim]),)
+    pieces, offset = [], 0
+    for start, stop in owned:
+        first, last = max(start, part.start), min(stop, part.stop)
+        if first < last:
+            pieces.append((offset + first - start, offset + last - start))
+        offset += stop - start
+    elements = sum(last - first for first, last in pieces) * row
+    return (None if elements == holding.elements and len(pieces) == 1 else tuple(pieces)), elements

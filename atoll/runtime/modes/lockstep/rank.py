@@ -1,0 +1,414 @@
+"""One rank of a lockstep run, put together: its stages with their parameters, its schedule, whom it adds up gradients with.
+
+Putting it together is a row of steps, each a function of what the steps before it returned: cut, take parts, shard, share, assemble. Steps
+that talk to other ranks say so: all ranks take them together.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from atoll.cost.evaluate import DEFAULT_BUCKET_BYTES
+from atoll.graph.capture import Captured
+from atoll.job import Job
+from atoll.runtime.checkpoint.exchange import CheckpointRanks
+from atoll.runtime.checkpoint.local_shard import LocalShard
+from atoll.runtime.executor import Accumulated, StageExecutor, Updater, WorkItem
+from atoll.runtime.modes.lockstep.agreement import agree, digest_of_weights
+from atoll.runtime.modes.lockstep.buffers import ChangedBuffers
+from atoll.runtime.modes.lockstep.channels import Channels
+from atoll.runtime.modes.lockstep.data_loader import ShardLoader
+from atoll.runtime.modes.lockstep.divisibility import check_lane_sizes
+from atoll.runtime.modes.lockstep.evaluation import EvaluatedFunction, Evaluation, buffers_read, capture_evaluated, prepare_evaluation
+from atoll.runtime.modes.lockstep.gradient_groups import GradientGroup, Share, gradient_groups
+from atoll.runtime.modes.lockstep.gradients import Gradients
+from atoll.runtime.modes.lockstep.layout import Layout, RankPlace
+from atoll.runtime.modes.lockstep.model_builder import build_in_turn
+from atoll.runtime.modes.lockstep.optimizer_step import Counted, build_on_parts, check_elementwise, check_separable
+from atoll.runtime.modes.lockstep.parallelize import Parallelizer
+from atoll.runtime.modes.lockstep.schedule import Action, Schedule, Workers
+from atoll.runtime.modes.lockstep.schedule_builder import make_schedule, post_receives_early
+from atoll.runtime.modes.lockstep.schedule_check import check
+from atoll.runtime.modes.lockstep.schedule_runner import Generators, ScheduleRunner, StageWork
+from atoll.runtime.modes.lockstep.sharding import BackwardPhases, OptimizerShard, make_meshes, owned_shard, shard_stage
+from atoll.runtime.stage.collectives import Lanes
+from atoll.runtime.stage.loss_scale import LossScale
+from atoll.runtime.stage.module import StageBuilder, StageModule
+from atoll.runtime.stage.program import StageProgram, cut_stage, shared_parameters
+from atoll.runtime.stage.rng import DrawKey
+from atoll.runtime.stage.shard_spec import ShardSpec
+from atoll.runtime.stage.sizes import Sizes
+from atoll.runtime.stage.state import InitialState, model_config, tied_names, unread_state
+
+__all__ = ["RankWork", "assemble", "make_plan_schedule"]
+
+_AHEAD = 2  # pieces of data that are read before they are needed
+
+
+@dataclass
+class OtherState:
+    """What belongs to the model but is not trained here: for checkpoints."""
+
+    to_save: list[LocalShard]
+    to_load: list[LocalShard]
+    tied: dict[str, str]  # other names of a parameter → its first
+    model_config: dict[str, Any] | None  # of a Hugging Face model
+
+
+@dataclass
+class RankWork:
+    """Everything a rank works with."""
+
+    layout: Layout
+    rank: int
+    schedule: Schedule
+    executor: StageExecutor
+    runner: ScheduleRunner
+    feed: ShardLoader
+    stages: list[StageWork]
+    owned: list[OptimizerShard]  # its parts of trainable and frozen parameters
+    counted: list[Counted]  # what it adds to the norm of the gradient
+    trainable_parameters: int  # of the whole model
+    other: OtherState
+    buffers: ChangedBuffers  # running statistics and the like
+    evaluation: Evaluation | None  # None: the job has no evaluation data
+    callbacks: bool  # whether some rank has callbacks, which may ask to stop
+    doing: Callable[[object, int], None]  # told what the rank does, and at which step
+
+
+def make_plan_schedule(layout: Layout) -> Schedule:
+    """The schedule of a plan's steps, checked."""
+    workers = Workers(layout.homes, layout.route)
+    schedule = post_receives_early(make_schedule(layout.plan.schedule, workers), workers=workers)
+    check(schedule, workers)
+    return schedule
+
+
+def assemble(
+    job: Job,
+    layout: Layout,
+    captured: Captured,
+    *,
+    device: torch.device,
+    evaluated: Mapping[str, Captured] | None = None,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    doing: Callable[[object, int], None] = lambda action, step: None,
+) -> RankWork:
+    """Put this process's rank together. All ranks do so at the same time: process groups are made on the way.
+
+    `evaluated` is what `capture_evaluated` found, if it was asked before; `bucket_bytes` must be the same on all ranks.
+    """
+    programs = capture_evaluated(job) if evaluated is None else evaluated
+    rank = _Rank(job, layout, captured, device, dist.get_rank(), Sizes(captured), DrawKey(job.seed))
+    check_lane_sizes(layout, captured, rank.sizes)
+    cut = _cut(rank)
+    parts = build_in_turn(lambda: _take_parts(rank, cut, programs), 4.0 * captured.graph.parameters)
+    callbacks = agree(job, parts.weights)
+    held = _held(rank, cut, parts, _shard(rank, cut, parts))
+    groups = _agree_on_groups(rank, parts, held)
+    _check_optimizer(rank, groups)
+    gradients = _gradients(rank, held, groups, bucket_bytes)
+    stages = [
+        StageWork(
+            program=stage.program,
+            module=module,
+            turn_to=_tell(stage.lanes, layout),
+            place=stage.place,
+            parameters=list(module.parameters_by_name().values()),
+            before_backward=BackwardPhases(module),
+        )
+        for stage, module in zip(cut, parts.modules, strict=True)
+    ]
+    schedule, generators = make_plan_schedule(layout), Generators(rank.key.lock)
+    actions = schedule[layout.worker_of(rank.number)]
+    feed, executor = _feed(rank, actions, stages), _executor(rank, stages, parts, held, generators)
+    runner = ScheduleRunner(
+        layout,
+        actions,
+        stages,
+        executor,
+        sizes=rank.sizes,
+        channels=Channels(rank.number, device),
+        gradients=gradients,
+        feed=feed,
+        generators=generators,
+        doing=doing,
+    )
+    buffers = _changed_buffers(rank, cut, parts)
+    divided = _lane_divided(cut)
+    evaluation = Evaluation(job, layout, rank.number, device, parts.evaluated, held.owned, divided, doing) if parts.evaluated else None
+    return RankWork(
+        layout=layout,
+        rank=rank.number,
+        schedule=schedule,
+        executor=executor,
+        runner=runner,
+        feed=feed,
+        stages=stages,
+        owned=held.owned,
+        counted=_counted(rank, held, groups),
+        trainable_parameters=parts.trainable,
+        other=_other(rank, cut, parts),
+        buffers=buffers,
+        evaluation=evaluation,
+        callbacks=callbacks,
+        doing=doing,
+    )
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What is known before anything is done."""
+
+    job: Job
+    layout: Layout
+    captured: Captured
+    device: torch.device
+    number: int
+    sizes: Sizes
+    key: DrawKey
+
+
+@dataclass(frozen=True)
+class _CutStage:
+    """One of the rank's stages as a program, rewritten for its part."""
+
+    place: RankPlace
+    program: StageProgram
+    holdings: dict[str, ShardSpec]  # what the rank holds of divided parameters
+    lane_divided: set[str]  # parameters that lanes divide between them: experts, split layers
+    lanes: Lanes | None
+
+
+def _cut(rank: _Rank) -> list[_CutStage]:
+    """Groups of ranks that divide layers are made on the way."""
+    dividing, stages = Parallelizer(rank.layout, rank.number, rank.captured), []
+    for place in rank.layout.places(rank.number):
+        stage = rank.layout.plan.stages[place.stage]
+        program = cut_stage(rank.captured, stage.start, stage.stop)
+        stages.append(_CutStage(place, program, *dividing.divide(place, program)))
+    return stages
+
+
+def _lane_divided(cut: Sequence[_CutStage]) -> set[str]:
+    return {name for stage in cut for name in stage.lane_divided}
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What the rank took from the whole model, which is gone by then."""
+
+    modules: list[StageModule]
+    holdings: dict[str, ShardSpec]
+    order: list[str]  # of all parameters of the model
+    weights: str  # digest of the whole model's
+    trainable: int
+    persistent: set[str]
+    unread: dict[str, Tensor]
+    tied: dict[str, str]
+    config: dict[str, Any] | None
+    evaluated: list[EvaluatedFunction]
+
+
+def _take_parts(rank: _Rank, cut: Sequence[_CutStage], evaluated: Mapping[str, Captured]) -> _Parts:
+    """Build the whole model and take from it what this rank holds."""
+    model = rank.job.build_model("cpu")
+    builder = StageBuilder(InitialState(rank.captured, model), device=rank.device, key=rank.key)
+    last_layer, modules = len(rank.captured.graph.layers) - 1, []
+    for stage in cut:
+        again = rank.layout.plan.stages[stage.place.stage].recompute
+        recompute = [again and last_layer not in unit.layers for unit in stage.program.units]
+        modules.append(builder.stage(stage.program, recompute, stage.holdings))
+    buffers = {name: buffer for module in modules for name, buffer in module.buffers_by_name().items()}
+    return _Parts(
+        modules=modules,
+        holdings=builder.holdings,
+        order=[name for name, _ in model.named_parameters()],
+        weights=digest_of_weights(model),
+        trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        persistent=set(model.state_dict()),
+        unread=unread_state(rank.captured, model),
+        tied=tied_names(model),
+        config=model_config(model),
+        evaluated=prepare_evaluation(rank.job, evaluated, rank.layout, rank.number, rank.captured, buffers, model, rank.device, rank.key),
+    )
+
+
+def _shard(rank: _Rank, cut: Sequence[_CutStage], parts: _Parts) -> dict[str, RankPlace]:
+    """Shard over lanes what only one layer uses and lanes hold alike; which parameters, and where. Meshes are made on the way."""
+    plan, lane_divided = rank.layout.plan, _lane_divided(cut)
+    meshes, shared = make_meshes(rank.layout, rank.device), shared_parameters(rank.captured)
+    sharded: dict[str, RankPlace] = {}
+    for stage, module in zip(cut, parts.modules, strict=True):
+        place = stage.place
+        if not plan.stages[place.stage].sharded:
+            continue
+        names = module.parameters_by_name()
+        whole = {name for name in names if name in shared or name in lane_divided or not names[name].dim()}
+        sharded.update(dict.fromkeys(names.keys() - whole, place))
+        ends_model = place.stage == len(plan.stages) - 1
+        shard_stage(module, meshes[place.stage, place.tensor], {names[name] for name in whole}, ends_model=ends_model)
+    return sharded
+
+
+@dataclass(frozen=True)
+class _HeldParameters:
+    """What the rank holds of parameters once lanes have sharded theirs."""
+
+    places: list[tuple[RankPlace, dict[str, nn.Parameter]]]  # stage by stage
+    parameters: dict[str, nn.Parameter]
+    holdings: dict[str, ShardSpec]
+    sharded: dict[str, RankPlace]
+    owned: list[OptimizerShard]
+
+    @property
+    def whole(self) -> dict[str, nn.Parameter]:
+        """Trained, and not sharded: those whose gradients this rank adds up with others."""
+        return {name: value for name, value in self.parameters.items() if value.requires_grad and name not in self.sharded}
+
+
+def _held(rank: _Rank, cut: Sequence[_CutStage], parts: _Parts, sharded: dict[str, RankPlace]) -> _HeldParameters:
+    places = [(stage.place, module.parameters_by_name()) for stage, module in zip(cut, parts.modules, strict=True)]
+    parameters = {name: value for _, named in places for name, value in named.items()}
+    owned = []
+    for name in parts.order:
+        if name not in parameters:
+            continue
+        value, holding = parameters[name], parts.holdings[name]
+        if name in sharded:
+            place = sharded[name]
+            owned.append(owned_shard(name, holding, value, place.lane, rank.layout.plan.stages[place.stage].lanes))
+        else:
+            owned.append(OptimizerShard(name, holding, value, value))
+    return _HeldParameters(places, parameters, parts.holdings, sharded, owned)
+
+
+def _agree_on_groups(rank: _Rank, parts: _Parts, held: _HeldParameters) -> list[GradientGroup]:
+    """What is added up among whom, for all parameters of all ranks but those that sharding takes care of. Asks all ranks."""
+    own, whole = list[Share](), held.whole
+    for place, named in held.places:
+        tensor = rank.layout.plan.stages[place.stage].tensor
+        lane = tuple(rank.layout.rank(dataclasses.replace(place, tensor=i)) for i in range(tensor))
+        mine = [held.holdings[name] for name in named if name in whole]
+        own += [Share(rank=rank.number, stage=place.stage, tensor=place.tensor, lane=lane, holding=holding) for holding in mine]
+    shares: dict[str, list[Share]] = {}
+    for share in (share for row in CheckpointRanks(dist.group.WORLD).gather(own, list[Share]) for share in row):
+        shares.setdefault(share.holding.name, []).append(share)
+    return [group for name in parts.order if name in shares for group in gradient_groups(shares[name])]
+
+
+def _check_optimizer(rank: _Rank, groups: Sequence[GradientGroup]) -> None:
+    """Refuse one that would make other steps where parameters are divided, or apart from each other."""
+    stages = rank.layout.plan.stages
+    divided = any(group.dim is not None for group in groups) or any(stage.sharded for stage in stages)
+    if divided:
+        check_elementwise(rank.job.build_optimizer)
+    if divided or len(stages) > 1:
+        check_separable(rank.job.build_optimizer)
+
+
+def _gradients(rank: _Rank, held: _HeldParameters, groups: Sequence[GradientGroup], bucket_bytes: int) -> Gradients:
+    """Process groups are made on the way."""
+    uses = Counter(name for _, named in held.places for name in named)
+    late = frozenset(name for name in held.whole if uses[name] > 1)
+    return Gradients(rank.number, groups, held.whole, held.holdings, bucket_bytes=bucket_bytes, ready_late=late)
+
+
+def _counted(rank: _Rank, held: _HeldParameters, groups: Sequence[GradientGroup]) -> list[Counted]:
+    """What the rank adds to the norm of the gradient."""
+    counted = []
+    for owned in held.owned:
+        if owned.sharded and owned.leaf.requires_grad:
+            stage = rank.layout.plan.stages[held.sharded[owned.name].stage]
+            counted.append(Counted(owned.leaf, len(stage.replicas) * (stage.tensor if owned.holding.dim is None else 1)))
+    for group in groups:
+        if rank.number not in group.ranks:
+            continue
+        parameter, holding = held.parameters[group.name], held.holdings[group.name]
+        if group.dim is None:
+            counted.append(Counted(parameter, group.holders))
+            continue
+        offset = 0
+        for start, stop in holding.parts if holding.dim is not None else ((0, holding.shape[group.dim]),):
+            first, last = max(start, group.start), min(stop, group.stop)
+            if first < last:
+                counted.append(Counted(parameter, group.holders, group.dim, offset + first - start, offset + last - start))
+            offset += stop - start
+    return counted
+
+
+def _feed(rank: _Rank, actions: Sequence[Action], stages: Sequence[StageWork]) -> ShardLoader:
+    job, lock = rank.job, rank.key.lock
+    return ShardLoader(
+        job.samples, rank.layout, actions, stages, rank.sizes, rank.device, last_step=job.total_steps, ahead=_AHEAD, lock=lock
+    )
+
+
+def _executor(rank: _Rank, stages: Sequence[StageWork], parts: _Parts, held: _HeldParameters, generators: Generators) -> StageExecutor:
+    return StageExecutor(
+        {work.place.stage: work for work in stages},
+        sizes=rank.sizes,
+        loss=rank.captured.program.call_spec.out_spec,
+        key=rank.key,
+        autocast=lambda: rank.job.autocast(rank.device),
+        generators=generators,
+        gradients=Accumulated(rank.job.batch_size),
+        updater=_updater(rank.job, held.owned),
+        persistent=frozenset(parts.persistent),
+        owned=held.owned,
+    )
+
+
+def _updater(job: Job, owned: Sequence[OptimizerShard]) -> Updater:
+    """A rank whose stages are frozen keeps the schedule too: it may be the one that tells and saves it."""
+    trained = [part for part in owned if part.leaf.requires_grad]
+    leaves, shapes = [part.leaf for part in trained], [part.holding.shape for part in trained]
+    optimizer = build_on_parts(job.build_optimizer, leaves or [nn.Parameter(torch.zeros(0))], shapes or [(0,)])
+    return Updater(leaves, optimizer, job.build_scheduler(optimizer), LossScale(job.precision == "fp16"), steps=job.total_steps)
+
+
+def _changed_buffers(rank: _Rank, cut: Sequence[_CutStage], parts: _Parts) -> ChangedBuffers:
+    """Training's own tensors first; evaluation mostly has the same ones. Asks all ranks."""
+    held: dict[str, list[Tensor]] = {}
+    changed: dict[str, RankPlace] = {}
+    for stage, module in zip(cut, parts.modules, strict=True):
+        for name, buffer in module.buffers_by_name().items():
+            held.setdefault(name, []).append(buffer)
+        for name in module.changed_buffers():
+            changed.setdefault(name, stage.place)
+    for name, buffer in buffers_read(parts.evaluated):
+        held.setdefault(name, []).append(buffer)
+    distinct = {name: list({id(copy): copy for copy in copies}.values()) for name, copies in held.items()}
+    return ChangedBuffers(rank.number, distinct, changed)
+
+
+def _other(rank: _Rank, cut: Sequence[_CutStage], parts: _Parts) -> OtherState:
+    """Buffers are saved by the first that reads them and loaded by all; after every step all that read one have it alike."""
+    to_save: list[LocalShard] = []
+    to_load: list[LocalShard] = []
+    for stage, module in zip(cut, parts.modules, strict=True):
+        first = (stage.place.replica, stage.place.lane, stage.place.tensor) == (0, 0, 0)
+        for name, buffer in module.buffers_by_name().items():
+            if name in parts.persistent and not any(held.name == name for held in to_load):
+                to_load.append(LocalShard(ShardSpec(name=name, shape=tuple(buffer.shape)), buffer))
+                to_save += to_load[-1:] if first else []
+    if rank.number == 0:
+        unread = [LocalShard(ShardSpec(name=name, shape=tuple(value.shape)), value) for name, value in parts.unread.items()]
+        to_save, to_load = to_save + unread, to_load + unread
+    return OtherState(to_save, to_load, parts.tied, parts.config)
+
+
+def _tell(lanes: Lanes | None, layout: Layout) -> Callable[[WorkItem], None]:
+    """Lanes that divide layers of a stage must know each micro-batch's samples."""
+
+    def tell(work: WorkItem) -> None:
+        if lanes is not None:
+            lanes.samples = tuple(stop - start for start, stop in layout.pieces(work.stage, work.micro_batch))
+
+    return tell

@@ -1,0 +1,70 @@
+"""Lockstep as a mode: a process for every device of the plan, each a rank; they go on from the newest checkpoint by themselves."""
+
+import msgspec
+
+from atoll.events import EventLog, EventStream
+from atoll.runtime.mode import ResumePoint, RunContext, RunOutcome, newest_checkpoint
+from atoll.runtime.report import ModeReport, RunSummary
+from atoll.runtime.run_directory import RunDirectory
+from atoll.units import plural
+
+__all__ = ["LockstepRuntime"]
+
+_INTERRUPTED = 130
+
+
+class LockstepRuntime:
+    """`torch.distributed` ranks under one supervisor."""
+
+    def check_options(self, options: msgspec.Struct) -> None:
+        """There are none."""
+
+    def check(self, run: RunContext) -> None:
+        """PlanError where the plan says what lockstep does not do."""
+        from atoll.runtime.modes.lockstep.layout import Layout  # PyTorch takes seconds to load: mistakes are told before
+
+        Layout(run.plan)
+
+    def resume(self, run: RunContext) -> ResumePoint | None:
+        """The newest checkpoint; ranks load it when they start."""
+        return newest_checkpoint(run.directory)
+
+    def launch(self, run: RunContext) -> RunOutcome:
+        """Starts every rank, all anew when one dies, and waits for them."""
+        from atoll.runtime.modes.lockstep.layout import Layout
+        from atoll.runtime.modes.lockstep.supervisor import launch
+
+        directory, devices = run.directory, Layout(run.plan).devices
+        hosts = [device.rpartition("/")[0] for device in devices]
+        placement = run.place(hosts, True)
+        processes = plural(len(devices), "process", "processes")
+        run.say(f"starting {processes} {placement.where}, one a device; the run is in {directory.path}")
+
+        def command(rank: int, generation: int) -> list[str]:
+            host = placement.hosts[hosts[rank]]
+            own = placement.scripts.get(host.name)
+            return [host.python, "-m", "atoll.cli.worker", str(directory.path.resolve()), *([own] if own is not None else [])]
+
+        with EventLog(directory.path, resume=True) as log:
+            result = launch(
+                command,
+                len(devices),
+                observer=EventStream(log, *run.observers, seconds=log.seconds),
+                devices=devices,
+                hosts=[placement.hosts[host] for host in hosts],
+                max_restarts=run.max_restarts,
+                address=placement.address,
+                newest_checkpoint=lambda: newest.step if (newest := newest_checkpoint(directory)) is not None else None,
+            )
+        code = result.exit_code or (_INTERRUPTED if result.interrupted else 0)
+        return RunOutcome(code, resumable=result.interrupted and newest_checkpoint(directory) is not None)
+
+    def is_listening(self, directory: RunDirectory) -> bool | None:
+        """It listens nowhere."""
+        return None
+
+    def report(self, directory: RunDirectory, summary: RunSummary) -> ModeReport:
+        """Predicted against measured."""
+        from atoll.runtime.modes.lockstep.report import report_lockstep
+
+        return report_lockstep(directory, summary)

@@ -1,0 +1,242 @@
+"""The schedule runner: does one rank's actions of a step in order — computes through the stage executor, sends and receives in between."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from atoll.runtime.activations import Activations
+from atoll.runtime.executor import BuiltStage, StageExecutor, WorkItem
+from atoll.runtime.imposed_speed import Pace
+from atoll.runtime.modes.lockstep.bridge import backward_hops, forward_hops
+from atoll.runtime.modes.lockstep.channels import Arrival, Channels, Transfer
+from atoll.runtime.modes.lockstep.gradients import Gradients
+from atoll.runtime.modes.lockstep.heartbeat import Doing
+from atoll.runtime.modes.lockstep.layout import Layout, RankPlace
+from atoll.runtime.modes.lockstep.measurement import Bucket, Recorder
+from atoll.runtime.modes.lockstep.schedule import Action
+from atoll.runtime.stage.sizes import Binding, Sizes
+
+__all__ = ["Feed", "Generators", "ScheduleRunner", "StageWork", "StepSums"]
+
+_SYNCHRONISING = Doing("synchronising gradients", "others")
+
+
+class Feed(Protocol):
+    """Where a rank's samples come from."""
+
+    reading: Doing  # what a rank does that waits for them
+
+    def get(self, step: int, stage: int, micro_batch: int) -> tuple[dict[str, Any], Binding]:
+        """The batch's leaves for the rank's piece of a micro-batch (none if the stage reads none), and the sizes they have."""
+        ...
+
+
+class Generators:
+    """Around what draws random numbers: nobody else seeds the generators meanwhile. Says who has them where it has to wait."""
+
+    def __init__(self, lock: Lock) -> None:
+        self._lock = lock
+        self.waiting: Callable[[], None] = lambda: None
+        self.working: Callable[[], None] = lambda: None
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.waiting()
+            self._lock.acquire()
+            self.working()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+@dataclass(kw_only=True)
+class StageWork(BuiltStage):
+    """One stage as this rank runs it."""
+
+    place: RankPlace
+    parameters: list[nn.Parameter]  # that synchronisation waits for
+    before_backward: Callable[[bool], None]  # told whether the backward to come is the step's last
+
+
+@dataclass
+class StepSums:
+    """What the rank saw of a step's loss: to be added up over ranks."""
+
+    total: Tensor
+    weight: Tensor
+
+
+class ScheduleRunner:
+    """Runs steps of one rank. After a failure in the middle of a step it is not to be used again; parameters are still the last step's."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        actions: Sequence[Action],
+        stages: Sequence[StageWork],
+        executor: StageExecutor,
+        *,
+        sizes: Sizes,
+        channels: Channels,
+        gradients: Gradients,
+        feed: Feed,
+        generators: Generators,
+        doing: Callable[[object, int], None],
+    ) -> None:
+        self._layout, self._actions, self._executor = layout, actions, executor
+        self._stages = {work.place.stage: work for work in stages}
+        self._sizes, self._channels, self._gradients, self._feed, self._doing = sizes, channels, gradients, feed, doing
+        self._last_backward = {action.stage: action.micro_batch for action in actions if action.kind == "B"}
+        self._dims = {work.place.stage: [sizes.sample_dim(crossing) for crossing in work.program.receives] for work in stages}
+        self._dims_out = {work.place.stage: [sizes.sample_dim(crossing) for crossing in work.program.sends] for work in stages}
+        generators.waiting = lambda: self._doing(self._feed.reading, self._step)
+        generators.working = lambda: self._doing(self._action, self._step)
+        self.pace: Pace | None = None  # where speeds are imposed
+        self.recorder = gradients.recorder = Recorder(channels.device.type)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """What is added up with other ranks once a step."""
+        return self._gradients.buckets
+
+    def run(self, step: int) -> StepSums:
+        """Forward and backward of all of the step's micro-batches (steps count from 1); gradients are whole afterwards."""
+        self._step = step
+        self._arriving: dict[tuple[str, int, int], Arrival] = {}
+        self._handed: dict[tuple[str, int, int], list[Tensor]] = {}
+        zero = torch.zeros((), dtype=torch.float64, device=self._channels.device)
+        self._sums = StepSums(zero, zero.clone())  # on the device: nobody waits for it in the middle of a step
+        self.recorder.begin()
+        self._gradients.begin()
+        for action in self._actions:
+            self._action = action
+            self._doing(action, step)
+            self._perform(action)
+        self._doing(_SYNCHRONISING, step)
+        began = self.recorder.now()
+        self._gradients.finish()
+        self._channels.settle()
+        self.recorder.add("S", -1, -1, began)
+        return self._sums
+
+    def _perform(self, action: Action) -> None:
+        stage, m = action.stage, action.micro_batch
+        match action.kind:
+            case "F":
+                self._forward(stage, m)
+            case "B":
+                self._backward(stage, m)
+            case "RF" | "RB":
+                began = self.recorder.now()
+                receive = self._receive_activations if action.kind == "RF" else self._receive_gradients
+                self._arriving[action.kind[1], stage, m] = receive(stage, m)
+                self.recorder.add("P", stage, m, began)
+            case "SF" | "SB":
+                began = self.recorder.now()
+                (self._send_activations if action.kind == "SF" else self._send_gradients)(stage, m)
+                self.recorder.add(action.kind, stage, m, began)
+            case _:
+                pass  # synchronisation runs by itself as gradients become ready; the optimizer is the trainer's
+
+    def _piece(self, stage: int, m: int) -> tuple[int, int]:
+        return self._layout.pieces(stage, m)[self._stages[stage].place.lane]
+
+    def _work(self, stage: int, m: int) -> WorkItem:
+        start, stop = self._piece(stage, m)
+        return WorkItem(stage, self._step, m, start, stop - start)
+
+    def _arrived(self, direction: str, stage: int, m: int) -> list[Tensor]:
+        """What this stage waits for of a micro-batch: from another rank, or handed over by this very one."""
+        arrival = self._arriving.pop((direction, stage, m), None)
+        if arrival is None:
+            return self._handed.pop((direction, stage, m))
+        began = self.recorder.now()
+        self._doing(Action("RF" if direction == "F" else "RB", stage, m), self._step)
+        values = arrival.wait()
+        self._doing(Action("F" if direction == "F" else "B", stage, m), self._step)
+        self.recorder.add(f"R{direction}", stage, m, began)
+        return values
+
+    def _forward(self, stage: int, m: int) -> None:
+        began = self.recorder.now()
+        self._doing(self._feed.reading, self._step)
+        leaves, binding = self._feed.get(self._step, stage, m)
+        self._doing(Action("F", stage, m), self._step)
+        self.recorder.add("D", stage, m, began)
+        inputs = Activations(binding, leaves, self._arrived("F", stage, m) if stage else [])
+        began, work = self.recorder.now(), self._work(stage, m)
+        with self._paced(stage, m, backward=False):
+            made = self._executor.forward(work, inputs)
+        if self._stages[stage].program.last:
+            self._count_loss(work)
+        elif self._layout_keeps(stage, m):
+            self._handed["F", stage + 1, m] = made.values
+        else:
+            self._handed["SF", stage, m] = made.values
+        self.recorder.add("F", stage, m, began)
+
+    def _paced(self, stage: int, m: int, *, backward: bool) -> AbstractContextManager[None]:
+        return nullcontext() if self.pace is None else self.pace.imposed(stage, m, backward)
+
+    def _layout_keeps(self, stage: int, m: int) -> bool:
+        """Whether the next stage of the micro-batch is on this worker, so that nothing is sent."""
+        layout = self._layout
+        return layout.homes[stage][layout.route[stage][m]] == layout.homes[stage + 1][layout.route[stage + 1][m]]
+
+    def _count_loss(self, work: WorkItem) -> None:
+        if self._stages[work.stage].place.tensor == 0:
+            loss = self._executor.loss(work)
+            self._sums.total += loss.total
+            self._sums.weight += loss.weight
+
+    def _backward(self, stage: int, m: int) -> None:
+        given = [] if self._stages[stage].program.last else self._arrived("B", stage, m)
+        last = self._last_backward[stage] == m
+        self._stages[stage].before_backward(last)
+        if last:
+            self._gradients.arm(self._stages[stage].parameters)
+        began = self.recorder.now()
+        with self._paced(stage, m, backward=True):
+            returned = self._executor.backward(self._work(stage, m), given).inputs
+        self.recorder.add("B", stage, m, began)
+        if stage > 0:
+            key = ("B", stage - 1, m) if self._layout_keeps(stage - 1, m) else ("SB", stage, m)
+            self._handed[key] = returned
+
+    def _message(self, boundary: int, m: int, *, back: bool) -> Transfer:
+        """About the values between `boundary` and the stage after it."""
+        if boundary in self._stages:
+            crossings, dims = self._stages[boundary].program.sends, self._dims_out[boundary]
+        else:
+            crossings, dims = self._stages[boundary + 1].program.receives, self._dims[boundary + 1]
+        chosen = [i for i, crossing in enumerate(crossings) if crossing.wants_gradient or not back]
+        micro_batches = len(self._layout.micro_batches)
+        tag = (2 * boundary + back) * micro_batches + m
+        messages = 2 * len(self._layout.plan.stages) * micro_batches  # in a step: something both ends know
+        return Transfer([crossings[i] for i in chosen], [dims[i] for i in chosen], tag, messages)
+
+    def _receive_activations(self, stage: int, m: int) -> Arrival:
+        message = self._message(stage - 1, m, back=False)
+        return self._receive(message, forward_hops(self._layout, stage, m), stage, m)
+
+    def _receive_gradients(self, stage: int, m: int) -> Arrival:
+        message = self._message(stage, m, back=True)
+        return self._receive(message, backward_hops(self._layout, stage, m), stage, m)
+
+    def _receive(self, message: Transfer, hops: Sequence[Any], stage: int, m: int) -> Arrival:
+        _, binding = self._feed.get(self._step, stage, m)
+        shapes = [self._sizes.shape(crossing, binding) for crossing in message.crossings]
+        return self._channels.receive(message, hops, shapes, self._piece(stage, m))
+
+    def _send_activations(self, stage: int, m: int) -> None:
+        message, values = self._message(stage, m, back=False), self._handed.pop(("SF", stage, m))
+        self._channels.send(message, forward_hops(self._layout, stage + 1, m), values, self._piece(stage, m)[0])
+
+    def _send_gradients(self, stage: int, m: int) -> None:
+        message, values = self._message(stage - 1, m, back=True), self._handed.pop(("SB", stage, m))
+        self._channels.send(message, backward_hops(self._layout, stage - 1, m), values, self._piece(stage, m)[0])

@@ -1,0 +1,234 @@
+"""The training loop of a lockstep run: every rank runs it, rank 0 tells what happens."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import LRScheduler
+
+from atoll.blame import users_code
+from atoll.control.clipping import clip_coefficient
+from atoll.errors import JobFailedError
+from atoll.events import AnyEvent, CodecChosen, Evaluated, NonFinite, Observer, RunFinished, RunStarted, StepFinished, StopTraining
+from atoll.job import Job
+from atoll.plan.modes.lockstep import LOCKSTEP
+from atoll.runtime.checkpoint.loading import Loaded
+from atoll.runtime.checkpoint.training_state import restore_training
+from atoll.runtime.evaluation import evaluates_after
+from atoll.runtime.executor import Update
+from atoll.runtime.modes.lockstep.exchange_counter import counted
+from atoll.runtime.modes.lockstep.heartbeat import Doing
+from atoll.runtime.modes.lockstep.optimizer_step import squared_norm
+from atoll.runtime.modes.lockstep.rank import RankWork
+from atoll.runtime.nonfinite import checked_weight, not_finite
+from atoll.runtime.peak import peak_memory_bytes
+
+__all__ = ["Reason", "Trainer"]
+
+Reason = Literal["done", "stopped", "interrupted"]
+_AGREEING = Doing("agreeing on loss and gradient", "others")
+_OPTIMIZING = Doing("making the optimizer's step", "user")
+
+
+class _Totals(NamedTuple):
+    """What all ranks saw of a step, added up."""
+
+    loss: float
+    weight: float
+    squares: float  # of the gradient, before it is divided by anything
+    stop: bool  # somebody asked to stop after this step
+
+
+class Trainer:
+    """A lockstep run as one rank sees it. Whatever ends it, the weights are those after a whole step."""
+
+    def __init__(self, job: Job, work: RankWork, device: torch.device, observers: Sequence[Observer] = ()) -> None:
+        self.job, self.work, self.device, self.observers = job, work, device, observers
+        self.began, self.seconds_before = time.perf_counter(), 0.0
+        self.trainable = [owned for owned in work.owned if owned.leaf.requires_grad]
+        self.updater = work.executor.updater
+        self.losses: list[float] = []
+        self.evaluations: list[Evaluated] = []
+        self.first_step = 1
+        self.resumed: Loaded | None = None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Of what the rank owns; of a stand-in without numbers where it trains nothing."""
+        assert self.updater.optimizer is not None
+        return self.updater.optimizer
+
+    @property
+    def scheduler(self) -> LRScheduler | None:
+        """The job's."""
+        return self.updater.scheduler
+
+    @property
+    def last_step(self) -> int:
+        """The last step that was applied; 0 before the first."""
+        return len(self.losses)
+
+    def resume(self, step: int, extra: dict[str, Any]) -> None:
+        """Continue after `step` steps: weights and optimizer are loaded, this is the rest."""
+        self.losses = restore_training(extra, step, self.scheduler, self.updater.scale)
+        self.first_step = step + 1
+        if self.scheduler is not None and not self.trainable:  # nothing of its optimizer was loaded
+            for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
+
+    def elapsed(self) -> float:
+        """Seconds since this process began to train."""
+        return time.perf_counter() - self.began
+
+    def moment(self) -> float:
+        """When it is in the run's own time, which goes on where the processes before this one ended."""
+        return self.seconds_before + self.elapsed()
+
+    def train(self, stop_asked: Callable[[], bool], after_step: Callable[[int], None] = lambda step: None) -> Reason:
+        """All steps. `stop_asked` is looked at on every rank and obeyed by all after the same step; `after_step` may save."""
+        self.tell(self._started())
+        if self.resumed is not None:
+            self.tell(self.resumed.event(self.moment()))
+        for link, codec in self.work.layout.plan.codecs.items():
+            if codec != "none":
+                reason = "the plan names it; losses are near those of one process, not equal to float tolerance"
+                self.tell(CodecChosen(at_seconds=self.moment(), link=link, codec=codec, before="", reason=reason))
+        for step in range(self.first_step, self.job.total_steps + 1):
+            with counted(self.work.runner.recorder, step, is_last=step == self.job.total_steps):
+                event, stop = self.step(step, stop_asked())
+            stopped = self._tell_together(event)
+            stopped = self._evaluate_when_due(step) or stopped
+            after_step(step)
+            if stopped or stop:
+                return "stopped" if stopped else "interrupted"
+        return "done"
+
+    def step(self, step: int, stop_asked: bool = False) -> tuple[StepFinished, bool]:
+        """One step of the optimizer on one global batch. Nothing is applied unless loss and gradient are finite on every rank."""
+        began = time.perf_counter()
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        for owned in self.trainable:
+            owned.forget_gradient()
+        sums = self.work.runner.run(step)
+        for owned in self.trainable:
+            owned.hand_gradient_over()
+        recorder = self.work.runner.recorder
+        agreeing = recorder.now()
+        self.work.doing(_AGREEING, step)
+        totals = self._add_up(float(sums.total), float(sums.weight), stop_asked)
+        recorder.add("A", -1, -1, agreeing)
+        loss, gradient_norm, applied = self._apply(step, totals)
+        self.work.buffers.agree()
+        self.losses.append(loss)
+        recorder.end(step, time.perf_counter() - began)
+        event = StepFinished(
+            at_seconds=self.moment(),
+            step=step,
+            loss=loss,
+            samples=self.job.batch_size,
+            weight=totals.weight,
+            seconds=time.perf_counter() - began,
+            learning_rate=learning_rate,
+            gradient_norm=gradient_norm,
+            memory_bytes=peak_memory_bytes(self.device),
+            applied=applied,
+        )
+        return event, totals.stop
+
+    def _add_up(self, total: float, weight: float, stop_asked: bool) -> _Totals:
+        """One small exchange a step: nobody may apply a gradient before all know that it is whole and finite."""
+        wanted = self.job.max_grad_norm is not None or self.updater.scale.enabled
+        squares = squared_norm(self.work.counted) if wanted else 0.0
+        vector = torch.tensor([total, weight, squares, float(stop_asked)], dtype=torch.float64)
+        dist.all_reduce(vector)
+        loss, weight, squares, stop = vector.tolist()
+        return _Totals(loss, weight, squares, stop > 0)
+
+    def _apply(self, step: int, totals: _Totals) -> tuple[float, float | None, bool]:
+        """Divide, clip and apply; returns the loss, the gradient's norm if it was wanted, and whether anything was applied."""
+        divisor = totals.weight if self.work.executor.deferred else 1.0
+        if self.work.executor.deferred:
+            checked_weight(f"step {step}", divisor)
+        loss = totals.loss / divisor
+        if not math.isfinite(loss):
+            self._not_finite(step, "loss", loss)
+        scale = self.updater.scale
+        factor = 1.0 / (divisor * scale.value)
+        norm = math.sqrt(totals.squares) * factor if totals.squares >= 0 else math.nan
+        overflowed = scale.enabled and not math.isfinite(norm)
+        if self.job.max_grad_norm is not None and not math.isfinite(norm) and not overflowed:
+            self._not_finite(step, "gradient", norm)
+        began = self.work.runner.recorder.now()
+        self.work.doing(_OPTIMIZING, step)
+        applied = self.work.executor.apply(Update(step, factor * clip_coefficient(norm, self.job.max_grad_norm), overflowed))
+        self.work.runner.recorder.add("O", -1, -1, began)
+        return loss, norm if applied and self.job.max_grad_norm is not None else None, applied
+
+    def _not_finite(self, step: int, what: Literal["loss", "gradient"], value: float) -> None:
+        with suppress(StopTraining):
+            self.tell(NonFinite(at_seconds=self.moment(), step=step, what=what, value=str(value)))
+        raise not_finite(step, what, value)
+
+    def tell(self, event: AnyEvent) -> bool:
+        """Tell this rank's observers; whether one of them asked to stop."""
+        stop = False
+        for observer in self.observers:
+            name = getattr(observer, "__name__", type(observer).__name__)
+            self.work.doing(Doing(f"running the callback {name}, told of {event.kind}", "user"), len(self.losses))
+            with users_code(f"step {len(self.losses)}: a callback, told of {event.kind},", JobFailedError):
+                try:
+                    observer(event)
+                except StopTraining:
+                    stop = True
+        return stop
+
+    def _tell_together(self, event: AnyEvent) -> bool:
+        """Tell the observers, and all ranks what they asked for; without callbacks nobody can ask."""
+        stop = self.tell(event)
+        if not self.work.callbacks:
+            return stop
+        flag = torch.tensor([float(stop)])
+        self.work.doing(_AGREEING, len(self.losses))
+        dist.all_reduce(flag)
+        return bool(flag.item() > 0)
+
+    def _evaluate_when_due(self, step: int) -> bool:
+        """Evaluate after the last step and every so many; whether an observer asked to stop."""
+        evaluation = self.work.evaluation
+        if evaluation is None or not evaluates_after(self.job, step, self.job.total_steps):
+            return False
+        self.evaluations.append(evaluation.run(step, self.moment))
+        return self._tell_together(self.evaluations[-1])
+
+    def _started(self) -> RunStarted:
+        return RunStarted(
+            at_seconds=self.moment(),
+            name=self.job.name,
+            mode=LOCKSTEP.name,
+            steps=self.job.total_steps,
+            batch_size=self.job.batch_size,
+            samples=self.job.samples.length,
+            parameters=self.work.trainable_parameters,
+            devices=self.work.layout.devices,
+            precision=self.job.precision,
+            seed=self.job.seed,
+            unix_seconds=time.time(),
+        )
+
+    def finish(self, reason: "Reason | Literal['failed']", message: str = "") -> None:
+        """Tell how the run ended."""
+        self.tell(
+            RunFinished(
+                at_seconds=self.moment(),
+                reason=reason,
+                steps=len(self.losses),
+                samples=len(self.losses) * self.job.batch_size,
+                seconds=self.elapsed(),
+                loss=self.losses[-1] if self.losses else None,
+                message=message,
+            )
+        )

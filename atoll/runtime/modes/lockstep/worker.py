@@ -1,0 +1,319 @@
+"""A rank's run from meeting the others to leaving them: it captures the job, puts its rank together, continues, trains and saves."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from atoll.cluster import Cluster, load_cluster
+from atoll.cluster.memory import keep_freed_memory
+from atoll.cost import Evaluator
+from atoll.cost.evaluate import DEFAULT_BUCKET_BYTES, bucket_bytes
+from atoll.errors import AtollError, JobFailedError, PlanError
+from atoll.events import CheckpointBegun, Evaluated, EventLog, Observer
+from atoll.graph import Graph
+from atoll.graph.capture import Captured, capture_program
+from atoll.job import Job
+from atoll.plan import Plan, validate
+from atoll.plan.link_codecs import PlanCodecs
+from atoll.runtime.checkpoint.checkpointer import Checkpointer
+from atoll.runtime.checkpoint.exchange import CheckpointRanks
+from atoll.runtime.checkpoint.local_shard import LocalShard
+from atoll.runtime.checkpoint.manifest import RunIdentity
+from atoll.runtime.checkpoint.save_policy import SavePolicy
+from atoll.runtime.checkpoint.training_state import training_state
+from atoll.runtime.imposed_speed import pace_of_rank
+from atoll.runtime.modes.lockstep.evaluation import capture_evaluated
+from atoll.runtime.modes.lockstep.heartbeat import Doing
+from atoll.runtime.modes.lockstep.layout import Layout
+from atoll.runtime.modes.lockstep.measured_file import MeasuredFile
+from atoll.runtime.modes.lockstep.rank import assemble
+from atoll.runtime.modes.lockstep.rendezvous import RankMembership, joined
+from atoll.runtime.modes.lockstep.role import Role
+from atoll.runtime.modes.lockstep.trainer import Reason, Trainer
+from atoll.runtime.run_directory import RunDirectory, RunSettings
+
+__all__ = ["Ended", "Planning", "run_rank"]
+
+
+_PLAN = "atoll/plan"  # in the store: what rank 0 says of it
+Planning: TypeAlias = Plan | Callable[[Graph], Plan]  # a plan, or who makes one for the captured job
+
+
+class Ended(NamedTuple):
+    """How a rank's run ended."""
+
+    reason: Reason
+    losses: tuple[float, ...]
+    evaluations: tuple[Evaluated, ...]
+    seconds: float
+
+
+def own_device(role: Role) -> torch.device:
+    """The accelerator with this rank's local number, or the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, role.local_rank % torch.accelerator.device_count())
+
+
+def run_rank(
+    job: Job,
+    planning: Planning,
+    role: Role,
+    *,
+    directory: RunDirectory | None,
+    settings: RunSettings,
+    observers: Sequence[Observer],
+    order: Sequence[str] | None = None,
+    cluster: Cluster | None = None,
+    own: Observer = lambda event: None,
+) -> Ended:
+    """Train this process's rank of the plan; all ranks do so together. Rank 0 has the plan or makes it; who has none hears it from there.
+
+    `order` names devices in the order of ranks; by default it is the order in which the plan names them. `cluster` is what the run's
+    directory has unless given. `own` hears, on every rank and in any thread, what keeps this process waiting and why it ends.
+    """
+    if cluster is None and directory is not None and directory.cluster.exists():
+        cluster = load_cluster(directory.cluster)
+    layout = _checked_layout(planning, order, role, cluster) if isinstance(planning, Plan) else None
+    device_name = layout.devices[role.rank] if layout is not None else ""
+    stages = " and ".join(f"stage {place.stage}" for place in layout.places(role.rank)) if layout is not None else ""
+    device = own_device(role)
+    if device.type == "cpu":
+        keep_freed_memory()
+    with joined(role, device_name, stages, device=device, observer=own) as run:
+        run.doing("capturing the model")
+        captured, evaluated = capture_program(job), capture_evaluated(job)
+        run.doing(Doing("waiting for the plan", "atoll" if role.rank == 0 else "others"))
+        plan, order, cluster = _agreed(planning, order, cluster, captured.graph, run)
+        layout = _checked_layout(plan, order, role, cluster)
+        validate(layout.plan, captured.graph)
+        if directory is not None and role.rank == 0:
+            _write_plan(directory, layout.plan)
+        session = _Session(job, layout, captured, evaluated, device, run, directory, settings, cluster)
+        reason = session.train(observers)
+        trainer = session.trainer
+        return Ended(reason, tuple(trainer.losses), tuple(trainer.evaluations), trainer.elapsed())
+
+
+def _write_plan(directory: RunDirectory, plan: Plan) -> None:
+    """Say what runs where; what was predicted of another plan that the run had before is not true of this one."""
+    if (directory.path / "plan.json").exists() and directory.plan() != plan:
+        directory.forget("predicted.json")
+    directory.write_plan(plan)
+
+
+class _Said(msgspec.Struct):
+    """What rank 0 says of the plan to the others."""
+
+    plan: str = ""
+    cluster: str = ""  # empty: it has none
+    order: list[str] | None = None
+    problem: str = ""  # why there is no plan
+
+
+def _agreed(
+    planning: "Planning", order: Sequence[str] | None, cluster: Cluster | None, graph: Graph, run: RankMembership
+) -> tuple[Plan, Sequence[str] | None, Cluster | None]:
+    """Rank 0 has the plan or makes it, and the cluster; the others hear both, or why there is none. Who was given others is refused."""
+    if run.role.rank == 0:
+        said = _Said(cluster=cluster.to_json() if cluster is not None else "", order=list(order) if order is not None else None)
+        try:
+            said.plan = (planning if isinstance(planning, Plan) else planning(graph)).to_json()
+        except AtollError as error:
+            said.problem = str(error)
+        run.store.set(_PLAN, msgspec.json.encode(said).decode())
+    said = msgspec.json.decode(run.store.get(_PLAN), type=_Said)
+    if said.problem:
+        raise PlanError(said.problem)
+    plan, agreed = Plan.from_json(said.plan), Cluster.from_json(said.cluster) if said.cluster else None
+    for noun, own, theirs in (("plan", planning if isinstance(planning, Plan) else None, plan), ("cluster", cluster, agreed)):
+        if own is not None and own != theirs:
+            other = f"another {noun} than rank 0" if theirs is not None else f"a {noun}, but rank 0 has none"
+            raise PlanError(f"this rank was given {other}; give all ranks the same, or rank 0 alone")
+    return plan, said.order, agreed
+
+
+def _checked_layout(plan: Plan, order: Sequence[str] | None, role: Role, cluster: Cluster | None) -> Layout:
+    layout = Layout(plan, order, cluster)
+    PlanCodecs(plan, cluster)  # an error where it has some that cannot be found in the cluster
+    if role.world_size != layout.world_size:
+        raise PlanError(f"the plan uses {layout.world_size} devices, but {role.world_size} processes were started; start one a device")
+    return layout
+
+
+class _Session:
+    """One rank's run between meeting the others and leaving them."""
+
+    def __init__(
+        self,
+        job: Job,
+        layout: Layout,
+        captured: Captured,
+        evaluated: Mapping[str, Captured],
+        device: torch.device,
+        run: RankMembership,
+        directory: RunDirectory | None,
+        settings: RunSettings,
+        cluster: Cluster | None,
+    ) -> None:
+        self.job, self.plan, self.run, self.directory, self.settings = job, layout.plan, run, directory, settings
+        run.doing("taking its part of the model")
+        self.cluster = cluster if cluster is not None and cluster.name == layout.plan.cluster else None
+        size = _bucket_bytes(layout.plan, captured.graph, self.cluster)
+        self.work = assemble(job, layout, captured, device=device, evaluated=evaluated, bucket_bytes=size, doing=run.doing)
+        if settings.speeds is not None:
+            replicas = {place.stage: place.replica for place in layout.places(run.role.rank)}
+            sizes = [stop - start for start, stop in layout.micro_batches]
+            self.work.runner.pace = pace_of_rank(settings.speeds, layout.plan, replicas, sizes, captured.graph, device)
+        self.trainer = Trainer(job, self.work, device)
+        self.graph = captured.graph
+        self.policy: SavePolicy | None = None
+        self.ask_at = 0  # after which step rank 0 is asked again whether to save
+        self.measured = MeasuredFile(directory, self.work, device) if directory is not None else None
+
+    def train(self, observers: Sequence[Observer]) -> Reason:
+        """Continue from the last checkpoint if there is one, train, save."""
+        with ExitStack() as stack:
+            stack.callback(self.work.feed.close)
+            checkpoints = self._checkpoints(stack)
+            if checkpoints is not None:
+                self._load(checkpoints)
+                self.policy = SavePolicy(
+                    self.settings.checkpoint_every,
+                    step=self.trainer.last_step,
+                    moment=self.trainer.elapsed(),
+                    failures_per_hour=_failures_per_hour(self.plan, self.cluster),
+                )
+            if self.run.role.rank == 0 and self.directory is not None:
+                log = stack.enter_context(EventLog.join(self.directory.path))
+                self.trainer.seconds_before = log.seconds() - self.trainer.elapsed()
+                observers = [log, *observers]
+            self.trainer.observers = observers
+            try:
+                reason = self.trainer.train(lambda: self.run.stop_asked, lambda step: self._after_step(checkpoints, step))
+            except BaseException as error:
+                with self.run.still_doing():
+                    if isinstance(error, AtollError):
+                        self.trainer.finish("failed", str(error))
+                    if self.measured is not None:
+                        self.measured.write()
+                raise
+            if self.measured is not None:
+                self.run.doing("writing down what was measured")
+                self.measured.write()
+            if checkpoints is not None and self.trainer.last_step:
+                self._save_last(checkpoints)
+            self.trainer.finish(reason)
+            self._conclude()
+            return reason
+
+    def _conclude(self) -> None:
+        if self.measured is not None:
+            self.run.doing(Doing("waiting for what the others measured", "others"))
+            dist.barrier()  # everybody has written
+            if self.run.role.rank == 0:
+                self.measured.conclude(self.graph)
+
+    def _checkpoints(self, stack: ExitStack) -> Checkpointer | None:
+        if self.directory is None:
+            return None
+        group = dist.new_group(backend="gloo")
+        identity = RunIdentity(
+            job=self.job.name,
+            optimizer=type(self.trainer.optimizer).__name__,
+            seed=self.job.seed,
+            batch_size=self.job.batch_size,
+            plan=str(self.plan),
+            tied=self.work.other.tied,
+            model_config=self.work.other.model_config,
+        )
+        return stack.enter_context(Checkpointer(self.directory.checkpoints, group, identity=identity, keep_last=self.settings.keep_last))
+
+    def _held(self, *, saving: bool) -> list[LocalShard]:
+        return [owned.held for owned in self.work.owned] + (self.work.other.to_save if saving else self.work.other.to_load)
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self.trainer.optimizer] if self.trainer.trainable else []  # else it has nothing of the model's
+
+    def _extra(self) -> dict[str, Any]:
+        return training_state(self.trainer.scheduler, self.trainer.updater.scale, self.trainer.losses)
+
+    def _load(self, checkpoints: Checkpointer) -> None:
+        self.run.doing("reading the checkpoint")
+        loaded = checkpoints.load(self._held(saving=False), optimizers=self._optimizers())
+        if loaded is None:
+            return
+        self.trainer.resume(loaded.step, loaded.extra)
+        self.run.saved(loaded.step)
+        self.trainer.resumed = loaded
+
+    def _after_step(self, checkpoints: Checkpointer | None, step: int) -> None:
+        if self.measured is not None:
+            self.measured.after_step()
+        self._save_when_due(checkpoints, step)
+
+    def _save_when_due(self, checkpoints: Checkpointer | None, step: int) -> None:
+        if checkpoints is None or self.policy is None:
+            return
+        if step != self.job.total_steps and self._due(self.policy, step):
+            self.trainer.tell(CheckpointBegun(at_seconds=self.trainer.moment(), step=step))
+            self.run.doing("saving a checkpoint")
+            checkpoints.save(step, self._held(saving=True), optimizers=self._optimizers(), extra=self._extra())
+        self._tell_saved(checkpoints)
+
+    def _save_last(self, checkpoints: Checkpointer) -> None:
+        """When it cannot be saved the run has failed: there is no later save to make up for it."""
+        self.run.doing("saving the last checkpoint")
+        step = self.trainer.last_step
+        try:
+            checkpoints.save(step, self._held(saving=True), optimizers=self._optimizers(), extra=self._extra(), final=True)
+        except JobFailedError as error:
+            self._tell_saved(checkpoints)
+            self.trainer.finish("failed", str(error))
+            raise
+        self._tell_saved(checkpoints)
+        self.run.saved(step)
+
+    def _tell_saved(self, checkpoints: Checkpointer) -> None:
+        """What became of saves since the last call."""
+        for outcome in checkpoints.finished():
+            if self.policy is not None:
+                self.policy.ended(outcome.seconds)
+            if outcome.error is None:
+                self.run.saved(outcome.step)
+            self.trainer.tell(outcome.event(self.trainer.moment()))
+            chosen = self.policy.decision(self.trainer.last_step, self.trainer.elapsed()) if self.policy is not None else None
+            chosen = chosen if self.trainer.last_step < self.job.total_steps else None
+            if chosen is not None:
+                self.trainer.tell(msgspec.structs.replace(chosen, at_seconds=self.trainer.moment()))
+
+    def _due(self, policy: SavePolicy, step: int) -> bool:
+        """Whether to save now. Where clocks say so it is rank 0's, and all hear of it; how often they ask is part of the answer."""
+        if policy.every is not None:
+            return policy.due(step, 0.0)
+        if step < self.ask_at:
+            return False
+        moment = self.trainer.elapsed()
+        due = policy.due(step, moment)
+        if due:
+            policy.begun(step)
+        due, self.ask_at = CheckpointRanks(dist.group.WORLD).gather((due, policy.ask_again(step, moment)), tuple[bool, int])[0]
+        return due
+
+
+def _bucket_bytes(plan: Plan, graph: Graph, cluster: Cluster | None) -> int:
+    """As the cost model would have it, where the cluster's links are known."""
+    return bucket_bytes(Evaluator(graph, cluster), plan) if cluster is not None else DEFAULT_BUCKET_BYTES
+
+
+def _failures_per_hour(plan: Plan, cluster: Cluster | None) -> float | None:
+    """Of all devices of the plan: each of them sends the run back. None where nobody tells of them."""
+    if cluster is None:
+        return None
+    used = {name for stage in plan.stages for name in stage.devices}
+    return sum(device.preemptions_per_hour for device in cluster.devices if device.name in used)

@@ -1,0 +1,395 @@
+"""Coordinating: the process that keeps a swarm's journal, tells its members what to do and writes the run's directory.
+
+It may be killed at any moment and started again on the same directory: members find it at the same address and go on.
+"""
+
+import asyncio
+import errno
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from atoll.control.coordinator import Coordinator
+from atoll.control.journal import FencedError, Record, replay
+from atoll.control.messages import Committed, Finished, Message
+from atoll.control.notices import Happening, Saved, StepCommitted
+from atoll.control.world import Journal, SwarmProcess
+from atoll.errors import CheckpointError, JobFailedError
+from atoll.events import (
+    AnyEvent,
+    CheckpointFailed,
+    EvaluationFailed,
+    EventLog,
+    Note,
+    Observer,
+    PeerRefused,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+    Warned,
+    read_events,
+)
+from atoll.fabric.security import Authority, serve
+from atoll.job import Job
+from atoll.plan.modes.swarm import SwarmOptions
+from atoll.runtime.checkpoint.directory import step_path
+from atoll.runtime.evaluation import evaluates_after
+from atoll.runtime.modes.swarm.clock import LoopClock
+from atoll.runtime.modes.swarm.evaluation import evaluate_elsewhere
+from atoll.runtime.modes.swarm.events import StartupProgress, SwarmEvents
+from atoll.runtime.modes.swarm.files import CheckpointFiles, CheckpointService, FileJournal, Key, States
+from atoll.runtime.modes.swarm.jetstream import JetStream, connect_jetstream
+from atoll.runtime.modes.swarm.measurement import MeasureService
+from atoll.runtime.modes.swarm.resume import all_stored, complete_checkpoint, is_complete, last_states
+from atoll.runtime.modes.swarm.run_files import JOURNAL, STATES, STOP, Start, read_start, since_start
+from atoll.runtime.modes.swarm.spec import JobService, SwarmSpec
+from atoll.runtime.modes.swarm.transport import COORDINATOR, Directory, FabricTransport, SwarmService
+from atoll.runtime.nonfinite import refused_step
+from atoll.runtime.run_directory import RunDirectory
+
+__all__ = ["coordinate"]
+
+_MEASURES_SECONDS = 3.0  # between two writings of what workers measured
+_LINKS_SECONDS = 10.0  # between two events that say what went over links
+_LOOK_SECONDS = 0.5  # between looks at who leads
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES}
+_FINAL_SECONDS = 120.0  # how long the last states are waited for
+
+
+Recall = Callable[[Sequence[AnyEvent]], None]
+
+
+def _ignore(events: Sequence[AnyEvent]) -> None:
+    """Nobody counts what was told before."""
+
+
+class _Watching(NamedTuple):
+    observers: tuple[Observer, ...]
+    recall: Recall
+
+    def note(self, message: str) -> None:
+        """For those who watch a process that stands by; the run's log is the leader's."""
+        for observer in self.observers:
+            observer(Note(message=message))
+
+
+def coordinate(
+    directory: RunDirectory,
+    spec: SwarmSpec,
+    job: Job,
+    address: str,
+    *,
+    observers: tuple[Observer, ...] = (),
+    recall: Recall = _ignore,
+) -> bool:
+    """Coordinates until the run is over and its weights are in the directory. False: it was asked to stop before its last step.
+
+    With NATS in the run's settings it stands by while another coordinates. `recall` gets what coordinators before this one have told
+    since `atoll run` was started; observers do not, as they may do something at every event.
+    """
+    servers = directory.settings().options_as(SwarmOptions).nats
+    watching = _Watching(observers, recall)
+    try:
+        if servers is None:
+            return asyncio.run(_coordinate_from_files(directory, spec, job, address, watching))
+        return asyncio.run(_coordinate_from_nats(directory, spec, job, address, watching, servers))
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        why = os.strerror(error.errno or 0)
+        raise JobFailedError(f"{directory.path}: cannot be written any more ({why}); mend that, then `--resume` goes on") from error
+
+
+async def _coordinate_from_files(directory: RunDirectory, spec: SwarmSpec, job: Job, address: str, watching: _Watching) -> bool:
+    journal, states = FileJournal(directory.path / JOURNAL), CheckpointFiles(directory.path / STATES)
+    try:
+        return await _Coordinating(directory, spec, job, watching, journal, states).run(address)
+    except FencedError:
+        raise JobFailedError(f"{directory.path}: another coordinator runs on the same directory; this one stops") from None
+
+
+async def _coordinate_from_nats(
+    directory: RunDirectory,
+    spec: SwarmSpec,
+    job: Job,
+    address: str,
+    watching: _Watching,
+    servers: str,
+) -> bool:
+    run = Authority.open(directory.path).run
+    async with connect_jetstream(servers, run, address) as kept:
+        while await _wait_to_lead(kept, address, watching):
+            keeping = asyncio.ensure_future(kept.leadership.keep())
+            try:
+                done = await _Coordinating(directory, spec, job, watching, kept.journal, kept.checkpoints).run(address)
+                await kept.checkpoints.end(address)
+                return done
+            except FencedError:
+                watching.note("another coordinator has taken over; this one stands by")
+            finally:
+                keeping.cancel()
+        return True
+
+
+async def _wait_to_lead(kept: JetStream, address: str, watching: "_Watching") -> bool:
+    """Until nobody else coordinates. False: the run is over, and whoever coordinated has its weights."""
+    said = None
+    while True:
+        ended = await kept.checkpoints.ended()
+        if ended is not None:
+            watching.note(f"the run has ended; its weights are where the coordinator at {ended} ran")
+            return False
+        if await kept.leadership.take():
+            return True
+        holder = await kept.leadership.holder()
+        if holder == address:  # who was here before us and died
+            await kept.leadership.release()
+        elif holder != said and holder is not None:
+            watching.note(f"standing by: {holder} coordinates")
+            said = holder
+        await asyncio.sleep(_LOOK_SECONDS)
+
+
+class _Coordinating:
+    def __init__(self, directory: RunDirectory, spec: SwarmSpec, job: Job, watching: _Watching, journal: Journal, states: States) -> None:
+        self.directory, self.spec, self.job = directory, spec, job
+        self.observers, self._recall = watching
+        self._start = read_start(directory) or Start(directory.last_moment(), time.time(), "")
+        self._events = SwarmEvents(self._now, job.batch_size, states.stored_bytes)
+        self._evaluations: list[asyncio.Future[None]] = []
+        self._saves: list[asyncio.Future[None]] = []  # checkpoints that are made of stored states
+        self._stepped = False  # whether a step was committed since this coordinator began
+        self._coordinator: Coordinator | None = None
+        self._evaluated: set[int] = set()  # versions that are evaluated, or will be
+        self._kept: int | None = None  # the newest checkpoint this coordinator knows of
+        self._errors: list[BaseException] = []
+        self._unwritten = False  # whether it was said that measures cannot be written
+        self.journal, self.states = journal, states
+
+    async def run(self, address: str) -> bool:
+        loop = asyncio.get_running_loop()
+        clock = self._clock = LoopClock(self._errors.append)
+        inbox = clock.mailbox()
+
+        def arrived(to: str, message: Message) -> None:
+            loop.call_soon_threadsafe(inbox.put, message)
+
+        def heard(event: AnyEvent) -> None:
+            loop.call_soon_threadsafe(self._emit, event)
+
+        def tell_refusal(event: AnyEvent) -> None:
+            if isinstance(event, PeerRefused) and event.what == "call":
+                heard(event)
+
+        places = Directory()
+        self._measures = MeasureService(self.directory, heard, self.spec.codec)
+        states = CheckpointService(
+            self.states, self.directory.checkpoints, loop, lambda: self._coordinator, lambda message: self._emit(Warned(message=message))
+        )
+        services = [SwarmService(arrived, self.spec.settings), places, states, JobService(self.spec), self._measures]
+        authority = await asyncio.to_thread(Authority.open, self.directory.path)
+        with EventLog.join(self.directory.path) as log:
+            self._log = log
+            first = self._begin()
+            member, _ = await asyncio.to_thread(
+                lambda: serve(authority, address, services=services, observer=tell_refusal, fingerprint=self.spec.fingerprint)
+            )
+            try:
+                transport = FabricTransport(member, None, places)
+                node = SwarmProcess(COORDINATOR, clock, transport, inbox, 0, random.Random(time.time_ns()))
+                coordinator = Coordinator(node, self.journal, self.spec.settings, observe=self._observe, discard=self._discard)
+                self._coordinator = coordinator
+                clock.spawn(self._keep_measures())
+                if first and self._start.workers:
+                    clock.spawn(self._tell_waiting(coordinator))
+                await self._until(asyncio.ensure_future(coordinator.run()), coordinator)
+                if coordinator.deposed:
+                    raise FencedError("another coordinator has taken over")
+                records = await self._write_weights(coordinator.version)
+                refused = coordinator.refused
+                self._tell_links()
+                self._tell(self._finished(coordinator.version, records, failed=refused is not None))
+                if refused is not None:
+                    raise refused_step(refused.version + 1, refused.what, refused.value)
+                return not coordinator.stopped
+            finally:
+                await clock.close()
+                await self._write_measures()
+                await asyncio.to_thread(member.close)
+
+    async def _until(self, task: "asyncio.Future[None]", coordinator: Coordinator) -> None:
+        while not task.done():
+            await asyncio.wait([task], timeout=0.2)
+            if (self.directory.path / STOP).exists():
+                coordinator.stop()
+            if self._errors:
+                task.cancel()
+                raise self._errors[0]
+        await task
+
+    async def _keep_measures(self) -> None:
+        looked = time.monotonic()
+        while True:
+            await asyncio.sleep(_MEASURES_SECONDS)
+            await self._write_measures()
+            if time.monotonic() - looked > _LINKS_SECONDS:
+                looked = time.monotonic()
+                self._tell_links()
+
+    def _tell_links(self) -> None:
+        links = self._measures.links()
+        if links is not None:
+            self._emit(links)
+
+    async def _write_measures(self) -> None:
+        """Reports read them; training does not, and goes on without."""
+        try:
+            await asyncio.to_thread(self._measures.write)
+        except OSError as error:
+            if not self._unwritten:
+                self._emit(Warned(message=f"what workers measured cannot be written ({error.strerror}); the report will lack it"))
+            self._unwritten = True
+
+    async def _tell_waiting(self, coordinator: Coordinator) -> None:
+        """Until the first step, or those who were started would seem to do nothing for as long as they load."""
+        waiting, began = StartupProgress(self._start.workers, self.spec.settings.stages), time.monotonic()
+        while not self._stepped and type(coordinator.phase) is not Finished:
+            event = waiting.event(time.monotonic() - began, [member.stage for member in coordinator.members if member.stage >= 0])
+            if event is not None:
+                self._emit(event)
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    # ---- events
+
+    def _now(self) -> float:
+        return self._start.at_seconds + max(0.0, time.time() - self._start.unix_seconds)
+
+    def _begin(self) -> bool:
+        """The first coordinator since `atoll run` was started says so in the run's events; one in its place only to those who watch.
+        Whether it is the first.
+        """
+        told = since_start(tuple(read_events(self.directory.events)), self._start)
+        if not told:
+            self._tell(self._started())
+            return True
+        for observer in self.observers:
+            observer(self._started())
+        self._recall(told)
+        return False
+
+    def _tell(self, event: AnyEvent) -> None:
+        self._log(event)
+        for observer in self.observers:
+            observer(event)
+
+    def _emit(self, event: AnyEvent) -> None:
+        """For what has no time of its own yet."""
+        self._tell(msgspec.structs.replace(event, at_seconds=self._now()))
+
+    def _started(self) -> RunStarted:
+        job = self.job
+        return RunStarted(
+            at_seconds=self._start.at_seconds,
+            name=job.name,
+            mode="swarm",
+            steps=job.total_steps,
+            batch_size=job.batch_size,
+            samples=job.samples.length,
+            parameters=self.spec.parameters,
+            devices=(),
+            precision=job.precision,
+            seed=job.seed,
+            unix_seconds=time.time(),
+        )
+
+    def _observe(self, happening: Happening) -> None:
+        event = self._events.event(happening)
+        self._stepped = self._stepped or isinstance(happening, StepCommitted)
+        if isinstance(happening, Saved):
+            keys = [Key(happening.epoch, happening.version, stage) for stage in range(self.spec.settings.stages)]
+            self._saves.append(asyncio.ensure_future(self._complete(keys, tuple(self._saves))))
+        if event is None:
+            return
+        self._tell(event)
+        if isinstance(event, StepFinished) and event.step == self.spec.settings.steps:
+            self._emit(Note(message="the last step is done; saving the final state and the weights"))
+
+    def _forget_old(self, version: int) -> None:
+        """Two checkpoints are kept: the newest, and the one before, which a rollback may just be reading."""
+        if self._kept is not None and self._kept < version:
+            self._clock.spawn(self.states.forget_before(self._kept))
+        self._kept = version
+
+    def _discard(self, epoch: int, version: int, stage: int) -> None:
+        self._clock.spawn(self.states.discard(Key(epoch, version, stage)))
+
+    async def _complete(self, keys: Sequence[Key], before: Sequence["asyncio.Future[None]"] = ()) -> None:
+        """Make the stages' stored states the run's checkpoint; training goes on meanwhile, and whether it can be made or not."""
+        await asyncio.gather(*before, return_exceptions=True)
+        version = keys[0].version
+        try:
+            await complete_checkpoint(self.directory, self.job, self.spec, self.journal, self.states, keys)
+        except (OSError, CheckpointError) as error:
+            self._emit(CheckpointFailed(step=version, message=str(error)))
+            return
+        self._forget_old(version)
+        self._evaluate_when_due(version)
+
+    def _evaluate_when_due(self, version: int) -> None:
+        """In a process of its own, one after another; training does not wait."""
+        if version in self._evaluated or not evaluates_after(self.job, version, self.spec.settings.steps):
+            return
+        self._evaluated.add(version)
+        self._evaluations.append(asyncio.ensure_future(self._evaluate(version, tuple(self._evaluations))))
+
+    async def _evaluate(self, step: int, before: Sequence["asyncio.Future[None]"]) -> None:
+        await asyncio.gather(*before)
+        try:
+            found = await evaluate_elsewhere(self.directory, step)
+        except JobFailedError as error:
+            self._emit(EvaluationFailed(step=step, message=str(error)))
+            return
+        self._emit(found)
+
+    # ---- the end
+
+    async def _write_weights(self, version: int) -> Sequence[Record]:
+        """The last states are on their way when the run is over; of a run that was stopped they are stored already."""
+        records = await self.journal.read()
+        keys = last_states(records, self.spec.settings.stages)
+        until = time.monotonic() + _FINAL_SECONDS
+        begun = replay(records).origin
+        if begun is not None and begun.version == version and step_path(self.directory.checkpoints, version).is_dir():
+            keys = ()  # no step was made: the checkpoint it began from is the last one
+            self._evaluate_when_due(version)
+        while not await all_stored(self.states, keys):
+            if time.monotonic() > until:
+                raise JobFailedError("the last states did not all arrive; `--resume` goes on from the last checkpoint")
+            await asyncio.sleep(0.2)
+        await asyncio.gather(*self._saves)
+        if keys and not is_complete(self.directory, keys[0], self.spec):
+            try:
+                await complete_checkpoint(self.directory, self.job, self.spec, self.journal, self.states, keys)
+            except (OSError, CheckpointError) as error:
+                raise JobFailedError(f"step {version}: the last checkpoint could not be saved: {error}") from error
+            if self._kept != version:
+                self._tell(self._events.saved(version))
+        if keys:
+            self._evaluate_when_due(version)
+        await asyncio.gather(*self._evaluations)
+        return records
+
+    def _finished(self, version: int, records: Sequence[Record], *, failed: bool) -> RunFinished:
+        losses = {record.version: record.loss / record.weight for record in records if isinstance(record, Committed)}
+        return RunFinished(
+            at_seconds=self._now(),
+            reason="failed" if failed else "done" if version >= self.spec.settings.steps else "interrupted",
+            steps=version,
+            samples=version * self.job.batch_size,
+            seconds=self._now() - self._start.at_seconds,
+            loss=losses.get(version - 1),
+        )

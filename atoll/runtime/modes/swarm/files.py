@@ -1,0 +1,286 @@
+"""Files of a swarm: the coordinator's journal, and the stages' checkpoints, which live with it and are reached over the fabric."""
+
+import asyncio
+import fcntl
+import hashlib
+import os
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from atoll.control.coordinator import Coordinator
+from atoll.control.journal import Record, Term, admit, encode, read_records
+from atoll.errors import CheckpointError, FabricError, RefusedError
+from atoll.fabric import Remote
+from atoll.fabric.service import CallingPeer, allowed
+from atoll.runtime.checkpoint.directory import step_path
+from atoll.runtime.checkpoint.state_file import cut
+
+__all__ = [
+    "CheckpointFiles",
+    "CheckpointService",
+    "FileJournal",
+    "Key",
+    "RemoteCheckpoints",
+    "Snapshot",
+    "States",
+    "WantedState",
+    "state_digest",
+]
+
+_LEADER_SECONDS = 0.1
+
+Answer = TypeVar("Answer")
+
+
+def state_digest(content: Tensor) -> str:
+    """Of a state as bytes."""
+    return hashlib.sha256(content.contiguous().numpy().data).hexdigest()
+
+
+class FileJournal:
+    """A file that only grows. What `append` came back from is on the disk; the fence is checked under the file's lock."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read_bytes, self._newest_term = 0, 0  # up to where this process has read, and what it found there
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+    async def read(self) -> Sequence[Record]:
+        """All durable records, oldest first."""
+        return await asyncio.to_thread(self._read)
+
+    def _read(self) -> Sequence[Record]:
+        return read_records(self._path.read_bytes())[0]
+
+    async def append(self, term: int, record: Record) -> None:
+        """Comes back when the record is durable."""
+        await asyncio.to_thread(self._append, term, record)
+
+    def _append(self, term: int, record: Record) -> None:
+        with self._path.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(self._read_bytes)
+            records, good = read_records(file.read())
+            self._newest_term = max((one.term for one in records if isinstance(one, Term)), default=self._newest_term)
+            self._read_bytes += good
+            admit(self._newest_term, term, record)
+            file.truncate(self._read_bytes)
+            file.seek(self._read_bytes)
+            file.write(encode(record))
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class Key(msgspec.Struct, frozen=True):
+    """Which state of which stage."""
+
+    epoch: int
+    version: int
+    stage: int
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """A stage's state as bytes; None: nothing is stored."""
+
+    key: Key
+    content: Tensor | None
+
+
+class WantedState(msgspec.Struct, frozen=True):
+    """Which state a worker asks for, and the names of the parameters and buffers its stage has."""
+
+    key: Key
+    names: tuple[str, ...]
+
+
+class CheckpointFiles:
+    """Write-once safetensors files, one for a stage's state, with a digest of it in the name. A file is whole or not there."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def path(self, key: Key) -> Path | None:
+        """Where a state is, if it is stored."""
+        return next(self._directory.glob(f"epoch-{key.epoch}-step-{key.version}-stage-{key.stage}-*.safetensors"), None)
+
+    async def write(self, key: Key, content: Tensor) -> None:
+        """On the disk when it comes back; a second write of the same key changes nothing."""
+        await asyncio.to_thread(self._write, key, content)
+
+    def _write(self, key: Key, content: Tensor) -> None:
+        if self.path(key) is not None:
+            return
+        data = content.contiguous().numpy().data
+        name = f"epoch-{key.epoch}-step-{key.version}-stage-{key.stage}-{hashlib.sha256(data).hexdigest()}.safetensors"
+        target = self._directory / name
+        temporary = target.with_suffix(f".{os.getpid()}.{id(content)}")
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)  # a full disk is not filled further by what did not fit
+
+    async def read(self, key: Key) -> Tensor | None:
+        """The state, or None where nothing whole is stored."""
+        return await asyncio.to_thread(self._read, key)
+
+    async def exists(self, key: Key) -> bool:
+        """Whether it was stored."""
+        return self.path(key) is not None
+
+    def _read(self, key: Key) -> Tensor | None:
+        path = self.path(key)
+        try:
+            data = bytearray(path.read_bytes()) if path is not None else None
+        except FileNotFoundError:
+            return None
+        if path is None or data is None or hashlib.sha256(data).hexdigest() != path.stem.rpartition("-")[2]:
+            return None
+        return torch.frombuffer(data, dtype=torch.uint8)
+
+    def is_whole(self, key: Key) -> bool:
+        """Whether it is stored as it was written."""
+        return self._read(key) is not None
+
+    def stages(self, epoch: int, version: int) -> int:
+        """How many stages have a state of that step."""
+        return len({file.name.split("-")[5] for file in self._directory.glob(f"epoch-{epoch}-step-{version}-stage-*-*.safetensors")})
+
+    def clear(self) -> None:
+        """Removes all: the run goes on from another checkpoint."""
+        for file in self._directory.glob("epoch-*-step-*-stage-*"):
+            file.unlink(missing_ok=True)
+
+    def stored_bytes(self, version: int) -> int:
+        """What the states of a step weigh, of whichever epoch."""
+        return sum(file.stat().st_size for file in self._directory.glob(f"epoch-*-step-{version}-stage-*.safetensors"))
+
+    async def forget_before(self, version: int) -> None:
+        """Removes states of steps before this one."""
+        await asyncio.to_thread(self._forget_before, version)
+
+    async def discard(self, key: Key) -> None:
+        """Removes one state, if it is there."""
+        path = self.path(key)
+        if path is not None:
+            await asyncio.to_thread(path.unlink, missing_ok=True)
+
+    def _forget_before(self, version: int) -> None:
+        for file in self._directory.glob("epoch-*-step-*-stage-*.safetensors"):
+            if int(file.name.split("-")[3]) < version:
+                file.unlink(missing_ok=True)
+
+
+class States(Protocol):
+    """Where stages' states are kept."""
+
+    async def write(self, key: Key, content: Tensor) -> None:
+        """Comes back when durable; a second write of the same key changes nothing."""
+
+    async def read(self, key: Key) -> Tensor | None:
+        """The state, or None where nothing whole is stored."""
+
+    async def exists(self, key: Key) -> bool:
+        """Whether it was stored."""
+
+    async def forget_before(self, version: int) -> None:
+        """Removes states of steps before this one."""
+
+    async def discard(self, key: Key) -> None:
+        """Removes one state, if it is there."""
+
+    def stored_bytes(self, version: int) -> int:
+        """What the states of a step weigh, as far as it is known here."""
+
+
+class CheckpointService:
+    """The states, for workers elsewhere. They are read and written in the loop they belong to, which is not the fabric's.
+
+    What is not stored as a stage's state is cut out of the run's checkpoint of that step: other stages, or another mode, wrote it.
+    """
+
+    def __init__(
+        self,
+        states: States,
+        checkpoints: Path,
+        loop: asyncio.AbstractEventLoop,
+        leader: Callable[[], Coordinator | None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._states, self._checkpoints, self._loop, self._leader, self._warn = states, checkpoints, loop, leader, warn
+
+    @allowed("worker")
+    async def write(self, snapshot: Snapshot, peer: CallingPeer) -> None:
+        """Comes back when durable; RefusedError where the coordinator has not told this worker to store it."""
+        if snapshot.content is not None:
+            await self._there(self._take(snapshot.key, snapshot.content, peer.name))
+
+    async def _take(self, key: Key, content: Tensor, process: str) -> None:
+        while (leader := self._leader()) is None:
+            await asyncio.sleep(_LEADER_SECONDS)  # it is just starting
+        why_not = leader.why_not_stored(process, key.epoch, key.version, key.stage, content.numel() * content.element_size())
+        if why_not is not None:
+            raise RefusedError(f"the state of stage {key.stage} after step {key.version} is not stored: {why_not}")
+        await self._states.write(key, content)
+        stored = await self._states.read(key)  # what the key has: a state that came before this one stays
+        if stored is not None:
+            leader.stored(key.epoch, key.version, key.stage, await asyncio.to_thread(state_digest, stored))
+
+    @allowed("worker")
+    async def read(self, wanted: WantedState, peer: CallingPeer) -> Snapshot:
+        """What is stored."""
+        content = await self._there(self._states.read(wanted.key))
+        return Snapshot(wanted.key, await asyncio.to_thread(self._cut, wanted) if content is None else content)
+
+    def _cut(self, wanted: WantedState) -> Tensor | None:
+        path = step_path(self._checkpoints, wanted.key.version)
+        try:
+            return cut(path, wanted.names) if path.is_dir() else None
+        except CheckpointError as error:  # whoever asked asks again
+            self._loop.call_soon_threadsafe(self._warn, f"a worker asks for a state that cannot be read: {error}")
+            return None
+
+    async def _there(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+
+class RemoteCheckpoints:
+    """What a worker writes to and reads from. `names` says what a stage has."""
+
+    def __init__(self, coordinator: Remote, names: Callable[[int], Iterable[str]]) -> None:
+        self._coordinator, self._names = coordinator, names
+
+    async def write(self, epoch: int, version: int, stage: int, snapshot: Tensor) -> None:
+        """Comes back when durable or refused; tries until then."""
+        while True:
+            try:
+                stored = Snapshot(Key(epoch, version, stage), snapshot)
+                await asyncio.wrap_future(self._coordinator.call_soon(CheckpointService.write, stored))
+                return
+            except RefusedError:
+                return  # another is told to store it, or nobody any more; the coordinator says so
+            except FabricError:
+                await asyncio.sleep(1.0)
+
+    async def digest(self, snapshot: Tensor) -> str:
+        """As the store makes it."""
+        return await asyncio.to_thread(state_digest, snapshot)
+
+    async def read(self, epoch: int, version: int, stage: int) -> Tensor | None:
+        """What was written, or None where nothing complete is stored or nobody answers."""
+        try:
+            wanted = WantedState(Key(epoch, version, stage), tuple(self._names(stage)))
+            found = await asyncio.wrap_future(self._coordinator.call_soon(CheckpointService.read, wanted))
+        except FabricError:
+            return None
+        return found.content

@@ -1,0 +1,1 @@
+"""Supervision: the processes of a run, started, watched and ended, whatever the mode."""

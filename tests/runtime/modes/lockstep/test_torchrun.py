@@ -1,0 +1,83 @@
+"""A plan of several hosts under torchrun's variables: found by rank 0 alone, the same for everybody, or refused."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from atoll.events import StepFinished, read_events
+
+pytestmark = pytest.mark.timeout(200)
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+import atoll
+
+class Data:
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        draw = torch.Generator().manual_seed(index)
+        return torch.randn(6, generator=draw), torch.randn(3, generator=draw)
+
+def loss(model, batch):
+    inputs, wanted = batch
+    return ((model(inputs) - wanted) ** 2).mean()
+
+job = atoll.Job(
+    model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), loss=loss, data=Data(),
+    optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1), batch_size=16, steps=3, name="small",
+)
+if __name__ == "__main__":
+    job.run(out=sys.argv[1])
+"""
+PLAN = """plan v1 graph=small cluster=two mode=lockstep schedule=1f1b batch=16 micro_batch=4
+stage 0: layers 0-0: oslo/0=16
+stage 1: layers 1-1: rome/0=16
+"""
+
+
+def run(folder: Path, out: str, plans: tuple[str | None, str | None]) -> list[tuple[int, str]]:
+    """Two processes as torchrun would start them, each with its own ATOLL_PLAN; how each ended, and what it complained."""
+    (folder / "train.py").write_text(SCRIPT)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank, plan in enumerate(plans):
+        role = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environ = {**os.environ, **{name: str(value) for name, value in role.items()}, "OMP_NUM_THREADS": "1"}
+        if plan is not None:
+            environ["ATOLL_PLAN"] = plan
+        command = [sys.executable, "train.py", out]
+        processes.append(subprocess.Popen(command, env=environ, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+    complaints = [process.communicate()[1] for process in processes]
+    return [(process.returncode, complaint) for process, complaint in zip(processes, complaints, strict=True)]
+
+
+def losses(out: Path) -> list[float]:
+    return [event.loss for event in read_events(out / "events.jsonl") if isinstance(event, StepFinished)]
+
+
+@pytest.mark.parametrize("other", [None, "not-on-this-host.plan", "p.plan"])
+def test_a_plan_that_rank_0_has_is_everybodys(other: str | None, tmp_path: Path) -> None:
+    (tmp_path / "p.plan").write_text(PLAN)
+    ended = run(tmp_path, "out", ("p.plan", other))
+    assert [code for code, _ in ended] == [0, 0], ended
+    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    subprocess.run([sys.executable, "train.py", "alone"], cwd=tmp_path, env=environ, check=True, capture_output=True)
+    assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+
+
+def test_another_plan_than_that_of_rank_0_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "p.plan").write_text(PLAN)
+    (tmp_path / "q.plan").write_text(PLAN.replace("micro_batch=4", "micro_batch=8"))
+    ended = run(tmp_path, "out", ("p.plan", "q.plan"))
+    assert all(code for code, _ in ended)
+    assert "this rank was given another plan than rank 0; give all ranks the same, or rank 0 alone" in ended[1][1]

@@ -26,7 +26,7 @@ def test_shares_are_those_of_its_samples() -> None:
 
 
 def test_a_worker_on_two_hosts_is_refused() -> None:
-    plan = parse_plan(PLAN.format(samples="2*8").replace("c/5", "d/5"))
+    plan = parse_plan(PLAN.format(samples="2*8").replace("b/[2-3]=2*4", "b/2=8").replace("c/5", "d/5"))
     with pytest.raises(PlanError, match=r"stage 1: .* is on c and d"):
         validate(plan)
 

@@ -64,7 +64,7 @@ def test_over_sockets_a_hosted_worker_is_reached_in_its_process_and_cannot_be_im
             while not transport.lost:
                 await asyncio.sleep(0.01)
             transport.send("rome+2", beat("oslo+1"))
-            await asyncio.to_thread(there.wait)
+            assert await asyncio.to_thread(there.wait, 60)
             return transport.lost
 
         assert asyncio.run(send()) == 1

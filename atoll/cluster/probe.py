@@ -17,10 +17,9 @@ from atoll import units
 from atoll.cluster.build import DEFAULT_RESERVE, build_cluster
 from atoll.cluster.cluster import Cluster, Device, DeviceKind, Host, Link, Site
 from atoll.cluster.file import parse_cluster
-from atoll.cluster.measure import DeviceMeasurement, measure_device, one_way_copy
+from atoll.cluster.measure import DeviceMeasurement, interleaved, measure_device, one_way_copy
 from atoll.cluster.memory import host_memory, keep_freed_memory
 from atoll.cluster.peer import PeerLink, measure_loopback
-from atoll.cluster.timing import interleaved
 
 __all__ = ["Probed", "join_peers", "probe_host", "rounded"]
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from atoll.errors import AtollError, CaptureError, JobError
-from atoll.graph.fake import build_model, fake_model, first_line, new_fake_mode, plain_batch, real_model
+from atoll.graph.fake import build_model, fake_model, first_line, is_symbolic, new_fake_mode, plain_batch, real_model
 from atoll.graph.graph import Precision
 from atoll.graph.oracle import Answers, Assumption, Replayer, ValueRecorder, find_random_assumption
 from atoll.graph.regions import write_early
@@ -335,13 +335,8 @@ def _varying(program: ExportedProgram, batch: Any, growing: dict[str, tuple[int,
     for path, name in zip(paths, names, strict=True):
         value = values.get(name) if isinstance(name, str) else None
         if isinstance(value, torch.Tensor):
-            varying[path] = tuple(d for d in growing.get(path, ()) if _is_symbolic(value.shape[d]))
+            varying[path] = tuple(d for d in growing.get(path, ()) if is_symbolic(value.shape[d]))
     return varying
-
-
-def _is_symbolic(size: Any) -> bool:
-    """Export leaves a size it had to fix as a symbol that is a number."""
-    return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from atoll.errors import CaptureError
 
-__all__ = ["build_model", "fake_model", "first_line", "new_fake_mode", "plain_batch", "real_model"]
+__all__ = ["build_model", "fake_model", "first_line", "is_symbolic", "new_fake_mode", "plain_batch", "real_model"]
 
 _REAL_MODEL_LIMIT_BYTES = 2**30  # above this no eager run is made to answer data-dependent questions
 
@@ -47,6 +47,11 @@ def first_line(error: BaseException) -> str:
     """What an error says, without the pages that PyTorch may add."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:300] if lines else type(error).__name__
+
+
+def is_symbolic(size: Any) -> bool:
+    """Whether a size depends on the batch; export leaves one it had to fix as a symbol that is a number."""
+    return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols)
 
 
 def _tensors_of(model: nn.Module) -> list[torch.Tensor]:

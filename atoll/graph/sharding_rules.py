@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from atoll.graph.axes import find_axes, reshape_groups
+from atoll.graph.fake import is_symbolic
 from atoll.graph.operators import OperatorTable, schema_name
 from atoll.graph.sharding_rewrites import ByDepth, Cut, DivideLoss, Gathering, Lookup, Operand, Sharding
 
@@ -386,7 +387,7 @@ class _Search:
         value = node.meta.get("val")
         if node in self.table.parameters or not isinstance(value, torch.Tensor):
             return None
-        found = [(d, self._per_sample(node, size)) for d, size in enumerate(value.shape) if _is_symbolic(size)]
+        found = [(d, self._per_sample(node, size)) for d, size in enumerate(value.shape) if is_symbolic(size)]
         if len(found) > 1:
             raise _MixedError(f"{node.name} has {len(found)} dimensions that grow with the samples")
         return found[0] if found else None
@@ -404,7 +405,7 @@ class _Search:
         sizes = []
         for value in node.all_input_nodes:
             size = value.meta.get("val")
-            if _is_symbolic(size):
+            if is_symbolic(size):
                 sizes.append((node, value, self._per_sample(node, size)))
         return sizes
 
@@ -445,7 +446,3 @@ class _Search:
         left, right = _group_of(shape, target, before)
         ahead = [shape[d] for d in left if d < before] + [target[d] for d in right if d < after]
         return after in right and math.prod(ahead) == 1
-
-
-def _is_symbolic(size: Any) -> bool:
-    return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols)

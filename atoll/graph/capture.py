@@ -19,12 +19,12 @@ from atoll.graph.annotations import annotations_of
 from atoll.graph.constraints import resolve
 from atoll.graph.experts import find_experts
 from atoll.graph.export import ExportedJob, TrainingJob, export_job
+from atoll.graph.fake import Assumption
 from atoll.graph.flops import TensorSpec
 from atoll.graph.graph import Graph, Layer, Node, Precision, SharedParameter
 from atoll.graph.layers import Segment, group_into_segments
 from atoll.graph.liveness import Liveness, StagePart
 from atoll.graph.operators import OperatorTable, build_table
-from atoll.graph.oracle import Assumption
 from atoll.graph.sharding import Sharding, find_shardings
 from atoll.graph.work import work_of_layer
 from atoll.job import read_loss

@@ -27,6 +27,13 @@ class Quantity:
         """The nicest text that reads back as the very same number."""
         return units.exactly(value, self.parse, *self.spellings(value))
 
+    def read_at(self, where: str, value: object) -> float:
+        """The number, or `ClusterError` saying where it stands and what is wrong with it."""
+        try:
+            return self.read(value)
+        except ValueError as error:
+            raise ClusterError(f"{where}: {error}") from None
+
     def read(self, value: object) -> float:
         """The number, or `ValueError` saying what is wrong with it."""
         if not isinstance(value, str):
@@ -163,12 +170,7 @@ class Table:
         """A number with a unit."""
         if default is not None and key not in self._values:
             return default
-        try:
-            return kind.read(self.required(key, f'"{kind.example}"'))
-        except ClusterError:
-            raise
-        except ValueError as error:
-            raise self.wrong(key, str(error)) from None
+        return kind.read_at(self.at(key), self.required(key, f'"{kind.example}"'))
 
     def table(self, key: str, keys: Collection[str], example: str) -> "Table":
         """A table inside this one."""

@@ -125,9 +125,9 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def _cpu_name() -> str:
     try:
-        match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text("utf-8", errors="replace"), re.MULTILINE)
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text("utf-8", errors="replace"), re.MULTILINE)
     except OSError:
         match = None
     return match[1].strip() if match else platform.processor() or platform.machine() or "CPU"

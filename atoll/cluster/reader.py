@@ -132,9 +132,9 @@ class Table:
             raise self.wrong(key, f"must be text, like {example!r}, got {_shown(value)}")
         return value
 
-    def name(self, key: str, example: str, default: str | None = None) -> str:
+    def name(self, key: str, example: str) -> str:
         """A name that can stand in `host/0` and in a plan's text."""
-        value = self.text(key, example, default)
+        value = self.text(key, example)
         if not NAME.fullmatch(value):
             raise self.wrong(
                 key, f"must be made of letters, digits, '_', '.' and '-', and begin with a letter or digit, got {_shown(value)}"

@@ -186,13 +186,12 @@ def speech_recogniser(
     mel_bins: int = 80,
     frames: int = 3000,
     target_sequence: int = 448,
-    flash_attention: bool = False,
     precision: Precision = "fp16",
 ) -> Graph:
     """Whisper: two convolutions halve the frames, an encoder reads them, a decoder with a tied table of its own writes tokens."""
     encoder = TransformerShape(
         name=name, hidden=hidden, heads=heads, sequence=frames // 2, vocabulary=vocabulary, precision=precision, dropout=False,
-        positions="none", flash_attention=flash_attention, causal=False,
+        positions="none", causal=False,
     )  # fmt: skip
     decoder = replace(encoder, sequence=target_sequence, causal=True, positions="learned")
     stem = _audio_stem(encoder, mel_bins, frames)
@@ -235,25 +234,21 @@ def vision_transformer(
     image: int = 224,
     patch: int = 16,
     classes: int = 1000,
-    flash_attention: bool = False,
     precision: Precision = "fp16",
 ) -> Graph:
     """ViT: patches become tokens, an encoder reads them with a class token, a classifier reads that token."""
     if image % patch or hidden % heads:
         raise JobError(f"{name}: patch {patch} must divide image {image} and heads {heads} must divide hidden {hidden}")
     patches = (image // patch) ** 2
-    shape = TransformerShape(
-        name=name, hidden=hidden, heads=heads, sequence=patches + 1, vocabulary=1, precision=precision,
-        flash_attention=flash_attention, causal=False,
-    )  # fmt: skip
+    shape = TransformerShape(name=name, hidden=hidden, heads=heads, sequence=patches + 1, vocabulary=1, precision=precision, causal=False)
     element, pixels = shape.element, 3 * patch * patch
     image_bytes = 3.0 * image * image * element
-    stem_part = LayerPart(
+    part = LayerPart(
         work=(matmul(patches, hidden, pixels, element, backward=1.0), memory(2.0 * shape.stream_bytes, backward=0.5)),
         parameters=hidden * (pixels + 1) + hidden * (patches + 2),
         saved_bytes=image_bytes,
     )
-    stem = layer_of(stem_part, name="stem", input_bytes=image_bytes, output_bytes=shape.stream_bytes)
+    stem = layer_of(part, name="stem", input_bytes=image_bytes, output_bytes=shape.stream_bytes)
     blocks = [block(shape, f"blocks.{i}", "block") for i in range(layers)]
     last = _classifier(shape.norm, shape.stream_bytes, 1, hidden, classes, element)
     return Graph(name=name, layers=(stem, *blocks, last), precision=precision, tokens_per_sample=shape.sequence, input_bytes=image_bytes)

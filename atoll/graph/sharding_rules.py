@@ -193,9 +193,9 @@ class Step:
         """A positional argument."""
         return self.node.args[position] if len(self.node.args) > position else default
 
-    def dim(self, position: int, default: int = 0) -> int:
+    def dim(self, position: int) -> int:
         """An argument that names a dimension of the first argument."""
-        return int(self.argument(position, default)) % len(self.shape)
+        return int(self.argument(position, 0)) % len(self.shape)
 
     def limit(self, size: int) -> None:
         """A dimension of `size` must be divided in whole units."""

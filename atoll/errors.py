@@ -31,30 +31,9 @@ one sentence and exits with their `exit_code`: 2, or 1 for a run that failed. Br
 
 from typing import ClassVar
 
-__all__ = [
-    "AnnotationError",
-    "AtollError",
-    "CaptureError",
-    "CheckpointError",
-    "ClusterError",
-    "CodecError",
-    "CollectiveError",
-    "DamagedCheckpointError",
-    "DeadlineError",
-    "FabricError",
-    "FrameError",
-    "JobError",
-    "JobFailedError",
-    "LabError",
-    "NoPlanError",
-    "NonFiniteTensorError",
-    "PeerLostError",
-    "PlanError",
-    "RefusedError",
-    "RemoteError",
-    "RoleError",
-    "ScheduleError",
-]
+__all__ = ["AtollError", "JobError", "CaptureError", "JobFailedError", "AnnotationError", "ClusterError", "PlanError", "ScheduleError"]
+__all__ += ["CheckpointError", "DamagedCheckpointError", "CodecError", "NonFiniteTensorError", "LabError", "RoleError", "NoPlanError"]
+__all__ += ["FabricError", "FrameError", "PeerLostError", "DeadlineError", "RefusedError", "CollectiveError", "RemoteError"]
 
 
 class AtollError(ValueError):

@@ -8,123 +8,69 @@ import math
 import re
 from collections.abc import Callable
 
-__all__ = [
-    "exact_bytes",
-    "exact_flops",
-    "exact_per_hour",
-    "exact_price_per_byte",
-    "exact_price_per_hour",
-    "exact_rate",
-    "exact_seconds",
-    "format_bytes",
-    "format_clock",
-    "format_count",
-    "format_flops",
-    "format_rate",
-    "format_seconds",
-    "parse_bytes",
-    "parse_flops",
-    "parse_per_hour",
-    "parse_price_per_byte",
-    "parse_price_per_hour",
-    "parse_rate",
-    "parse_seconds",
-    "plural",
-]
+__all__ = ["format_bytes", "format_clock", "format_count", "format_flops", "format_rate", "format_seconds", "plural"]
+__all__ += ["parse_bytes", "parse_flops", "parse_per_hour", "parse_price_per_byte", "parse_price_per_hour", "parse_rate", "parse_seconds"]
+__all__ += ["exact_seconds", "exactly"]
 
-_PREFIX = {
-    "": 1.0,
-    "k": 1e3,
-    "K": 1e3,
-    "M": 1e6,
-    "G": 1e9,
-    "T": 1e12,
-    "P": 1e15,
-    "E": 1e18,
-    "Ki": 2.0**10,
-    "Mi": 2.0**20,
-    "Gi": 2.0**30,
-    "Ti": 2.0**40,
-    "Pi": 2.0**50,
-}
+_PREFIX = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+_PREFIX |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
 _NUMBER = r"([-+]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)"
-_PER_SECOND = {
-    "ns": 1e9,
-    "us": 1e6,
-    "µs": 1e6,
-    "μs": 1e6,
-    "ms": 1e3,
-    "s": 1.0,
-}  # dividing by these is exact where multiplying by 1e-6 is not
+# dividing by these is exact where multiplying by 1e-6 is not
+_PER_SECOND = {"ns": 1e9, "us": 1e6, "µs": 1e6, "μs": 1e6, "ms": 1e3, "s": 1.0}
 _SECONDS = {"min": 60.0, "h": 3600.0}
 
 
-def _number(text: str) -> float:
-    value = float(text.replace("_", ""))
+def _read(text: str, before: str, after: str, what: str, example: str) -> tuple[float, str]:
+    """The number between two patterns, and the first group of the second one."""
+    match = re.fullmatch(before + _NUMBER + r"\s*" + after, text.strip())
+    if not match:
+        raise ValueError(f"cannot read {text!r} as {what}; write it like {example}")
+    value = float(match[1].replace("_", ""))
     if not math.isfinite(value):
-        raise ValueError(f"{text} is too large to be a number")
-    return value
-
-
-def _bad(text: str, what: str, example: str) -> ValueError:
-    return ValueError(f"cannot read {text!r} as {what}; write it like {example}")
+        raise ValueError(f"{match[1]} is too large to be a number")
+    return value, match[2]
 
 
 def parse_bytes(text: str) -> float:
     """`"32 GB"` → 32e9, `"16 GiB"` → 2³⁴."""
-    match = re.fullmatch(_NUMBER + r"\s*([kKMGTPE]i?|)B(?:ytes?)?", text.strip())
-    if not match or match[2] not in _PREFIX:
-        raise _bad(text, "an amount of memory", "'32 GB' or '16 GiB'")
-    return _number(match[1]) * _PREFIX[match[2]]
+    number, prefix = _read(text, "", r"([kKMGTPE]|[KMGTP]i|)B(?:ytes?)?", "an amount of memory", "'32 GB' or '16 GiB'")
+    return number * _PREFIX[prefix]
 
 
 def parse_rate(text: str) -> float:
     """`"200 Mbit/s"`, `"10 Gbps"`, `"25 GB/s"` → bytes per second."""
-    match = re.fullmatch(_NUMBER + r"\s*([kKMGTPE]i?|)(bit/s|bps|b/s|B/s|Bps)", text.strip())
-    if not match or match[2] not in _PREFIX:
-        raise _bad(text, "a bandwidth", "'200 Mbit/s' or '25 GB/s'")
-    bits = match[3] in ("bit/s", "bps", "b/s")
-    return _number(match[1]) * _PREFIX[match[2]] / (8.0 if bits else 1.0)
+    number, unit = _read(text, "", r"((?:[kKMGTPE]|[KMGTP]i|)(?:bit/s|bps|b/s|B/s|Bps))", "a bandwidth", "'200 Mbit/s' or '25 GB/s'")
+    prefix = re.split("[bB]", unit)[0]
+    return number * _PREFIX[prefix] / (1.0 if unit.endswith(("B/s", "Bps")) else 8.0)
 
 
 def parse_seconds(text: str) -> float:
     """`"40 ms"` → 0.04."""
-    match = re.fullmatch(_NUMBER + r"\s*(ns|us|µs|μs|ms|s|min|h)", text.strip())
-    if not match:
-        raise _bad(text, "a time", "'40 ms' or '10 us'")
-    return _number(match[1]) * _SECONDS[match[2]] if match[2] in _SECONDS else _number(match[1]) / _PER_SECOND[match[2]]
+    number, unit = _read(text, "", "(ns|us|µs|μs|ms|s|min|h)", "a time", "'40 ms' or '10 us'")
+    return number * _SECONDS[unit] if unit in _SECONDS else number / _PER_SECOND[unit]
 
 
 def parse_flops(text: str) -> float:
     """`"312 TFLOPS"` or `"312 TFLOP/s"` → 3.12e14."""
-    match = re.fullmatch(_NUMBER + r"\s*([kKMGTPE]|)(?:FLOPS|FLOP/s|flops|flop/s)", text.strip())
-    if not match:
-        raise _bad(text, "a compute rate", "'312 TFLOPS'")
-    return _number(match[1]) * _PREFIX[match[2]]
+    number, prefix = _read(text, "", "([kKMGTPE]|)(?:FLOPS|FLOP/s|flops|flop/s)", "a compute rate", "'312 TFLOPS'")
+    return number * _PREFIX[prefix]
 
 
 def parse_per_hour(text: str) -> float:
     """`"0.05 /h"`, `"0.05 per hour"`, `"1 /day"` → events per hour."""
-    match = re.fullmatch(_NUMBER + r"\s*(?:/\s*|per\s+)(h|hour|day|d)", text.strip())
-    if not match:
-        raise _bad(text, "a rate of events", "'0.05 /h'")
-    return _number(match[1]) / (24.0 if match[2].startswith("d") else 1.0)
+    number, time = _read(text, "", r"(?:/\s*|per\s+)(h|hour|day|d)", "a rate of events", "'0.05 /h'")
+    return number / (24.0 if time.startswith("d") else 1.0)
 
 
 def parse_price_per_hour(text: str) -> float:
     """`"$2.50/h"` → 2.5 dollars per hour."""
-    match = re.fullmatch(r"\$\s*" + _NUMBER + r"\s*(?:/\s*|per\s+)(?:h|hour)", text.strip())
-    if not match:
-        raise _bad(text, "a price per hour", "'$2.50/h'")
-    return _number(match[1])
+    return _read(text, r"\$\s*", r"(?:/\s*|per\s+)(h|hour)", "a price per hour", "'$2.50/h'")[0]
 
 
 def parse_price_per_byte(text: str) -> float:
     """`"$0.02/GB"` → 2e-11 dollars per byte."""
-    match = re.fullmatch(r"\$\s*" + _NUMBER + r"\s*(?:/\s*|per\s+)([kKMGT]i?|)B", text.strip())
-    if not match or match[2] not in _PREFIX:
-        raise _bad(text, "a price of traffic", "'$0.02/GB'")
-    return _number(match[1]) / _PREFIX[match[2]]
+    number, prefix = _read(text, r"\$\s*", r"(?:/\s*|per\s+)([kKMGT]|[KMGT]i|)B", "a price of traffic", "'$0.02/GB'")
+    return number / _PREFIX[prefix]
 
 
 def _scaled(value: float, unit: str, steps: tuple[tuple[float, str], ...]) -> str:
@@ -178,43 +124,11 @@ def format_clock(value: float) -> str:
     return f"{hours}:{minutes:02}:{whole:02}" if hours else f"{minutes}:{whole:02}"
 
 
-def _exact(value: float, nice: str, parse: Callable[[str], float], plain: str) -> str:
-    """The nice form if it reads back as the very same number, else the plain one, which always does."""
-    return nice if parse(nice) == value else plain
-
-
-def exact_bytes(value: float) -> str:
-    """An amount of memory that `parse_bytes` reads back exactly: `"32 GB"`, `"16 GiB"`, or all its digits."""
-    gibibytes = f"{value / 2**30:g} GiB"
-    return _exact(value, format_bytes(value), parse_bytes, _exact(value, gibibytes, parse_bytes, f"{value!r} B"))
-
-
-def exact_rate(bytes_per_s: float) -> str:
-    """A bandwidth that `parse_rate` reads back exactly."""
-    as_bytes = _scaled(bytes_per_s, "B/s", _DECIMAL)
-    return _exact(bytes_per_s, format_rate(bytes_per_s), parse_rate, _exact(bytes_per_s, as_bytes, parse_rate, f"{bytes_per_s!r} B/s"))
+def exactly(value: float, parse: Callable[[str], float], *spellings: str) -> str:
+    """The first of these spellings that reads back as the very same number; the last one must."""
+    return next(text for text in spellings if text is spellings[-1] or parse(text) == value)
 
 
 def exact_seconds(value: float) -> str:
     """A time that `parse_seconds` reads back exactly."""
-    return _exact(value, format_seconds(value).replace("µ", "u"), parse_seconds, f"{value!r} s")
-
-
-def exact_flops(flops_per_s: float) -> str:
-    """A compute rate that `parse_flops` reads back exactly."""
-    return _exact(flops_per_s, format_flops(flops_per_s).replace("FLOP/s", "FLOPS"), parse_flops, f"{flops_per_s!r} FLOPS")
-
-
-def exact_per_hour(value: float) -> str:
-    """A rate of events that `parse_per_hour` reads back exactly."""
-    return f"{value!r} /h"
-
-
-def exact_price_per_hour(dollars: float) -> str:
-    """A price that `parse_price_per_hour` reads back exactly."""
-    return _exact(dollars, f"${dollars:.2f}/h", parse_price_per_hour, f"${dollars!r}/h")
-
-
-def exact_price_per_byte(dollars: float) -> str:
-    """A price of traffic that `parse_price_per_byte` reads back exactly."""
-    return _exact(dollars, f"${dollars * 1e9:.4g}/GB", parse_price_per_byte, f"${dollars!r}/B")
+    return exactly(value, parse_seconds, format_seconds(value).replace("µ", "u"), f"{value!r} s")

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll import units
+from atoll.cluster import reader
 
 
 @pytest.mark.parametrize(
@@ -78,10 +79,10 @@ def test_refuses(parse, text):
         (units.format_seconds(0.04), "40 ms"),
         (units.format_seconds(0.0), "0 s"),
         (units.format_seconds(7200.0), "2 h"),
-        (units.exact_bytes(2.0**34), "16 GiB"),
+        (reader.MEMORY.exact(2.0**34), "16 GiB"),
         (units.exact_seconds(1e-5), "10 us"),
-        (units.exact_price_per_hour(2.5), "$2.50/h"),
-        (units.exact_price_per_byte(0.02 / 1e9), "$0.02/GB"),
+        (reader.PRICE_PER_HOUR.exact(2.5), "$2.50/h"),
+        (reader.PRICE_PER_BYTE.exact(0.02 / 1e9), "$0.02/GB"),
     ],
 )
 def test_formats(written, text):
@@ -89,13 +90,17 @@ def test_formats(written, text):
 
 
 EXACT = [
-    (units.exact_bytes, units.parse_bytes),
-    (units.exact_rate, units.parse_rate),
-    (units.exact_seconds, units.parse_seconds),
-    (units.exact_flops, units.parse_flops),
-    (units.exact_per_hour, units.parse_per_hour),
-    (units.exact_price_per_hour, units.parse_price_per_hour),
-    (units.exact_price_per_byte, units.parse_price_per_byte),
+    (kind.exact, kind.parse)
+    for kind in (
+        reader.BYTES,
+        reader.BANDWIDTH,
+        reader.MEMORY_BANDWIDTH,
+        reader.LATENCY,
+        reader.FLOPS,
+        reader.PREEMPTIONS,
+        reader.PRICE_PER_HOUR,
+        reader.PRICE_PER_BYTE,
+    )
 ]
 
 

@@ -19,25 +19,6 @@ from atoll.cluster.cluster import (
 from atoll.cluster.file import dump_cluster, load_cluster, parse_cluster
 from atoll.cluster.kinds import catalogue, device_kind
 
-__all__ = [
-    "AttentionRate",
-    "Cluster",
-    "ConvRate",
-    "Device",
-    "DeviceKind",
-    "Host",
-    "Link",
-    "MatmulRate",
-    "Measurements",
-    "MemoryRate",
-    "OperatorRate",
-    "Site",
-    "UpdateTime",
-    "catalogue",
-    "device_kind",
-    "dump_cluster",
-    "load_cluster",
-    "make_cluster",
-    "make_site",
-    "parse_cluster",
-]
+__all__ = ["Cluster", "Device", "DeviceKind", "Host", "Link", "Measurements", "Site"]
+__all__ += ["AttentionRate", "ConvRate", "MatmulRate", "MemoryRate", "OperatorRate", "UpdateTime"]
+__all__ += ["catalogue", "device_kind", "dump_cluster", "load_cluster", "make_cluster", "make_site", "parse_cluster"]

@@ -12,7 +12,7 @@ import msgspec
 
 from atoll.cluster.cluster import Cluster, Device, DeviceKind, Host, Link, Site
 from atoll.cluster.kinds import find_kind
-from atoll.cluster.reader import BANDWIDTH, LATENCY, MEMORY, NAME, PREEMPTIONS, PRICE_PER_HOUR, Quantity
+from atoll.cluster.reader import BANDWIDTH, LATENCY, MEMORY, NAME, PREEMPTIONS, PRICE_PER_HOUR
 from atoll.errors import ClusterError
 
 __all__ = ["DEFAULT_RESERVE", "MAXIMUM_DEVICES", "Terms", "build_cluster", "build_host", "host_names", "make_cluster", "make_site"]
@@ -125,19 +125,10 @@ def _check_names(sites: Sequence[Site], where: str) -> None:
 def _check_kinds(sites: Sequence[Site], where: str) -> None:
     """A name stands for one kind: files describe each kind once."""
     seen: dict[str, DeviceKind] = {}
-    for site in sites:
-        for host in site.hosts:
-            for device in host.devices:
-                kind = seen.setdefault(device.kind.name, device.kind)
-                if kind is not device.kind and kind != device.kind:
-                    raise ClusterError(f"{where}: device {device.name!r}: another device kind is also named {kind.name!r}")
-
-
-def _read(kind: Quantity, value: str, where: str) -> float:
-    try:
-        return kind.read(value)
-    except ValueError as error:
-        raise ClusterError(f"{where}: {error}") from None
+    for device in (device for site in sites for host in site.hosts for device in host.devices):
+        kind = seen.setdefault(device.kind.name, device.kind)
+        if kind is not device.kind and kind != device.kind:
+            raise ClusterError(f"{where}: device {device.name!r}: another device kind is also named {kind.name!r}")
 
 
 def make_site(
@@ -165,26 +156,23 @@ def make_site(
     groups = [(kind, devices)] if isinstance(kind, str | DeviceKind) else list(kind)
     terms = Terms(
         speed=speed,
-        memory_bytes=None if memory is None else _read(MEMORY, memory, f"{where}: memory"),
-        preemptions_per_hour=_read(PREEMPTIONS, preemptions, f"{where}: preemptions"),
-        price_per_hour=_read(PRICE_PER_HOUR, price, f"{where}: price"),
+        memory_bytes=None if memory is None else MEMORY.read_at(f"{where}: memory", memory),
+        preemptions_per_hour=PREEMPTIONS.read_at(f"{where}: preemptions", preemptions),
+        price_per_hour=PRICE_PER_HOUR.read_at(f"{where}: price", price),
     )
     if not 1 <= hosts * sum(count for _, count in groups) <= MAXIMUM_DEVICES or min(count for _, count in groups) < 1:
         raise ClusterError(f"{where}: must have between 1 and {MAXIMUM_DEVICES:,} devices, got {hosts} hosts of {groups}")
     if not 0 < speed <= 10:
         raise ClusterError(f"{where}: speed must be above 0 and at most 10, got {speed}")
     kinds = [(find_kind(k, {}, where) if isinstance(k, str) else k, count, terms) for k, count in groups]
-    inside = (None, None) if link is None else (_read(BANDWIDTH, link[0], f"{where}: link"), _read(LATENCY, link[1], f"{where}: link"))
-    interface = Link(
-        between=(name, name),
-        bytes_per_s=_read(BANDWIDTH, network, f"{where}: network"),
-        latency_s=_read(LATENCY, latency, f"{where}: latency"),
-    )
-    return Site(
-        name=name,
-        hosts=tuple(build_host(name, host, kinds, inside, where) for host in host_names(name, None, hosts, 0)),
-        link=interface,
-    )
+    inside = (None, None) if link is None else _figures(f"{where}: link", link)
+    built = tuple(build_host(name, host, kinds, inside, where) for host in host_names(name, None, hosts, 0))
+    bytes_per_s, latency_s = BANDWIDTH.read_at(f"{where}: network", network), LATENCY.read_at(f"{where}: latency", latency)
+    return Site(name=name, hosts=built, link=Link(between=(name, name), bytes_per_s=bytes_per_s, latency_s=latency_s))
+
+
+def _figures(where: str, figures: tuple[str, str]) -> tuple[float, float]:
+    return BANDWIDTH.read_at(where, figures[0]), LATENCY.read_at(where, figures[1])
 
 
 def make_cluster(
@@ -211,5 +199,5 @@ def make_cluster(
 
 def _wan(between: tuple[str, str], figures: tuple[str, str], where: str) -> Link:
     place = f"{where}: link {between[0]!r}–{between[1]!r}" if any(between) else f"{where}: default_link"
-    bandwidth, latency = figures
-    return Link(between=between, bytes_per_s=_read(BANDWIDTH, bandwidth, place), latency_s=_read(LATENCY, latency, place))
+    bytes_per_s, latency_s = _figures(place, figures)
+    return Link(between=between, bytes_per_s=bytes_per_s, latency_s=latency_s)

@@ -10,21 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = [
-    "AttentionRate",
-    "Cluster",
-    "ConvRate",
-    "Device",
-    "DeviceKind",
-    "Host",
-    "Link",
-    "MatmulRate",
-    "Measurements",
-    "MemoryRate",
-    "OperatorRate",
-    "Site",
-    "UpdateTime",
-]
+__all__ = ["Cluster", "Device", "DeviceKind", "Host", "Link", "Site"]
+__all__ += ["AttentionRate", "ConvRate", "MatmulRate", "Measurements", "MemoryRate", "OperatorRate", "UpdateTime"]
 
 
 class MatmulRate(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,11 +8,22 @@ from pathlib import Path
 
 import msgspec
 
-from atoll import units
 from atoll.cluster.build import DEFAULT_RESERVE, MAXIMUM_DEVICES, Terms, build_cluster, build_host, host_names
-from atoll.cluster.cluster import Cluster, ConvRate, Device, DeviceKind, Host, Link, Measurements, Site
-from atoll.cluster.kinds import catalogue, find_kind, read_kind
-from atoll.cluster.reader import BANDWIDTH, LATENCY, MEMORY, PREEMPTIONS, PRICE_PER_BYTE, PRICE_PER_HOUR, Table, nearest
+from atoll.cluster.cluster import Cluster, Device, DeviceKind, Host, Link, Measurements, Site
+from atoll.cluster.kinds import RATES, Column, catalogue, find_kind, read_kind
+from atoll.cluster.reader import (
+    BANDWIDTH,
+    FLOPS,
+    LATENCY,
+    MEMORY,
+    MEMORY_BANDWIDTH,
+    PREEMPTIONS,
+    PRICE_PER_BYTE,
+    PRICE_PER_HOUR,
+    Quantity,
+    Table,
+    nearest,
+)
 from atoll.errors import ClusterError
 
 __all__ = ["dump_cluster", "load_cluster", "parse_cluster"]
@@ -238,8 +249,12 @@ def _text(value: str) -> str:
     return '"' + "".join(_ESCAPES.get(c) or (c if c.isprintable() else f"\\U{ord(c):08X}") for c in value) + '"'
 
 
-def _figures(bytes_per_s: float, latency_s: float) -> str:
-    return f'{{ bandwidth = "{units.exact_rate(bytes_per_s)}", latency = "{units.exact_seconds(latency_s)}" }}'
+def _exact(kind: Quantity, value: float) -> str:
+    return f'"{kind.exact(value)}"'
+
+
+def _figures(bytes_per_s: float, latency_s: float, bandwidth: Quantity = BANDWIDTH) -> str:
+    return f"{{ bandwidth = {_exact(bandwidth, bytes_per_s)}, latency = {_exact(LATENCY, latency_s)} }}"
 
 
 def _site_lines(site: Site) -> list[str]:
@@ -290,8 +305,7 @@ def _host(host: Host, count: int, named: bool) -> list[str]:
     written = [f"{{ {terms} }}" if devices == 1 else f"{{ {terms}, count = {devices} }}" for terms, devices in groups]
     lines.append(f"  devices = [{', '.join(written)}]")
     if not _usual_link(host):
-        latency = units.exact_seconds(host.link.latency_s)
-        lines.append(f'  link = {{ bandwidth = "{_bytes_rate(host.link.bytes_per_s)}", latency = "{latency}" }}')
+        lines.append(f"  link = {_figures(host.link.bytes_per_s, host.link.latency_s, MEMORY_BANDWIDTH)}")
     return lines
 
 
@@ -305,19 +319,19 @@ def _usual_link(host: Host) -> bool:
 def _device(device: Device) -> str:
     parts = [f"kind = {_text(device.kind.name)}"]
     if device.memory_bytes != device.kind.memory_bytes * (1.0 - DEFAULT_RESERVE):
-        parts.append(f'memory = "{units.exact_bytes(device.memory_bytes)}"')
+        parts.append(f"memory = {_exact(MEMORY, device.memory_bytes)}")
     if device.speed != 1.0:
         parts.append(f"speed = {device.speed!r}")
     if device.preemptions_per_hour:
-        parts.append(f'preemptions = "{units.exact_per_hour(device.preemptions_per_hour)}"')
+        parts.append(f"preemptions = {_exact(PREEMPTIONS, device.preemptions_per_hour)}")
     if device.price_per_hour:
-        parts.append(f'price = "{units.exact_price_per_hour(device.price_per_hour)}"')
+        parts.append(f"price = {_exact(PRICE_PER_HOUR, device.price_per_hour)}")
     return ", ".join(parts)
 
 
 def _link_lines(link: Link) -> list[str]:
-    lines = [f'bandwidth = "{units.exact_rate(link.bytes_per_s)}"', f'latency = "{units.exact_seconds(link.latency_s)}"']
-    return [*lines, f'price = "{units.exact_price_per_byte(link.price_per_byte)}"'] if link.price_per_byte else lines
+    lines = [f"bandwidth = {_exact(BANDWIDTH, link.bytes_per_s)}", f"latency = {_exact(LATENCY, link.latency_s)}"]
+    return [*lines, f"price = {_exact(PRICE_PER_BYTE, link.price_per_byte)}"] if link.price_per_byte else lines
 
 
 def _links(links: Sequence[Link]) -> list[str]:
@@ -333,64 +347,38 @@ def _links(links: Sequence[Link]) -> list[str]:
 
 
 def _kind(kind: DeviceKind) -> list[str]:
-    flops = ", ".join(f'{precision} = "{units.exact_flops(rate)}"' for precision, rate in kind.flops.items())
+    flops = ", ".join(f"{precision} = {_exact(FLOPS, rate)}" for precision, rate in kind.flops.items())
     lines = [
         "[[device_kind]]",
         f"name = {_text(kind.name)}",
-        f'memory = "{units.exact_bytes(kind.memory_bytes)}"',
-        f'memory_bandwidth = "{_bytes_rate(kind.memory_bytes_per_s)}"',
+        f"memory = {_exact(MEMORY, kind.memory_bytes)}",
+        f"memory_bandwidth = {_exact(MEMORY_BANDWIDTH, kind.memory_bytes_per_s)}",
         f"flops = {{ {flops} }}",
     ]
     if kind.cpu:
         lines.append("cpu = true")
     if kind.link_bytes_per_s:
-        lines.append(
-            f'link = {{ bandwidth = "{_bytes_rate(kind.link_bytes_per_s)}", latency = "{units.exact_seconds(kind.link_latency_s)}" }}'
-        )
+        lines.append(f"link = {_figures(kind.link_bytes_per_s, kind.link_latency_s, MEMORY_BANDWIDTH)}")
     if kind.source:
         lines.append(f"source = {_text(kind.source)}")
     return lines + _measured(kind.measured) if kind.measured else lines
 
 
-def _bytes_rate(bytes_per_s: float) -> str:
-    """Memory bandwidths are spoken of in bytes."""
-    nice = f"{units.format_bytes(bytes_per_s)}/s"
-    return nice if units.parse_rate(nice) == bytes_per_s else f"{bytes_per_s!r} B/s"
-
-
 def _measured(measured: Measurements) -> list[str]:
-    tables = {
-        "matmul": [
-            f'precision = "{m.precision}", rows = {m.rows}, columns = {m.columns}, depth = {m.depth}, '
-            f'rate = "{units.exact_flops(m.flops_per_s)}"'
-            for m in measured.matmul
-        ],
-        "conv": [_conv(rate) for rate in measured.conv],
-        "memory": [f'size = "{units.exact_bytes(m.bytes)}", rate = "{_bytes_rate(m.bytes_per_s)}"' for m in measured.memory],
-        "operators": [
-            f'name = {_text(o.operator)}, size = "{units.exact_bytes(o.bytes)}", rate = "{_bytes_rate(o.bytes_per_s)}", '
-            f'backward = "{_bytes_rate(o.backward_bytes_per_s)}"'
-            for o in measured.operators
-        ],
-        "attention": [
-            f'variant = "{a.variant}", heads = {a.heads}, sequence = {a.sequence}, depth = {a.depth}, '
-            f'rate = "{units.exact_flops(a.flops_per_s)}", backward = "{units.exact_flops(a.backward_flops_per_s)}"'
-            for a in measured.attention
-        ],
-        "updates": [
-            f'optimizer = {_text(u.optimizer)}, elements = {u.elements}, time = "{units.exact_seconds(u.seconds)}"'
-            for u in measured.updates
-        ],
-    }
-    lines = ["[device_kind.measured]", f"threads = {measured.threads}", f'operator = "{units.exact_seconds(measured.operator_seconds)}"']
-    for key, rows in tables.items():
+    lines = ["[device_kind.measured]", f"threads = {measured.threads}", f"operator = {_exact(LATENCY, measured.operator_seconds)}"]
+    for key, (_, columns) in RATES.items():
+        rows = [f"  {{ {_row(rate, columns)} }}," for rate in getattr(measured, key)]
         if rows:
-            lines += [f"{key} = [", *(f"  {{ {row} }}," for row in rows), "]"]
+            lines += [f"{key} = [", *rows, "]"]
     return lines
 
 
-def _conv(rate: ConvRate) -> str:
-    sides = f"batch = {rate.batch}, inputs = {rate.inputs}, outputs = {rate.outputs}, size = {rate.size}, kernel = {rate.kernel}"
-    groups = f", groups = {rate.groups}" if rate.groups > 1 else ""
-    backward = f', backward = "{units.exact_flops(rate.backward_flops_per_s)}"' if rate.backward_flops_per_s else ""
-    return f'precision = "{rate.precision}", {sides}{groups}, rate = "{units.exact_flops(rate.flops_per_s)}"{backward}'
+def _row(rate: msgspec.Struct, columns: Mapping[str, Column]) -> str:
+    defaults = {field.name: field.default for field in msgspec.structs.fields(rate)}
+    written = []
+    for key, (field, kind) in columns.items():
+        value = getattr(rate, field)
+        if value != defaults[field]:
+            text = _exact(kind, value) if isinstance(kind, Quantity) else str(value) if kind is None else _text(value)
+            written.append(f"{key} = {text}")
+    return ", ".join(written)

@@ -1,30 +1,69 @@
 """Kinds of device: reading one from a table, and the catalogue of those everybody knows."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from types import MappingProxyType
+from typing import Any
 
-from atoll.cluster.cluster import (
-    AttentionRate,
-    ConvRate,
-    DeviceKind,
-    MatmulRate,
-    Measurements,
-    MemoryRate,
-    OperatorRate,
-    UpdateTime,
-)
-from atoll.cluster.reader import BANDWIDTH, BYTES, FLOPS, LATENCY, MEMORY, Table, nearest
+import msgspec
+
+from atoll.cluster.cluster import AttentionRate, ConvRate, DeviceKind, MatmulRate, Measurements, MemoryRate, OperatorRate, UpdateTime
+from atoll.cluster.reader import BANDWIDTH, BYTES, FLOPS, LATENCY, MEMORY, MEMORY_BANDWIDTH, Quantity, Table, nearest
 from atoll.errors import ClusterError
 
-__all__ = ["PRECISIONS", "catalogue", "device_kind", "find_kind", "read_kind"]
+__all__ = ["ATTENTION_VARIANTS", "PRECISIONS", "RATES", "catalogue", "device_kind", "find_kind", "read_kind"]
 
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
 KIND_KEYS = ("name", "memory", "memory_bandwidth", "flops", "link", "source", "cpu", "measured")
 ATTENTION_VARIANTS = ("", "causal", "dropout")
 _LARGEST_SIDE = 10**9  # of a measured operator
+
+# The rate's field, and what stands in the file: a quantity, one of several words, some text (an example of it), or None: a whole number.
+Column = tuple[str, Quantity | Sequence[str] | str | None]
+
+
+def _sides(*names: str) -> dict[str, Column]:
+    return {name: (name, None) for name in names}
+
+
+RATES: Mapping[str, tuple[type[msgspec.Struct], Mapping[str, Column]]] = {
+    "matmul": (
+        MatmulRate,
+        {"precision": ("precision", PRECISIONS), **_sides("rows", "columns", "depth"), "rate": ("flops_per_s", FLOPS)},
+    ),
+    "conv": (
+        ConvRate,
+        {
+            "precision": ("precision", PRECISIONS),
+            **_sides("batch", "inputs", "outputs", "size", "kernel", "groups"),
+            "rate": ("flops_per_s", FLOPS),
+            "backward": ("backward_flops_per_s", FLOPS),
+        },
+    ),
+    "memory": (MemoryRate, {"size": ("bytes", BYTES), "rate": ("bytes_per_s", MEMORY_BANDWIDTH)}),
+    "operators": (
+        OperatorRate,
+        {
+            "name": ("operator", "gelu"),
+            "size": ("bytes", BYTES),
+            "rate": ("bytes_per_s", MEMORY_BANDWIDTH),
+            "backward": ("backward_bytes_per_s", MEMORY_BANDWIDTH),
+        },
+    ),
+    "attention": (
+        AttentionRate,
+        {
+            "variant": ("variant", ATTENTION_VARIANTS),
+            **_sides("heads", "sequence", "depth"),
+            "rate": ("flops_per_s", FLOPS),
+            "backward": ("backward_flops_per_s", FLOPS),
+        },
+    ),
+    "updates": (UpdateTime, {"optimizer": ("optimizer", "adamw"), **_sides("elements"), "time": ("seconds", LATENCY)}),
+}
+"""The tables of measurements in a cluster file: of what rates, and their columns in the order they are written."""
 
 
 @cache
@@ -80,87 +119,30 @@ def _flops(table: Table) -> dict[str, float]:
 
 
 def _measured(kind: Table) -> Measurements:
-    keys = ("threads", "operator", "matmul", "conv", "memory", "operators", "attention", "updates")
-    table = kind.table("measured", keys, "{ … }")
+    table = kind.table("measured", ("threads", "operator", *RATES), "{ … }")
 
-    def rows(key: str) -> list[tuple[object, str]]:
-        return [(values, f"{table.where} › {key}[{i}]") for i, values in enumerate(table.entries(key))]
-
-    return Measurements(
-        operator_seconds=table.quantity("operator", LATENCY),
-        matmul=tuple(_matmul(values, where) for values, where in rows("matmul")),
-        conv=tuple(_conv(values, where) for values, where in rows("conv")),
-        memory=tuple(_memory(values, where) for values, where in rows("memory")),
-        operators=tuple(_operator(values, where) for values, where in rows("operators")),
-        attention=tuple(_attention(values, where) for values, where in rows("attention")),
-        updates=tuple(_update(values, where) for values, where in rows("updates")),
-        threads=table.integer("threads", 0, 10_000, 0),
-    )
+    measured = {}
+    for key, (rate, columns) in RATES.items():
+        rows = enumerate(table.entries(key))
+        measured[key] = tuple(_row(values, f"{table.where} › {key}[{i}]", rate, columns) for i, values in rows)
+    return Measurements(operator_seconds=table.quantity("operator", LATENCY), threads=table.integer("threads", 0, 10_000, 0), **measured)
 
 
-def _precision(table: Table) -> str:
-    precision = table.text("precision", "fp32")
-    if precision not in PRECISIONS:
-        raise table.wrong("precision", f"unknown precision {precision!r}{nearest(precision, PRECISIONS)}")
-    return precision
+def _row(values: object, where: str, rate: type[msgspec.Struct], columns: Mapping[str, Column]) -> Any:
+    table = Table(values, where, columns)
+    defaults = {field.name: field.default for field in msgspec.structs.fields(rate) if field.default is not msgspec.NODEFAULT}
+    return rate(**{field: _value(table, key, kind, defaults.get(field)) for key, (field, kind) in columns.items()})
 
 
-def _matmul(values: object, where: str) -> MatmulRate:
-    table = Table(values, where, ("precision", "rows", "columns", "depth", "rate"))
-    rows, columns, depth = (table.integer(key, 1, _LARGEST_SIDE) for key in ("rows", "columns", "depth"))
-    return MatmulRate(precision=_precision(table), rows=rows, columns=columns, depth=depth, flops_per_s=table.quantity("rate", FLOPS))
-
-
-def _conv(values: object, where: str) -> ConvRate:
-    sides = ("batch", "inputs", "outputs", "size", "kernel")
-    table = Table(values, where, ("precision", *sides, "groups", "rate", "backward"))
-    batch, inputs, outputs, size, kernel = (table.integer(key, 1, _LARGEST_SIDE) for key in sides)
-    return ConvRate(
-        precision=_precision(table),
-        batch=batch,
-        inputs=inputs,
-        outputs=outputs,
-        size=size,
-        kernel=kernel,
-        groups=table.integer("groups", 1, _LARGEST_SIDE, 1),
-        flops_per_s=table.quantity("rate", FLOPS),
-        backward_flops_per_s=table.quantity("backward", FLOPS, 0.0),
-    )
-
-
-def _memory(values: object, where: str) -> MemoryRate:
-    table = Table(values, where, ("size", "rate"))
-    return MemoryRate(bytes=table.quantity("size", BYTES), bytes_per_s=table.quantity("rate", BANDWIDTH))
-
-
-def _operator(values: object, where: str) -> OperatorRate:
-    table = Table(values, where, ("name", "size", "rate", "backward"))
-    return OperatorRate(
-        operator=table.text("name", "gelu"),
-        bytes=table.quantity("size", BYTES),
-        bytes_per_s=table.quantity("rate", BANDWIDTH),
-        backward_bytes_per_s=table.quantity("backward", BANDWIDTH),
-    )
-
-
-def _attention(values: object, where: str) -> AttentionRate:
-    sides = ("heads", "sequence", "depth")
-    table = Table(values, where, ("variant", *sides, "rate", "backward"))
-    variant = table.text("variant", "causal", "")
-    if variant not in ATTENTION_VARIANTS:
-        raise table.wrong("variant", f"must be one of {', '.join(map(repr, ATTENTION_VARIANTS))}, got {variant!r}")
-    heads, sequence, depth = (table.integer(key, 1, _LARGEST_SIDE) for key in sides)
-    return AttentionRate(
-        variant=variant,
-        heads=heads,
-        sequence=sequence,
-        depth=depth,
-        flops_per_s=table.quantity("rate", FLOPS),
-        backward_flops_per_s=table.quantity("backward", FLOPS),
-    )
-
-
-def _update(values: object, where: str) -> UpdateTime:
-    table = Table(values, where, ("optimizer", "elements", "time"))
-    elements = table.integer("elements", 1, _LARGEST_SIDE)
-    return UpdateTime(optimizer=table.text("optimizer", "adamw"), elements=elements, seconds=table.quantity("time", LATENCY))
+def _value(table: Table, key: str, kind: Quantity | Sequence[str] | str | None, default: Any) -> object:
+    if isinstance(kind, Quantity):
+        return table.quantity(key, kind, default)
+    if kind is None:
+        return table.integer(key, 1, _LARGEST_SIDE, default)
+    if isinstance(kind, str):
+        return table.text(key, kind)
+    value = table.text(key, kind[1], "" if "" in kind else None)
+    if value not in kind:
+        hint = nearest(value, kind) or f"; there are {', '.join(map(repr, kind))}"
+        raise table.wrong(key, f"unknown {key} {value!r}{hint}")
+    return value

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from atoll.errors import ClusterError
 
@@ -80,7 +81,6 @@ def serve_session(server: socket.socket, description: str) -> str:
 
 def _serve(connection: socket.socket, description: bytes) -> str:
     deadline = time.monotonic() + _SESSION_S
-    scratch = bytearray(_CHUNK)
     while time.monotonic() < deadline:
         verb, size = _REQUEST.unpack(_receive(connection, _REQUEST.size))
         if size > _LARGEST_TRANSFER:
@@ -90,10 +90,10 @@ def _serve(connection: socket.socket, description: bytes) -> str:
         if verb == b"PING":
             connection.sendall(b"PONG")
         elif verb == b"PUSH":
-            _discard(connection, size, scratch, deadline)
+            _move(size, deadline, connection.recv_into)
             connection.sendall(b"DONE")
         elif verb == b"PULL":
-            _fill(connection, size, scratch, deadline)
+            _move(size, deadline, partial(_sent, connection))
         elif verb == b"SELF":
             connection.sendall(struct.pack("!Q", len(description)) + description)
         else:
@@ -177,15 +177,14 @@ def _size_long_enough(connection: socket.socket, verb: bytes, round_trip_s: floa
 
 def _transfer(connection: socket.socket, verb: bytes, size: int, round_trip_s: float, address: str) -> float:
     """Seconds that bytes took one way, without the round trip of asking."""
-    scratch = bytearray(_CHUNK)
     deadline = time.monotonic() + _SESSION_S
     start = time.perf_counter()
     connection.sendall(_REQUEST.pack(verb, size))
     if verb == b"PUSH":
-        _fill(connection, size, scratch, deadline)
+        _move(size, deadline, partial(_sent, connection))
         _expect(connection, b"DONE", address)
     else:
-        _discard(connection, size, scratch, deadline)
+        _move(size, deadline, connection.recv_into)
     taken = time.perf_counter() - start
     return max(taken - round_trip_s, taken / 10, 1e-6)
 
@@ -208,24 +207,21 @@ def _receive(connection: socket.socket, size: int) -> bytes:
     return bytes(received)
 
 
-def _discard(connection: socket.socket, size: int, scratch: bytearray, deadline: float) -> None:
-    view = memoryview(scratch)
+def _move(size: int, deadline: float, some: Callable[[memoryview], int]) -> None:
+    """Send, or receive and throw away, `size` bytes; `some` moves as many as it can of what it is given."""
+    scratch = memoryview(bytearray(_CHUNK))
     while size:
         if time.monotonic() > deadline:
             raise TimeoutError
-        count = connection.recv_into(view[: min(size, len(scratch))])
-        if not count:
+        moved = some(scratch[: min(size, _CHUNK)])
+        if not moved:
             raise EOFError
-        size -= count
+        size -= moved
 
 
-def _fill(connection: socket.socket, size: int, scratch: bytearray, deadline: float) -> None:
-    view = memoryview(scratch)
-    while size:
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        connection.sendall(view[: min(size, len(scratch))])
-        size -= min(size, len(scratch))
+def _sent(connection: socket.socket, data: memoryview) -> int:
+    connection.sendall(data)
+    return len(data)
 
 
 def _reason(error: Exception) -> str:

@@ -17,10 +17,9 @@ from atoll import units
 from atoll.cluster.build import DEFAULT_RESERVE, build_cluster
 from atoll.cluster.cluster import Cluster, Device, DeviceKind, Host, Link, Site
 from atoll.cluster.file import parse_cluster
-from atoll.cluster.measure import DeviceMeasurement, measure_device, one_way_copy
+from atoll.cluster.measure import DeviceMeasurement, interleaved, measure_device, one_way_copy
 from atoll.cluster.memory import host_memory, keep_freed_memory
 from atoll.cluster.peer import PeerLink, measure_loopback
-from atoll.cluster.timing import interleaved
 
 __all__ = ["Probed", "join_peers", "probe_host", "rounded"]
 
@@ -126,9 +125,9 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def _cpu_name() -> str:
     try:
-        match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text("utf-8", errors="replace"), re.MULTILINE)
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text("utf-8", errors="replace"), re.MULTILINE)
     except OSError:
         match = None
     return match[1].strip() if match else platform.processor() or platform.machine() or "CPU"

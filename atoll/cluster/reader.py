@@ -9,19 +9,8 @@ from dataclasses import dataclass
 from atoll import units
 from atoll.errors import ClusterError
 
-__all__ = [
-    "BANDWIDTH",
-    "BYTES",
-    "FLOPS",
-    "LATENCY",
-    "MEMORY",
-    "PREEMPTIONS",
-    "PRICE_PER_BYTE",
-    "PRICE_PER_HOUR",
-    "Quantity",
-    "Table",
-    "nearest",
-]
+__all__ = ["BANDWIDTH", "BYTES", "FLOPS", "LATENCY", "MEMORY", "MEMORY_BANDWIDTH", "PREEMPTIONS", "PRICE_PER_BYTE", "PRICE_PER_HOUR"]
+__all__ += ["NAME", "Quantity", "Table", "nearest"]
 
 
 @dataclass(frozen=True)
@@ -29,10 +18,21 @@ class Quantity:
     """A kind of number with a unit, and the range in which one is believed."""
 
     parse: Callable[[str], float]
-    write: Callable[[float], str]
+    spellings: Callable[[float], tuple[str, ...]]  # the nicest first; the last one is always read back exactly
     low: float
     high: float
     example: str
+
+    def exact(self, value: float) -> str:
+        """The nicest text that reads back as the very same number."""
+        return units.exactly(value, self.parse, *self.spellings(value))
+
+    def read_at(self, where: str, value: object) -> float:
+        """The number, or `ClusterError` saying where it stands and what is wrong with it."""
+        try:
+            return self.read(value)
+        except ValueError as error:
+            raise ClusterError(f"{where}: {error}") from None
 
     def read(self, value: object) -> float:
         """The number, or `ValueError` saying what is wrong with it."""
@@ -42,18 +42,35 @@ class Quantity:
         if number < 0 or (number == 0 and self.low > 0):
             raise ValueError(f"must {'be positive' if self.low > 0 else 'not be negative'}, got {value!r}")
         if not self.low <= number <= self.high:
-            raise ValueError(f"must be between {self.write(self.low)} and {self.write(self.high)}, got {value!r}")
+            raise ValueError(f"must be between {self.exact(self.low)} and {self.exact(self.high)}, got {value!r}")
         return number
 
 
-MEMORY = Quantity(units.parse_bytes, units.format_bytes, 1e6, 1e15, "32 GB")
-BYTES = Quantity(units.parse_bytes, units.format_bytes, 1.0, 1e15, "64 kB")
-BANDWIDTH = Quantity(units.parse_rate, units.format_rate, 125.0, 1e15 / 8, "200 Mbit/s")
-LATENCY = Quantity(units.parse_seconds, units.format_seconds, 0.0, 60.0, "40 ms")
-FLOPS = Quantity(units.parse_flops, units.format_flops, 1e6, 1e18, "312 TFLOPS")
-PREEMPTIONS = Quantity(units.parse_per_hour, lambda rate: f"{rate:g} /h", 0.0, 3600.0, "0.05 /h")
-PRICE_PER_HOUR = Quantity(units.parse_price_per_hour, lambda price: f"${price:g}/h", 0.0, 1e5, "$2.50/h")
-PRICE_PER_BYTE = Quantity(units.parse_price_per_byte, lambda price: f"${price * 1e9:g}/GB", 0.0, 1e-6, "$0.02/GB")
+def _bytes_spelled(value: float) -> tuple[str, ...]:
+    return units.format_bytes(value), f"{value / 2**30:g} GiB", f"{value!r} B"
+
+
+def _rate_in_bytes(value: float) -> tuple[str, ...]:
+    return f"{units.format_bytes(value)}/s", f"{value!r} B/s"
+
+
+def _rate_spelled(value: float) -> tuple[str, ...]:
+    return units.format_rate(value), *_rate_in_bytes(value)
+
+
+def _flops_spelled(value: float) -> tuple[str, ...]:
+    return units.format_flops(value).replace("FLOP/s", "FLOPS"), f"{value!r} FLOPS"
+
+
+MEMORY = Quantity(units.parse_bytes, _bytes_spelled, 1e6, 1e15, "32 GB")
+BYTES = Quantity(units.parse_bytes, _bytes_spelled, 1.0, 1e15, "64 kB")
+BANDWIDTH = Quantity(units.parse_rate, _rate_spelled, 125.0, 1e15 / 8, "200 Mbit/s")
+MEMORY_BANDWIDTH = Quantity(units.parse_rate, _rate_in_bytes, 125.0, 1e15 / 8, "25 GB/s")  # which is spoken of in bytes
+LATENCY = Quantity(units.parse_seconds, lambda value: (units.exact_seconds(value),), 0.0, 60.0, "40 ms")
+FLOPS = Quantity(units.parse_flops, _flops_spelled, 1e6, 1e18, "312 TFLOPS")
+PREEMPTIONS = Quantity(units.parse_per_hour, lambda rate: (f"{rate!r} /h",), 0.0, 3600.0, "0.05 /h")
+PRICE_PER_HOUR = Quantity(units.parse_price_per_hour, lambda price: (f"${price:.2f}/h", f"${price!r}/h"), 0.0, 1e5, "$2.50/h")
+PRICE_PER_BYTE = Quantity(units.parse_price_per_byte, lambda price: (f"${price * 1e9:.4g}/GB", f"${price!r}/B"), 0.0, 1e-6, "$0.02/GB")
 
 NAME = re.compile(r"[^\W_][\w.\-]*")
 
@@ -115,9 +132,9 @@ class Table:
             raise self.wrong(key, f"must be text, like {example!r}, got {_shown(value)}")
         return value
 
-    def name(self, key: str, example: str, default: str | None = None) -> str:
+    def name(self, key: str, example: str) -> str:
         """A name that can stand in `host/0` and in a plan's text."""
-        value = self.text(key, example, default)
+        value = self.text(key, example)
         if not NAME.fullmatch(value):
             raise self.wrong(
                 key, f"must be made of letters, digits, '_', '.' and '-', and begin with a letter or digit, got {_shown(value)}"
@@ -153,12 +170,7 @@ class Table:
         """A number with a unit."""
         if default is not None and key not in self._values:
             return default
-        try:
-            return kind.read(self.required(key, f'"{kind.example}"'))
-        except ClusterError:
-            raise
-        except ValueError as error:
-            raise self.wrong(key, str(error)) from None
+        return kind.read_at(self.at(key), self.required(key, f'"{kind.example}"'))
 
     def table(self, key: str, keys: Collection[str], example: str) -> "Table":
         """A table inside this one."""

@@ -1,6 +1,6 @@
 """Graph: from a job to layers that know what they cost, and the annotations that constrain the planner.
 
-What needs torch (the annotations' functions) is loaded when it is first asked for: planning a preset need not wait for it.
+What needs torch (the annotations' functions) or the file of presets is loaded when it is first asked for.
 """
 
 import importlib
@@ -12,55 +12,35 @@ from atoll.graph.generate import (
     encoder_decoder,
     mixture_of_experts,
     recurrent_translator,
+    residual_network,
     speech_recogniser,
     transformer_encoder,
+    vision_transformer,
 )
-from atoll.graph.generate_vision import residual_network, vision_transformer
 from atoll.graph.graph import Constraint, Graph, Layer, Node, Precision, SharedParameter, Work
-from atoll.graph.presets import PRESETS, Preset, preset
 
 if TYPE_CHECKING:
     from atoll.graph.annotations import annotations_of, default, pipeline, replica, split, stage
     from atoll.graph.capture import Captured, capture_program
+    from atoll.graph.presets import PRESETS, Preset, preset
 
-__all__ = [
-    "PRESETS",
-    "Annotation",
-    "Captured",
-    "Constraint",
-    "Graph",
-    "Layer",
-    "Node",
-    "Precision",
-    "Preset",
-    "SharedParameter",
-    "Work",
-    "annotations_of",
-    "capture_program",
-    "check_constraints",
-    "default",
-    "dense_transformer",
-    "encoder_decoder",
-    "mixture_of_experts",
-    "pipeline",
-    "preset",
-    "recurrent_translator",
-    "replica",
-    "residual_network",
-    "resolve",
-    "speech_recogniser",
-    "split",
-    "stage",
-    "transformer_encoder",
-    "vision_transformer",
-]
+__all__ = ["Annotation", "Constraint", "Graph", "Layer", "Node", "Precision", "SharedParameter", "Work"]
+__all__ += ["check_constraints", "resolve"]
+__all__ += ["annotations_of", "default", "pipeline", "replica", "split", "stage"]
+__all__ += ["Captured", "capture_program"]
+__all__ += ["dense_transformer", "encoder_decoder", "mixture_of_experts", "recurrent_translator"]
+__all__ += ["residual_network", "speech_recogniser", "transformer_encoder", "vision_transformer"]
+__all__ += ["PRESETS", "Preset", "preset"]
 
-# `capture` itself is imported from the module of that name
-_NEEDS_TORCH = dict.fromkeys(("annotations_of", "default", "pipeline", "replica", "split", "stage"), "atoll.graph.annotations")
-_NEEDS_TORCH |= dict.fromkeys(("Captured", "capture_program"), "atoll.graph.capture")
+_LATER = {  # `capture` itself is imported from the module of that name
+    "annotations": ("annotations_of", "default", "pipeline", "replica", "split", "stage"),
+    "capture": ("Captured", "capture_program"),
+    "presets": ("PRESETS", "Preset", "preset"),
+}
 
 
 def __getattr__(name: str) -> object:
-    if name in _NEEDS_TORCH:
-        return getattr(importlib.import_module(_NEEDS_TORCH[name]), name)
+    for module, names in _LATER.items():
+        if name in names:
+            return getattr(importlib.import_module(f"atoll.graph.{module}"), name)
     raise AttributeError(f"module 'atoll.graph' has no attribute {name!r}")

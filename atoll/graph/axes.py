@@ -7,7 +7,7 @@ is not known here has no axes, and whoever asks must leave it whole.
 
 import operator
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,15 +17,15 @@ from torch import fx
 from atoll.graph.flops import TensorSpec
 from atoll.graph.operators import OperatorTable, schema_name
 
-__all__ = ["Axes", "find_axes"]
+__all__ = ["Axes", "find_axes", "operator_name", "reshape_groups"]
 
 Labels = tuple[object, ...]
 
-_LAST = torch.iinfo(torch.int64).max  # how a slice says "to the end"
+_LAST = (None, torch.iinfo(torch.int64).max)  # how a slice says "to the end"
 _SAME = frozenset({"dropout", "to", "contiguous", "alias", "clone", "detach", "_to_copy"})
 _VIEWS = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten"})
 _MIXED_KEPT = frozenset({"softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum"})  # over one dimension, which stays
-_REDUCED = frozenset({"sum", "mean", "amax", "amin", "var", "std"})  # over dimensions, which go
+_REDUCED = frozenset({"sum", "mean", "amax", "amin", "argmax", "var", "std"})  # over dimensions, which go
 _CUT = frozenset({"split", "split_with_sizes", "chunk", "unbind", "slice", "select", "narrow"})
 
 
@@ -51,10 +51,9 @@ def find_axes(table: OperatorTable, node: fx.Node) -> Axes | None:
     try:
         if torch.Tag.pointwise in getattr(node.target, "tags", ()) or name == "type_as":
             return _pointwise(table, node)
-        if name in _SAME:
+        if name in _SAME or node.target is operator.getitem:
             return _moved(table, node, lambda labels: labels)
-        rule = _RULES.get(name) or (_RULES["getitem"] if node.target is operator.getitem else None)
-        return rule(table, node) if rule is not None else None
+        return _RULES[name](table, node) if name in _RULES else None
     except (IndexError, KeyError, ValueError, TypeError, AttributeError):
         return None  # a call in a form that the rule does not know
 
@@ -135,9 +134,9 @@ def _view(table: OperatorTable, node: fx.Node) -> Axes:
     before, after = _sizes(table, value), _sizes(table, node)
     labels: list[object] = [("before", d) for d in range(len(before))]
     result: list[object] = [("after", d) for d in range(len(after))]
-    for d, other in _untouched(_shape(table, value), _shape(table, node)):
-        if before[d] == after[other]:
-            result[other] = labels[d]
+    for left, right in reshape_groups(_shape(table, value), _shape(table, node)):
+        if len(left) == len(right) == 1 and left[0] < len(before) and right[0] < len(after) and before[left[0]] == after[right[0]]:
+            result[right[0]] = labels[left[0]]
     return Axes(((value, tuple(labels)),), tuple(result))
 
 
@@ -147,22 +146,22 @@ def _sizes(table: OperatorTable, value: fx.Node) -> list[str]:
     return [str(size) for size in (traced.shape if isinstance(traced, torch.Tensor) else _shape(table, value))]
 
 
-def _untouched(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Pairs of dimensions that hold the same elements before and after a reshape."""
-    pairs, i, j = [], 0, 0
-    while i < len(before) and j < len(after):
-        a, b, first = before[i], after[j], (i, j)
+def reshape_groups(shape: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
+    """Dimensions before and after a reshape that hold the same elements; where one side has no more, the next that it would have."""
+    i = j = 0
+    while i < len(shape) or j < len(target):
+        left, right = [i], [j]
+        a = shape[i] if i < len(shape) else 1
+        b = target[j] if j < len(target) else 1
+        i, j = i + 1, j + 1
         while a != b:
             if a < b:
-                i += 1
-                a *= before[i]
+                left.append(i)
+                a, i = a * shape[i], i + 1
             else:
-                j += 1
-                b *= after[j]
-        if (i, j) == first:
-            pairs.append(first)
-        i, j = i + 1, j + 1
-    return pairs
+                right.append(j)
+                b, j = b * target[j], j + 1
+        yield left, right
 
 
 def _mixing(table: OperatorTable, node: fx.Node) -> Axes:
@@ -185,15 +184,8 @@ def _cut(table: OperatorTable, node: fx.Node) -> Axes:
     dim = _argument(node, {"split": 2, "split_with_sizes": 2, "chunk": 2}.get(name, 1), "dim", 0) % len(shape)
     if name in ("select", "unbind"):
         return _moved(table, node, lambda labels: (*labels[:dim], *labels[dim + 1 :]), [dim])
-    whole = (
-        name == "slice" and not _argument(node, 2, "start", 0) and _argument(node, 3, "end", None) in (None, torch.iinfo(torch.int64).max)
-    )
-    mixed = [] if whole and _argument(node, 4, "step", 1) == 1 else [dim]
-    return _moved(table, node, lambda labels: labels, mixed)
-
-
-def _getitem(table: OperatorTable, node: fx.Node) -> Axes:
-    return _moved(table, node, lambda labels: labels)
+    whole = name == "slice" and not _argument(node, 2, "start", 0) and _argument(node, 3, "end", None) in _LAST
+    return _moved(table, node, lambda labels: labels, [] if whole and _argument(node, 4, "step", 1) == 1 else [dim])
 
 
 def _norm(table: OperatorTable, node: fx.Node) -> Axes:
@@ -264,7 +256,6 @@ _RULES: dict[str, _Rule] = {
     "unsqueeze": _unsqueeze,
     "squeeze": _squeeze,
     "expand": _expand,
-    "getitem": _getitem,
     "layer_norm": _norm,
     "rms_norm": _norm,
     "cat": _cat,

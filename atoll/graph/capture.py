@@ -5,6 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import msgspec
 import torch
@@ -18,12 +19,12 @@ from atoll.graph.annotations import annotations_of
 from atoll.graph.constraints import resolve
 from atoll.graph.experts import find_experts
 from atoll.graph.export import ExportedJob, TrainingJob, export_job
+from atoll.graph.fake import Assumption
 from atoll.graph.flops import TensorSpec
 from atoll.graph.graph import Graph, Layer, Node, Precision, SharedParameter
 from atoll.graph.layers import Segment, group_into_segments
-from atoll.graph.liveness import Liveness, StagePart, find_liveness
+from atoll.graph.liveness import Liveness, StagePart
 from atoll.graph.operators import OperatorTable, build_table
-from atoll.graph.oracle import Assumption
 from atoll.graph.sharding import Sharding, find_shardings
 from atoll.graph.work import work_of_layer
 from atoll.job import read_loss
@@ -64,7 +65,7 @@ def capture_program(job: TrainingJob, *, training: bool = True) -> Captured:
     exported = export_job(job, training=training)
     table = build_table(exported, job.precision)
     _check_loss(exported.program, table, training)
-    liveness = find_liveness(table)
+    liveness = Liveness(table)
     _check_assumptions(job.name, liveness)
     _charge_to_makers(table, liveness)
     segments = group_into_segments(table, liveness, exported.model)
@@ -316,9 +317,5 @@ class _Assembly:
 
 
 def _common_parts(first: str, second: str) -> int:
-    count = 0
-    for a, b in zip(first.split("."), second.split("."), strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
+    pairs = zip(first.split("."), second.split("."), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

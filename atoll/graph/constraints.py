@@ -9,8 +9,9 @@ replicas and splits. Replicas inside a replica need a stage between them; nothin
 Layers between two stages that belong to neither may join either.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import combinations, pairwise
+from itertools import combinations, count, pairwise
 from typing import Literal
 
 import msgspec
@@ -114,17 +115,13 @@ def _is_inside(a: Annotation, b: Annotation, annotations: Sequence[Annotation]) 
 
 
 def _written_inside(a: Annotation, b: Annotation, annotations: Sequence[Annotation]) -> bool:
-    return any(above.id == b.id for above in _written_around(a, annotations))
-
-
-def _written_around(a: Annotation, annotations: Sequence[Annotation]) -> list[Annotation]:
-    """The blocks an annotation was written in, innermost first."""
+    """Whether one of the blocks `a` was written in is `b`."""
     by_id = {other.id: other for other in annotations}
-    chain: list[Annotation] = []
     while above := by_id.get(a.parent):
-        chain.append(above)
+        if above.id == b.id:
+            return True
         a = above
-    return chain
+    return False
 
 
 def _nesting(a: Annotation, annotations: Sequence[Annotation]) -> int:
@@ -140,12 +137,8 @@ def _depth(a: Annotation, parents: dict[str, Annotation | None]) -> int:
 
 def _orders(annotations: Sequence[Annotation]) -> dict[str, int]:
     """Position of each annotation among those of its kind, in the order they were written."""
-    seen: dict[str, int] = {}
-    orders = {}
-    for a in sorted(annotations, key=lambda a: a.made):
-        orders[a.id] = seen.get(a.kind, 0)
-        seen[a.kind] = orders[a.id] + 1
-    return orders
+    counts: dict[str, Iterator[int]] = defaultdict(count)
+    return {a.id: next(counts[a.kind]) for a in sorted(annotations, key=lambda a: a.made)}
 
 
 def _rest(a: Annotation, constraints: Sequence[Constraint], layer_modules: Sequence[frozenset[str]]) -> list[Constraint]:
@@ -354,21 +347,14 @@ def _check_split(graph: Graph, split: Constraint) -> None:
     if not split.devices:
         return
     for layer in layers:
-        if _parts(layer) and not any(_fits(parts, split) for parts in _parts(layer)):
-            raise AnnotationError(f"{describe(split)}: {_indivisible(layer, split)}")
+        parts, what = _parts(layer), f"{describe(split)}: layer {layer.name!r}"
+        if 0 < parts < split.devices:
+            raise AnnotationError(f"{what} has only {parts} parts to divide")
+        if parts % split.devices and not split.uneven:
+            raise AnnotationError(f"{what} has {parts} parts, which {split.devices} does not divide; allow uneven=True or choose a divisor")
 
 
-def _fits(parts: int, split: Constraint) -> bool:
-    return parts >= split.devices and (split.uneven or parts % split.devices == 0)
-
-
-def _parts(layer: Layer) -> list[int]:
-    """Into how many equal parts a layer comes apart: its experts, or where it has none its tensors; empty when it does not."""
-    return [parts for parts in (layer.experts or layer.tensor_units,) if parts > 1]
-
-
-def _indivisible(layer: Layer, split: Constraint) -> str:
-    most = max(_parts(layer))
-    if most < split.devices:
-        return f"layer {layer.name!r} has only {most} parts to divide"
-    return f"layer {layer.name!r} has {most} parts, which {split.devices} does not divide; allow uneven=True or choose a divisor"
+def _parts(layer: Layer) -> int:
+    """Into how many equal parts a layer comes apart: its experts, or where it has none its tensors; 0 when it does not."""
+    parts = layer.experts or layer.tensor_units
+    return parts if parts > 1 else 0

@@ -14,9 +14,10 @@ import torch
 from torch import fx
 
 from atoll.graph.axes import Axes, find_axes, operator_name
+from atoll.graph.fake import is_symbolic
 from atoll.graph.flops import TensorSpec
 from atoll.graph.operators import OperatorTable
-from atoll.graph.regions import is_random
+from atoll.graph.regions import draws_in, is_random, written
 
 __all__ = ["RegionBoundary", "ExpertRegion", "LayerExperts", "ExpertTag", "find_experts"]
 
@@ -238,10 +239,9 @@ class _Walk:
             self.tags[node] = self._follow(node, axes)
 
     def _check_operator(self, node: fx.Node) -> None:
-        if is_random(node) and not _is_switched_off(node):
+        if draws_in(node, self.table.module):
             raise _NoRuleError(f"{node.name} draws random numbers between the experts' products")
-        written = _written(node)
-        if written is not None and written not in self.inside:
+        if any(value not in self.inside for value in written(node, self.table.module)):
             raise _NoRuleError(f"{node.name} changes in place what enters the experts")
         sizes = set(_size_arguments(node))
         for value in node.all_input_nodes:
@@ -357,8 +357,10 @@ class _Walk:
                 raise _NoRuleError(f"{value.name} leaves the experts as several tensors")
             if self.ids is not None and (self.tags[value].rows != 0 or self.tags[value].choices not in (None, 1)):
                 raise _NoRuleError(f"{value.name} leaves the experts with rows that are not its first dimension")
-        changed = [node for node in self.finder.nodes if node not in self.inside and _written(node) is not None]
-        touched = [node for node in changed if self.table.memory.get(_written(node)) in self.inside]
+        others = [node for node in self.finder.nodes if node not in self.inside]
+        touched = [
+            node for node in others if any(self.table.memory.get(value) in self.inside for value in written(node, self.table.module))
+        ]
         if touched and len(exits) > 1:
             raise _NoRuleError(f"{touched[0].name} changes in place one of several values that leave the experts")
 
@@ -417,8 +419,7 @@ def _ids_of(table: OperatorTable, node: fx.Node) -> fx.Node | None:
 def _grows(value: fx.Node, dim: int) -> bool:
     """Whether a dimension's size depends on the batch."""
     traced = value.meta.get("val")
-    size = traced.shape[dim] if isinstance(traced, torch.Tensor) else 0
-    return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols)
+    return isinstance(traced, torch.Tensor) and is_symbolic(traced.shape[dim])
 
 
 def _independent_of_the_batch(table: OperatorTable, start: int, stop: int) -> set[fx.Node]:
@@ -431,20 +432,6 @@ def _independent_of_the_batch(table: OperatorTable, start: int, stop: int) -> se
         if all(value in found for value in sources) and not is_random(node):
             found.add(node)
     return found
-
-
-def _is_switched_off(node: fx.Node) -> bool:
-    """Dropout with probability zero."""
-    return operator_name(node) == "dropout" and len(node.args) > 2 and not (node.args[1] and node.args[2])
-
-
-def _written(node: fx.Node) -> Any:
-    """The argument an operator changes in place, if it does."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return None
-    written = [index for index, argument in enumerate(schema.arguments) if argument.alias_info is not None and argument.alias_info.is_write]
-    return node.args[written[0]] if written and written[0] < len(node.args) else None
 
 
 def _size_arguments(node: fx.Node) -> list[fx.Node]:

@@ -19,9 +19,21 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from atoll.errors import AtollError, CaptureError, JobError
-from atoll.graph.fake import build_model, fake_model, first_line, new_fake_mode, plain_batch, real_model
+from atoll.graph.fake import (
+    Answers,
+    Assumption,
+    Replayer,
+    ValueRecorder,
+    build_model,
+    fake_model,
+    find_random_assumption,
+    first_line,
+    is_symbolic,
+    new_fake_mode,
+    plain_batch,
+    real_model,
+)
 from atoll.graph.graph import Precision
-from atoll.graph.oracle import Answers, Assumption, Replayer, ValueRecorder, find_random_assumption
 from atoll.graph.regions import write_early
 
 __all__ = ["ExportedJob", "TrainingJob", "ambient_precision", "export_job"]
@@ -260,7 +272,7 @@ _ADVICE_ON_VALUES = "Rewrite that code without reading values of tensors, or wri
 
 
 class _Attempts:
-    """The ladder: plain export with symbolic sizes; with the oracle; at fixed sizes."""
+    """The ladder: plain export with symbolic sizes; with recorded answers; at fixed sizes."""
 
     def __init__(self, job: TrainingJob, model: nn.Module, batch: Any, growing: dict[str, tuple[int, ...]], training: bool):
         self.job, self.original, self.batch, self.growing, self.training = job, model, batch, growing, training
@@ -335,13 +347,8 @@ def _varying(program: ExportedProgram, batch: Any, growing: dict[str, tuple[int,
     for path, name in zip(paths, names, strict=True):
         value = values.get(name) if isinstance(name, str) else None
         if isinstance(value, torch.Tensor):
-            varying[path] = tuple(d for d in growing.get(path, ()) if _is_symbolic(value.shape[d]))
+            varying[path] = tuple(d for d in growing.get(path, ()) if is_symbolic(value.shape[d]))
     return varying
-
-
-def _is_symbolic(size: Any) -> bool:
-    """Export leaves a size it had to fix as a symbol that is a number."""
-    return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from atoll.graph.export import ambient_precision
 from atoll.graph.fake import first_line
 from atoll.graph.graph import Precision
 
-__all__ = ["Kernel", "OperatorCost", "TensorSpec", "measure_operator", "storage_bytes"]
+__all__ = ["Kernel", "OperatorCost", "TensorSpec", "measure_operator"]
 
 aten = torch.ops.aten
 
@@ -41,16 +41,16 @@ class TensorSpec:
         """If it were stored densely."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def storage_bytes(self) -> int:
+        """Bytes of memory behind it: less than `bytes` for one that was expanded."""
+        if 0 in self.shape:
+            return 0
+        return (sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)) + 1) * self.dtype.itemsize
+
     def empty(self) -> torch.Tensor:
         """A tensor like it; a leaf that asks for a gradient where this one does."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype).requires_grad_(self.requires_grad)
-
-
-def storage_bytes(spec: TensorSpec) -> int:
-    """Bytes of memory behind a tensor: less than `bytes` for one that was expanded."""
-    if 0 in spec.shape:
-        return 0
-    return (sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True)) + 1) * spec.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -95,24 +95,20 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _products(func: Any, args: Sequence[Any], out: Any) -> Kernel | None:
+def _products(func: Any, args: Sequence[Any]) -> Kernel | None:
     """Shapes of a matrix product."""
     packet = func._overloadpacket
     if packet in (aten.addmm, aten.baddbmm):
         args = args[1:]
-    if packet in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm):
+    grouped = func.namespace == "aten" and packet.__name__ == "_grouped_mm"
+    if grouped or packet in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm):
         left, right = args[0], args[1]
-        batch = left.shape[0] if left.dim() == 3 else 1
-        rows, depth, columns = left.shape[-2], left.shape[-1], right.shape[-1]
-        flops = 2.0 * batch * rows * depth * columns
-        return Kernel(flops, batch * rows, columns, depth, right.numel(), left.numel())
+        batch = left.shape[0] if left.dim() == 3 and not grouped else 1
+        rows, depth, columns = batch * left.shape[-2], left.shape[-1], right.shape[-1]
+        return Kernel(2.0 * rows * depth * columns, rows, columns, depth, right.numel(), left.numel())
     if packet in (aten.mv, aten.addmv, aten.dot, aten.vdot):
         left, right = args[-2:] if packet is not aten.addmv else args[1:3]
         return Kernel(2.0 * left.numel(), left.numel() // right.numel(), 1, right.numel(), right.numel(), left.numel())
-    if func.namespace == "aten" and packet.__name__ == "_grouped_mm":
-        left, right = args[0], args[1]
-        rows, depth, columns = left.shape[-2], left.shape[-1], right.shape[-1]
-        return Kernel(2.0 * rows * depth * columns, rows, columns, depth, right.numel(), left.numel())
     return None
 
 
@@ -140,12 +136,13 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
         if func.namespace == "prim" or func._overloadpacket.__name__ in _QUESTIONS:
             return func(*args, **kwargs)
         if func._overloadpacket not in flop_registry and not _is_kernel(func):
-            decomposed = _decompose(func, args, kwargs, self)
+            with self:
+                decomposed = func.decompose(*args, **kwargs)
             if decomposed is not NotImplemented:
                 return decomposed
         out = func(*args, **kwargs)
         kernels = _recurrence(func, args)
-        product = _products(func, args, out)
+        product = _products(func, args)
         if product is None and func._overloadpacket in flop_registry:
             flops = float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
             product = _convolution(func, args, out, flops)
@@ -168,11 +165,6 @@ _QUESTIONS = frozenset(
 def _is_kernel(func: Any) -> bool:
     """Whether devices run it as it is, rather than as the operators it is composed of."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CPU"))
-
-
-def _decompose(func: Any, args: Any, kwargs: Any, mode: _Counter) -> Any:
-    with mode:
-        return func.decompose(*args, **kwargs)
 
 
 def _convolution(func: Any, args: Any, out: Any, flops: float) -> Kernel:
@@ -282,7 +274,7 @@ def _attention(
         kept, sums = 3, sums + attn_mask.bytes * query.dtype.itemsize
     needs_gradient = any(tensor.requires_grad for tensor in tensors)
     output = math.prod(query.shape[:-1]) * value.shape[-1] * query.dtype.itemsize
-    traffic = sum(min(storage_bytes(tensor), tensor.bytes) for tensor in tensors) + output
+    traffic = sum(min(tensor.storage_bytes, tensor.bytes) for tensor in tensors) + output
     return OperatorCost(
         kernels=(Kernel(flops, math.prod(query.shape[:-1]), key.shape[-2], query.shape[-1]),),
         flops=flops,

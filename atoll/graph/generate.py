@@ -1,76 +1,63 @@
-"""Graphs of text models from their published shapes: transformers (dense, mixture of experts, encoder only, encoder–decoder), GNMT.
+"""Graphs of published models from their shapes: transformers of every kind, residual networks, and the recurrent GNMT.
 
-For models that are planned or simulated without their code. A sample is one sequence. Layers are the embedding, each block, and the head
-with the loss; a block keeps all its activations (`Layer.saved_bytes`) unless the plan recomputes it.
-
-An LSTM multiplies its inputs for the whole sentence at once, but its state one token after another: `sequence` small products with one row
-a sample each, which is why such models use accelerators badly at small batches.
+For models that are planned or simulated without their code. A sample is one sequence, one image or one pair of sentences. Layers are the
+embedding (or stem), each block, and the head with the loss; a block keeps all its activations (`Layer.saved_bytes`) unless the plan
+recomputes it.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Required, TypedDict, Unpack
 
 import msgspec
 
 from atoll.errors import JobError
 from atoll.graph.graph import Graph, Layer, Precision, SharedParameter, Work
-from atoll.graph.parts import ELEMENT_BYTES, NOTHING, LayerPart, matmul, memory
-from atoll.graph.transformers import Experts, Positions, TransformerShape, block, embedding, head, layer_of
+from atoll.graph.transformers import (
+    ELEMENT_BYTES,
+    Experts,
+    LayerPart,
+    Positions,
+    TransformerShape,
+    block,
+    embedding,
+    head,
+    layer_of,
+    matmul,
+    memory,
+    vocabulary_loss,
+)
 
-__all__ = ["dense_transformer", "encoder_decoder", "mixture_of_experts", "recurrent_translator", "speech_recogniser", "transformer_encoder"]
+__all__ = ["dense_transformer", "encoder_decoder", "mixture_of_experts", "transformer_encoder"]
+__all__ += ["recurrent_translator", "residual_network", "speech_recogniser", "vision_transformer"]
 
 
-def dense_transformer(
-    *,
-    name: str,
-    layers: int,
-    hidden: int,
-    heads: int,
-    sequence: int,
-    vocabulary: int,
-    feed_forward: int | None = None,
-    kv_heads: int | None = None,
-    head_size: int | None = None,
-    gated: bool = False,
-    bias: bool = True,
-    attention_bias: bool = False,
-    dropout: bool = True,
-    positions: Positions = "learned",
-    flash_attention: bool = False,
-    causal: bool = True,
-    tied: bool = True,
-    precision: Precision = "fp16",
-    vocabulary_multiple: int = 1,
-) -> Graph:
+class ShapeOptions(TypedDict, total=False):
+    """Arguments of transformers that mean what they mean in `TransformerShape`."""
+
+    hidden: Required[int]
+    heads: Required[int]
+    sequence: Required[int]
+    vocabulary: Required[int]
+    feed_forward: int
+    kv_heads: int
+    head_size: int
+    gated: bool
+    bias: bool
+    attention_bias: bool
+    dropout: bool
+    positions: Positions
+    flash_attention: bool
+    causal: bool
+    precision: Precision
+
+
+def dense_transformer(*, name: str, layers: int, tied: bool = True, vocabulary_multiple: int = 1, **shape: Unpack[ShapeOptions]) -> Graph:
     """A decoder such as GPT (the defaults) or Llama (`gated`, no `bias`, no `dropout`, rotary `positions`, not `tied`).
 
-    `feed_forward` is 4·hidden and `head_size` hidden/heads unless given; `attention_bias` puts biases on query, key and value even
-    without `bias`. A causal mask halves attention only in the fused kernel (`flash_attention`). The vocabulary is padded up to a multiple
-    of `vocabulary_multiple`, as Megatron does with 128·t.
+    The vocabulary is padded up to a multiple of `vocabulary_multiple`, as Megatron does with 128·t.
     """
-    shape = TransformerShape(
-        hidden=hidden,
-        heads=heads,
-        sequence=sequence,
-        vocabulary=-(-vocabulary // vocabulary_multiple) * vocabulary_multiple,
-        feed_forward=feed_forward or 4 * hidden,
-        kv_heads=kv_heads or heads,
-        head_size=head_size or _head_size(name, hidden, heads),
-        precision=precision,
-        gated=gated,
-        bias=bias,
-        attention_bias=attention_bias,
-        dropout=dropout,
-        positions=positions,
-        flash_attention=flash_attention,
-        causal=causal,
-    )
-    return _stacked(name, [shape] * _at_least_one(name, layers), tied=tied)
-
-
-def _head_size(name: str, hidden: int, heads: int) -> int:
-    if heads < 1 or hidden % heads:
-        raise JobError(f"{name}: hidden {hidden} is not a multiple of {heads} heads; give head_size if the model has one of its own")
-    return hidden // heads
+    shape["vocabulary"] = -(-shape["vocabulary"] // vocabulary_multiple) * vocabulary_multiple
+    return _stacked(name, [TransformerShape(name=name, **shape)] * _at_least_one(name, layers), tied=tied)
 
 
 def _at_least_one(name: str, layers: int) -> int:
@@ -83,7 +70,7 @@ def _stacked(name: str, shapes: list[TransformerShape], *, tied: bool, transform
     """Embedding, one block for each shape, head."""
     first = shapes[0]
     blocks = [block(shape, f"blocks.{i}", "experts" if shape.experts else "block") for i, shape in enumerate(shapes)]
-    layers = [embedding(first, "embedding"), *blocks, head(first, "head", tied=tied, transform=transform)]
+    layers = [embedding(first, "embedding"), *blocks, head(first, tied=tied, transform=transform)]
     return Graph(
         name=name,
         layers=tuple(layers),
@@ -102,10 +89,6 @@ def mixture_of_experts(
     *,
     name: str,
     layers: int,
-    hidden: int,
-    heads: int,
-    sequence: int,
-    vocabulary: int,
     experts: int,
     active_experts: int,
     expert_hidden: int,
@@ -113,147 +96,58 @@ def mixture_of_experts(
     shared_experts: int = 0,
     every: int = 1,
     dense_layers: int = 0,
-    feed_forward: int | None = None,
-    kv_heads: int | None = None,
-    head_size: int | None = None,
-    gated: bool = False,
-    bias: bool = True,
-    dropout: bool = True,
-    positions: Positions = "learned",
-    flash_attention: bool = False,
-    causal: bool = True,
     tied: bool = True,
-    precision: Precision = "fp16",
+    **shape: Unpack[ShapeOptions],
 ) -> Graph:
     """A decoder in which every `every`-th block after the first `dense_layers` has experts instead of a feed-forward part.
 
     Each token goes to `active_experts` of `experts`, whose buffers are `capacity` times what an even load needs.
     """
-    _check_experts(name, experts, active_experts, capacity, every)
-    dense = TransformerShape(
-        hidden=hidden,
-        heads=heads,
-        sequence=sequence,
-        vocabulary=vocabulary,
-        feed_forward=feed_forward or 4 * hidden,
-        kv_heads=kv_heads or heads,
-        head_size=head_size or _head_size(name, hidden, heads),
-        precision=precision,
-        gated=gated,
-        bias=bias,
-        attention_bias=False,
-        dropout=dropout,
-        positions=positions,
-        flash_attention=flash_attention,
-        causal=causal,
-    )
-    mix = Experts(count=experts, active=active_experts, hidden=expert_hidden, capacity=capacity, shared=shared_experts)
-    sparse = replace(dense, experts=mix)
-    shapes = [sparse if _sparse_here(i, dense_layers, every) else dense for i in range(_at_least_one(name, layers))]
-    return _stacked(name, shapes, tied=tied)
-
-
-def _sparse_here(index: int, dense_layers: int, every: int) -> bool:
-    return index >= dense_layers and (index - dense_layers) % every == every - 1
-
-
-def _check_experts(name: str, experts: int, active: int, capacity: float, every: int) -> None:
-    if not 1 <= active <= experts:
-        raise JobError(f"{name}: active_experts must be between 1 and experts={experts}, got {active}")
+    if not 1 <= active_experts <= experts:
+        raise JobError(f"{name}: active_experts must be between 1 and experts={experts}, got {active_experts}")
     if capacity <= 0 or every < 1:
         raise JobError(f"{name}: capacity must be positive and every at least 1, got {capacity} and {every}")
+    dense = TransformerShape(name=name, **shape)
+    mix = Experts(count=experts, active=active_experts, hidden=expert_hidden, capacity=capacity, shared=shared_experts)
+    sparse = replace(dense, experts=mix)
+    counted = range(-dense_layers, _at_least_one(name, layers) - dense_layers)
+    return _stacked(name, [sparse if i >= 0 and i % every == every - 1 else dense for i in counted], tied=tied)
 
 
-def transformer_encoder(
-    *,
-    name: str,
-    layers: int,
-    hidden: int,
-    heads: int,
-    sequence: int,
-    vocabulary: int,
-    feed_forward: int | None = None,
-    positions_kept: int | None = None,
-    segments: int = 2,
-    flash_attention: bool = False,
-    precision: Precision = "fp16",
-) -> Graph:
+def transformer_encoder(*, name: str, layers: int, positions_kept: int = 0, segments: int = 2, **shape: Unpack[ShapeOptions]) -> Graph:
     """BERT and its kin with a masked-language head: every token attends to every other; head with a dense transform and tied table.
 
     `positions_kept` is the size of the position table when it is longer than `sequence`, `segments` of the segment table.
     """
-    shape = TransformerShape(
-        hidden=hidden,
-        heads=heads,
-        sequence=sequence,
-        vocabulary=vocabulary,
-        feed_forward=feed_forward or 4 * hidden,
-        kv_heads=heads,
-        head_size=_head_size(name, hidden, heads),
-        precision=precision,
-        flash_attention=flash_attention,
-        causal=False,
-    )
-    graph = _stacked(name, [shape] * _at_least_one(name, layers), tied=True, transform=True)
-    extra = hidden * (segments + max((positions_kept or sequence) - sequence, 0) + 2)  # and the norm after the embedding
+    encoder = replace(TransformerShape(name=name, **shape), causal=False)
+    graph = _stacked(name, [encoder] * _at_least_one(name, layers), tied=True, transform=True)
+    extra = encoder.hidden * (segments + max(positions_kept - encoder.sequence, 0) + 2)  # and the norm after the embedding
     first = msgspec.structs.replace(graph.layers[0], parameters=graph.layers[0].parameters + extra)
     return msgspec.structs.replace(graph, layers=(first, *graph.layers[1:]))
 
 
 def encoder_decoder(
-    *,
-    name: str,
-    encoder_layers: int,
-    decoder_layers: int,
-    hidden: int,
-    heads: int,
-    sequence: int,
-    target_sequence: int,
-    vocabulary: int,
-    feed_forward: int | None = None,
-    head_size: int | None = None,
-    gated: bool = False,
-    bias: bool = True,
-    positions: Positions = "none",
-    flash_attention: bool = False,
-    tied: bool = True,
-    precision: Precision = "fp16",
+    *, name: str, encoder_layers: int, decoder_layers: int, target_sequence: int, tied: bool = True, **shape: Unpack[ShapeOptions]
 ) -> Graph:
-    """T5 and its kin: the encoder's output crosses every cut inside the decoder, beside the decoder's own stream.
+    """T5 and its kin, without positions unless given: the encoder's output crosses every cut inside the decoder, beside its own stream.
 
     The target tokens cross the encoder with the batch and are not counted at cuts.
     """
-    encoder = TransformerShape(
-        hidden=hidden,
-        heads=heads,
-        sequence=sequence,
-        vocabulary=vocabulary,
-        feed_forward=feed_forward or 4 * hidden,
-        kv_heads=heads,
-        head_size=head_size or _head_size(name, hidden, heads),
-        precision=precision,
-        gated=gated,
-        bias=bias,
-        attention_bias=False,
-        positions=positions,
-        flash_attention=flash_attention,
-        causal=False,
-    )
-    decoder = replace(encoder, sequence=target_sequence, causal=True)
     _at_least_one(name, min(encoder_layers, decoder_layers))
-    first = embedding(encoder, "embedding")
+    encoder = replace(TransformerShape(name=name, **({"positions": "none"} | shape)), causal=False)
+    decoder = replace(encoder, sequence=target_sequence, causal=True)
     second = embedding(decoder, "decoder.embedding", passing=encoder.stream_bytes)
     # the decoder looks tokens up in the encoder's table, so only position vectors are its own
     second = msgspec.structs.replace(second, parameters=second.parameters - second.split_parameters, split_parameters=0)
-    layers = _two_stacks(first, encoder, encoder_layers, second, decoder, decoder_layers, tied=tied)
+    layers = _two_stacks(embedding(encoder, "embedding"), encoder, encoder_layers, second, decoder, decoder_layers, tied=tied)
     users = (0, encoder_layers + 1, *((len(layers) - 1,) if tied else ()))
     return Graph(
         name=name,
         layers=layers,
-        precision=precision,
-        tokens_per_sample=sequence + target_sequence,
+        precision=encoder.precision,
+        tokens_per_sample=encoder.sequence + target_sequence,
         shared=_tied_table(encoder, users),
-        input_bytes=8.0 * (sequence + 2 * target_sequence),
+        input_bytes=8.0 * (encoder.sequence + 2 * target_sequence),
     )
 
 
@@ -278,7 +172,7 @@ def _two_stacks(
         *(block(encoder, f"encoder.{i}", "encoder") for i in range(encoder_layers)),
         second,
         *blocks,
-        head(decoder, "head", tied=tied),
+        head(decoder, tied=tied),
     )
 
 
@@ -292,24 +186,13 @@ def speech_recogniser(
     mel_bins: int = 80,
     frames: int = 3000,
     target_sequence: int = 448,
-    flash_attention: bool = False,
     precision: Precision = "fp16",
 ) -> Graph:
     """Whisper: two convolutions halve the frames, an encoder reads them, a decoder with a tied table of its own writes tokens."""
     encoder = TransformerShape(
-        hidden=hidden,
-        heads=heads,
-        sequence=frames // 2,
-        vocabulary=vocabulary,
-        feed_forward=4 * hidden,
-        kv_heads=heads,
-        head_size=_head_size(name, hidden, heads),
-        precision=precision,
-        dropout=False,
-        positions="none",
-        flash_attention=flash_attention,
-        causal=False,
-    )
+        name=name, hidden=hidden, heads=heads, sequence=frames // 2, vocabulary=vocabulary, precision=precision, dropout=False,
+        positions="none", causal=False,
+    )  # fmt: skip
     decoder = replace(encoder, sequence=target_sequence, causal=True, positions="learned")
     stem = _audio_stem(encoder, mel_bins, frames)
     second = embedding(decoder, "decoder.embedding", passing=encoder.stream_bytes)
@@ -339,11 +222,128 @@ def _audio_stem(shape: TransformerShape, mel_bins: int, frames: int) -> Layer:
         parameters=hidden * (3 * mel_bins + 1) + hidden * (3 * hidden + 1),
         saved_bytes=frames * mel_bins * element + 2 * wide + shape.stream_bytes,
     )
-    return layer_of(part, name="stem", signature="stem", input_bytes=float(frames * mel_bins * element), output_bytes=shape.stream_bytes)
+    return layer_of(part, name="stem", input_bytes=float(frames * mel_bins * element), output_bytes=shape.stream_bytes)
+
+
+def vision_transformer(
+    *,
+    name: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    image: int = 224,
+    patch: int = 16,
+    classes: int = 1000,
+    precision: Precision = "fp16",
+) -> Graph:
+    """ViT: patches become tokens, an encoder reads them with a class token, a classifier reads that token."""
+    if image % patch or hidden % heads:
+        raise JobError(f"{name}: patch {patch} must divide image {image} and heads {heads} must divide hidden {hidden}")
+    patches = (image // patch) ** 2
+    shape = TransformerShape(name=name, hidden=hidden, heads=heads, sequence=patches + 1, vocabulary=1, precision=precision, causal=False)
+    element, pixels = shape.element, 3 * patch * patch
+    image_bytes = 3.0 * image * image * element
+    part = LayerPart(
+        work=(matmul(patches, hidden, pixels, element, backward=1.0), memory(2.0 * shape.stream_bytes, backward=0.5)),
+        parameters=hidden * (pixels + 1) + hidden * (patches + 2),
+        saved_bytes=image_bytes,
+    )
+    stem = layer_of(part, name="stem", input_bytes=image_bytes, output_bytes=shape.stream_bytes)
+    blocks = [block(shape, f"blocks.{i}", "block") for i in range(layers)]
+    last = _classifier(shape.norm, shape.stream_bytes, 1, hidden, classes, element)
+    return Graph(name=name, layers=(stem, *blocks, last), precision=precision, tokens_per_sample=shape.sequence, input_bytes=image_bytes)
+
+
+def _classifier(before: LayerPart, input_bytes: float, tokens: int, features: int, classes: int, element: int) -> Layer:
+    """What comes before it, one fully connected layer that can be split over the classes, and cross-entropy."""
+    part = before + vocabulary_loss(tokens, features, classes, element, classes * (features + 1))
+    return layer_of(part, name="head", input_bytes=input_bytes, output_bytes=0.0, tensor_units=classes)
+
+
+_BLOCKS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+
+
+@dataclass(frozen=True)
+class _Picture:
+    """A feature map: channels × side × side."""
+
+    channels: int
+    side: int
+
+    @property
+    def elements(self) -> int:
+        return self.channels * self.side**2
+
+
+def _convolution(
+    source: _Picture, channels: int, kernel: int, stride: int, element: int, *, relu: bool = True
+) -> tuple[LayerPart, _Picture]:
+    """Convolution, batch norm and (in place) ReLU. Kept for backward: the input, and the batch norm's input."""
+    target = _Picture(channels, -(-source.side // stride))
+    depth = kernel * kernel * source.channels
+    work = Work(
+        kind="conv",
+        flops=2.0 * target.elements * depth,
+        bytes=float((source.elements + target.elements) * element),
+        weight_bytes=float(channels * depth * element),
+        rows=float(target.side**2),
+        columns=channels,
+        depth=depth,
+    )
+    normalise = memory(3.0 * target.elements * element, backward=5 / 3)  # statistics read it once more
+    activate = (memory(2.0 * target.elements * element),) if relu else ()
+    part = LayerPart(
+        work=(work, normalise, *activate),
+        parameters=channels * depth + 2 * channels,
+        saved_bytes=float((source.elements + target.elements) * element),
+    )
+    return part, target
+
+
+def _bottleneck(source: _Picture, width: int, stride: int, element: int) -> tuple[LayerPart, _Picture]:
+    """1×1, 3×3 (which carries the stride), 1×1 to four times the width, and the shortcut."""
+    first, middle = _convolution(source, width, 1, 1, element)
+    second, middle = _convolution(middle, width, 3, stride, element)
+    third, target = _convolution(middle, 4 * width, 1, 1, element, relu=False)
+    part = first + second + third
+    if stride != 1 or source.channels != target.channels:
+        shortcut, _ = _convolution(source, target.channels, 1, stride, element, relu=False)
+        # the shortcut reads what the first convolution already keeps
+        part += LayerPart(work=shortcut.work, parameters=shortcut.parameters, saved_bytes=shortcut.saved_bytes - source.elements * element)
+    return part + LayerPart(work=(memory(5.0 * target.elements * element, backward=1.0),)), target  # addition, then ReLU
+
+
+def residual_network(*, name: str, depth: int = 50, image: int = 224, classes: int = 1000, precision: Precision = "fp32") -> Graph:
+    """ResNet-50, -101 or -152 with the stride in the 3×3 convolution; layers are the stem, each bottleneck and the classifier."""
+    if depth not in _BLOCKS:
+        raise JobError(f"{name}: depth must be 50, 101 or 152, got {depth}")
+    if image < 32 or classes < 1:
+        raise JobError(f"{name}: image must be at least 32 and classes at least 1, got {image} and {classes}")
+    element = ELEMENT_BYTES[precision]
+    part, picture = _convolution(_Picture(3, image), 64, 7, 2, element)
+    pooled = _Picture(64, -(-picture.side // 2))
+    part += LayerPart(work=(memory(float((picture.elements + pooled.elements) * element)),), saved_bytes=float(8 * pooled.elements))
+    image_bytes = 3.0 * image * image * element
+    layers = [layer_of(part, name="stem", input_bytes=image_bytes, output_bytes=float(pooled.elements * element))]
+    picture = pooled
+    for group, count in enumerate(_BLOCKS[depth]):
+        for i in range(count):
+            source = picture
+            part, picture = _bottleneck(source, 64 * 2**group, 2 if group and not i else 1, element)
+            signature = f"group{group + 1}.{'first' if not i else 'next'}"
+            came, goes = float(source.elements * element), float(picture.elements * element)
+            layers.append(layer_of(part, name=f"group{group + 1}.{i}", signature=signature, input_bytes=came, output_bytes=goes))
+    averaging = LayerPart(work=(memory(float(picture.elements * element), backward=1.0),))
+    last = _classifier(averaging, float(picture.elements * element), 1, picture.channels, classes, element)
+    return Graph(name=name, layers=(*layers, last), precision=precision, input_bytes=image_bytes)
 
 
 def _lstm(sequence: int, inputs: int, hidden: int, element: int) -> LayerPart:
-    """One direction of one layer: gates of four times the state; kept: input, gates, cell and state of every token."""
+    """One direction of one layer: gates of four times the state; kept: input, gates, cell and state of every token.
+
+    Inputs are multiplied for the whole sentence at once, but states one token after another: `sequence` small products with one row a
+    sample each, which is why such models use accelerators badly at small batches.
+    """
     work = (
         matmul(sequence, 4 * hidden, inputs, element),
         matmul(1.0, 4 * hidden, hidden, element, count=sequence),
@@ -399,9 +399,10 @@ def recurrent_translator(
     element = ELEMENT_BYTES[precision]
     encoder = _encoder(layers, hidden, vocabulary, sequence, element)
     decoder = _decoder(layers, hidden, vocabulary, sequence, target_sequence, element)
+    last = _classifier(LayerPart(), float(target_sequence * hidden * element), target_sequence, hidden, vocabulary, element)
     return Graph(
         name=name,
-        layers=(*encoder, *decoder, _softmax(hidden, vocabulary, target_sequence, element)),
+        layers=(*encoder, *decoder, last),
         precision=precision,
         tokens_per_sample=sequence + target_sequence,
         input_bytes=8.0 * (sequence + 2 * target_sequence),
@@ -412,10 +413,10 @@ def _encoder(layers: int, hidden: int, vocabulary: int, sequence: int, element: 
     stream = float(sequence * hidden * element)
     one_way = _lstm(sequence, hidden, hidden, element)
     first = _table(sequence, vocabulary, hidden, element) + one_way + one_way
-    rows = [layer_of(first, name="encoder.0", signature="encoder.0", input_bytes=8.0 * sequence, output_bytes=2 * stream)]
+    rows = [layer_of(first, name="encoder.0", input_bytes=8.0 * sequence, output_bytes=2 * stream)]
     for i in range(1, layers):
         inputs = 2 if i == 1 else 1
-        part = _lstm(sequence, inputs * hidden, hidden, element) + (_residual(sequence, hidden, element) if i > 1 else NOTHING)
+        part = _lstm(sequence, inputs * hidden, hidden, element) + (_residual(sequence, hidden, element) if i > 1 else LayerPart())
         signature = "encoder.1" if i == 1 else "encoder"
         rows.append(layer_of(part, name=f"encoder.{i}", signature=signature, input_bytes=inputs * stream, output_bytes=stream))
     return rows
@@ -427,29 +428,10 @@ def _decoder(layers: int, hidden: int, vocabulary: int, sequence: int, target: i
     attend = _attention(sequence, target, hidden, element)
     first = _table(target, vocabulary, hidden, element) + _lstm(target, 2 * hidden, hidden, element) + attend
     memory_bytes = float(sequence * hidden * element)
-    rows = [layer_of(first, name="decoder.0", signature="decoder.0", input_bytes=memory_bytes, output_bytes=2 * stream)]
+    rows = [layer_of(first, name="decoder.0", input_bytes=memory_bytes, output_bytes=2 * stream)]
     for i in range(1, layers):
         part = _lstm(target, 2 * hidden, hidden, element) + _residual(target, hidden, element)
         last = i == layers - 1
         signature, output = ("decoder.last", stream) if last else ("decoder", 2 * stream)
         rows.append(layer_of(part, name=f"decoder.{i}", signature=signature, input_bytes=2 * stream, output_bytes=output))
     return rows
-
-
-def _softmax(hidden: int, vocabulary: int, target: int, element: int) -> Layer:
-    logits = float(target * vocabulary)
-    work = (
-        matmul(target, vocabulary, hidden, element, split="columns"),
-        memory(logits * (element + 16), split="rows", backward=1.0),
-    )
-    part = LayerPart(
-        work=work,
-        parameters=vocabulary * (hidden + 1),
-        split_parameters=vocabulary * (hidden + 1),
-        saved_bytes=target * hidden * element + 4.0 * logits,
-        split_saved_bytes=4.0 * logits,
-        tensor_bytes=target * hidden * element / 2 + 6.0 * target,
-        tensor_reductions=2,
-    )
-    stream = float(target * hidden * element)
-    return layer_of(part, name="head", signature="head", input_bytes=stream, output_bytes=0.0, tensor_units=vocabulary)

@@ -145,7 +145,7 @@ class _Grouping:
         return units
 
     def _units_of_children(self) -> list[Call | None]:
-        paths: dict[str, str] = {}
+        paths: set[str] = set()
 
         def open_up(prefix: str, module: nn.Module) -> None:
             children = list(module.named_children())
@@ -155,15 +155,12 @@ class _Grouping:
                 if opened and next(child.children(), None) is not None:
                     open_up(path, child)
                 else:
-                    paths[path] = path
+                    paths.add(path)
 
         open_up("", self.model)
-        owners = self._owners(set(paths))
-        used = [False] * len(self.table.operators)
-        for position, entry in enumerate(self.table.operators):
-            used[position] = any(value in self.table.parameters for value in entry.node.all_input_nodes)
-        with_parameters = {owner for position, owner in owners.items() if used[position]}
-        return [owner if (owner := owners.get(position)) in with_parameters else None for position in range(len(used))]
+        owners = self._owners(paths)
+        with_parameters = {owner for position, owner in owners.items() if self._has_parameters(position, position + 1)}
+        return [owner if (owner := owners.get(position)) in with_parameters else None for position in range(len(self.table.operators))]
 
     def _runs(self, units: list[Call | None]) -> list[tuple[Call | None, int, int]]:
         """Maximal runs of one unit. Values that every stage can make again do not end a run."""

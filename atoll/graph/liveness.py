@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from atoll.graph.flops import TensorSpec
 from atoll.graph.operators import OperatorTable
 from atoll.graph.regions import is_random, operators_in, written
 
-__all__ = ["Liveness", "StagePart", "find_liveness"]
+__all__ = ["Liveness", "StagePart"]
 
 aten = torch.ops.aten
 
@@ -57,14 +58,15 @@ class Liveness:
     """Answers for one program; positions are those of `OperatorTable.operators`, and a cut at p is made before operator p."""
 
     def __init__(self, table: OperatorTable):
-        self._table = table
+        self.table = table
         self._nodes = [entry.node for entry in table.operators]
         self._place = self._places()
         self._mutators = self._find_mutators()
         self._tainted = self._find_tainted()
         self._canonical = self._find_canonical()
         self._last_use = self._find_last_uses()
-        self._starts = sorted((self._place[value], index) for index, value in enumerate(self._values()))
+        self._values = [node for node in self._nodes if self._may_cross(node)]
+        self._starts = sorted((self._place[value], index) for index, value in enumerate(self._values))
         self.illegal = self._find_illegal()
 
     def _places(self) -> dict[fx.Node, int]:
@@ -72,23 +74,23 @@ class Liveness:
         place: dict[fx.Node, int] = {}
         for node in self._nodes:
             source: Any = node.args[0] if node.target is operator.getitem else None
-            place[node] = place.get(source, self._table.position[node]) if source is not None else self._table.position[node]
+            place[node] = place.get(source, self.table.position[node])
         return place
 
     def _find_mutators(self) -> dict[fx.Node, list[fx.Node]]:
         """Memory → the operators that write to it."""
         mutators: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in self._nodes:
-            for value in written(node, self._table.module):
-                mutators[self._table.memory[value]].append(node)
+            for value in written(node, self.table.module):
+                mutators[self.table.memory[value]].append(node)
         return mutators
 
     def _find_tainted(self) -> set[fx.Node]:
         """Values that cannot be made again on another stage."""
-        table = self._table
+        table = self.table
         tainted: set[fx.Node] = set(table.parameters)
         tainted |= {root for root in self._mutators if root.op != "call_function"}  # state: changed once, in one place
-        tainted |= {node for node in self._nodes if _is_unrepeatable(node, self._table)}
+        tainted |= {node for node in self._nodes if _is_unrepeatable(node, self.table)}
         before = -1
         while before != len(tainted):  # memory taints its views backwards too, so one pass may not be enough
             before = len(tainted)
@@ -100,18 +102,13 @@ class Liveness:
                         tainted.add(root)
         return tainted
 
-    @property
-    def table(self) -> OperatorTable:
-        """The program's operators."""
-        return self._table
-
     def place(self, node: fx.Node) -> int:
         """Position at which a value exists; the parts of a tuple exist when the tuple does."""
         return self._place[node]
 
     def is_changed(self, value: fx.Node) -> bool:
         """Whether some operator writes to its memory."""
-        return self._table.memory[value] in self._mutators
+        return self.table.memory[value] in self._mutators
 
     def recomputable(self, node: fx.Node) -> bool:
         """Whether every stage can make this value from the batch."""
@@ -120,28 +117,21 @@ class Liveness:
     def _find_canonical(self) -> dict[fx.Node, fx.Node]:
         canonical: dict[fx.Node, fx.Node] = {}
         for node in self._nodes:
-            source = _changes_nothing(self._table, node)
+            source = _changes_nothing(self.table, node)
             canonical[node] = canonical.get(source, source) if source is not None and source.op == "call_function" else node
         return canonical
 
-    def _values(self) -> list[fx.Node]:
-        """What could cross a cut: tensors and numbers that are not made again, aliases of the same value once."""
-        if not hasattr(self, "_value_list"):
-            self._value_list = [
-                node
-                for node in self._nodes
-                if node in self._tainted
-                and self._canonical[node] is node
-                and not isinstance(self._table.specs[node], (list, tuple, dict, type(None)))
-            ]
-        return self._value_list
+    def _may_cross(self, node: fx.Node) -> bool:
+        """Tensors and numbers that are not made again may cross a cut, aliases of the same value once."""
+        structured = isinstance(self.table.specs[node], (list, tuple, dict, type(None)))
+        return node in self._tainted and self._canonical[node] is node and not structured
 
     def _find_last_uses(self) -> dict[fx.Node, int]:
         last: dict[fx.Node, int] = {}
         for node in self._nodes:
             value = self._canonical[node]
             uses = [self._place[user] for user in node.users if user.op == "call_function" and self._canonical[user] is not value]
-            if node in self._table.results:
+            if node in self.table.results:
                 uses.append(len(self._nodes))
             last[value] = max([last.get(value, -1), *uses])
         return last
@@ -159,22 +149,18 @@ class Liveness:
 
     def crossing(self, cut: int) -> list[fx.Node]:
         """Values made before the cut that are read after it and must be sent."""
-        values = self._values()
+        values = self._values
         before = bisect_right(self._starts, (cut, -1))
         return [values[index] for _, index in self._starts[:before] if self._last_use[values[index]] >= cut]
 
     def crossing_counts(self) -> list[int]:
         """How many values cross each cut."""
         change = [0] * (len(self._nodes) + 2)
-        for value in self._values():
+        for value in self._values:
             if self._last_use[value] > self._place[value]:
                 change[self._place[value] + 1] += 1
                 change[self._last_use[value] + 1] -= 1
-        counts, total = [], 0
-        for step in change[:-1]:
-            total += step
-            counts.append(total)
-        return counts
+        return list(accumulate(change[:-1]))
 
     def needed_by(self, start: int, stop: int) -> list[fx.Node]:
         """Values from before `start` that operators of the run read: what must be kept to compute the run again."""
@@ -187,26 +173,26 @@ class Liveness:
 
     def bytes_of(self, values: Iterable[fx.Node]) -> float:
         """Bytes of values of the whole captured batch."""
-        specs = [self._table.specs[value] for value in values]
+        specs = [self.table.specs[value] for value in values]
         return float(sum(spec.bytes if isinstance(spec, TensorSpec) else 8 for spec in specs))
 
     def wants_gradient(self, value: fx.Node) -> bool:
         """Whether a gradient comes back for a value that crosses."""
-        spec = self._table.specs[value]
+        spec = self.table.specs[value]
         return isinstance(spec, TensorSpec) and spec.requires_grad
 
     def stage(self, start: int, stop: int) -> StagePart:
         """The run from operator `start` to `stop` as a stage of its own."""
         own = {node for node in self._nodes if node in self._tainted and start <= self._place[node] < stop}
         last = stop >= len(self._nodes)
-        wanted = [value for node in own for value in node.all_input_nodes] + (list(self._table.results) if last else [])
+        wanted = [value for node in own for value in node.all_input_nodes] + (list(self.table.results) if last else [])
         again: set[fx.Node] = set()
         while wanted:
             node = wanted.pop()
             if node.op != "call_function" or node in again or node in self._tainted:
                 continue
             again.add(node)
-            wanted += [*node.all_input_nodes, *self._mutators.get(self._table.memory[node], ())]
+            wanted += [*node.all_input_nodes, *self._mutators.get(self.table.memory[node], ())]
         receives = self.crossing(start) if start else []
         sends = [] if last else self.crossing(stop)
         run = [node.name for node in self._nodes if node in own or node in again]
@@ -215,8 +201,3 @@ class Liveness:
     def aliases(self) -> dict[str, str]:
         """Names of values that are another value unchanged, and that value's name: only the latter is sent."""
         return {node.name: value.name for node, value in self._canonical.items() if node is not value}
-
-
-def find_liveness(table: OperatorTable) -> Liveness:
-    """Analyse a program for cutting."""
-    return Liveness(table)

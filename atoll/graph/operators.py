@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from atoll.graph.export import ExportedJob
 from atoll.graph.fake import first_line
-from atoll.graph.flops import OperatorCost, TensorSpec, measure_operator, storage_bytes
+from atoll.graph.flops import OperatorCost, TensorSpec, measure_operator
 from atoll.graph.graph import Precision
 
 __all__ = ["Operator", "OperatorTable", "build_table", "schema_name"]
@@ -27,13 +27,17 @@ class Operator:
     """One call in the program. Amounts are of the whole captured batch."""
 
     node: fx.Node
-    module: str  # path of the innermost module, "" for top-level code
     calls: tuple[tuple[str, str], ...]  # enclosing modules, outermost first: (path, which call of it)
     cost: OperatorCost
     inputs: tuple[fx.Node, ...]  # its tensor arguments, in order, getitems and views as they are
     outputs: tuple[TensorSpec, ...]
     saved: dict[fx.Node, float] = field(default_factory=dict)  # value → bytes of its memory, counted where it is first kept
     saved_fresh: float = 0.0
+
+    @property
+    def module(self) -> str:
+        """Path of the innermost module, "" for top-level code."""
+        return self.calls[-1][0] if self.calls else ""
 
     @property
     def saved_bytes(self) -> float:
@@ -58,7 +62,6 @@ class OperatorTable:
     memory: dict[fx.Node, fx.Node]  # value → the value whose memory it shares (itself when it has its own)
     samples: int
     results: list[fx.Node]  # what the program returns
-    state_updates: set[fx.Node]  # values written back to buffers at the end
     notes: list[str]
     module: fx.GraphModule  # whose graph it is; holds the regions
 
@@ -70,12 +73,10 @@ def schema_name(node: fx.Node) -> str:
 
 
 def _concrete(value: Any, fallback: int) -> Any:
-    if isinstance(value, torch.SymInt):
-        node = value.node
-        return node.hint if node.hint is not None else fallback
-    if isinstance(value, (torch.SymFloat, torch.SymBool)):
-        return value.node.hint if value.node.hint is not None else 0
-    return value
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return value
+    unknown = fallback if isinstance(value, torch.SymInt) else 0
+    return value.node.hint if value.node.hint is not None else unknown
 
 
 def _spec(value: Any, fallback: int) -> Any:
@@ -87,11 +88,8 @@ def _spec(value: Any, fallback: int) -> Any:
         stride = tuple(int(_concrete(step, fallback)) for step in value.stride())
         return TensorSpec(shape, stride, value.dtype)
     if isinstance(value, (list, tuple)):
-        return (
-            type(value)(_spec(item, fallback) for item in value)
-            if type(value) in (list, tuple)
-            else [_spec(item, fallback) for item in value]
-        )
+        items = [_spec(item, fallback) for item in value]
+        return tuple(items) if type(value) is tuple else items
     if isinstance(value, dict):
         return {key: _spec(item, fallback) for key, item in value.items()}
     return _concrete(value, fallback)
@@ -120,7 +118,7 @@ class _Builder:
         self.names = {id(parameter): name for name, parameter in exported.model.named_parameters()}  # tied ones have their first name
         self.memo: dict[Any, OperatorCost] = {}
         self.kept: set[fx.Node] = set()
-        self.table = OperatorTable([], {}, {}, {}, [], {}, {}, exported.samples, [], set(), [], self.module)
+        self.table = OperatorTable([], {}, {}, {}, [], {}, {}, exported.samples, [], [], self.module)
 
     def build(self) -> OperatorTable:
         inputs = {spec.arg.name: spec for spec in self.exported.program.graph_signature.input_specs}
@@ -153,20 +151,14 @@ class _Builder:
         table.memory[node] = node
 
     def _attribute(self, node: fx.Node) -> None:
-        value: Any = self.module
-        for part in str(node.target).split("."):
-            value = getattr(value, part)
+        value = operator.attrgetter(str(node.target))(self.module)
         self.table.specs[node] = _spec(value, 1) if isinstance(value, torch.Tensor) else value
         self.table.memory[node] = node
 
     def _output(self, node: fx.Node) -> None:
         signature = self.exported.program.graph_signature
         mutated = set(signature.buffers_to_mutate) | set(signature.user_inputs_to_mutate)
-        for argument in node.all_input_nodes:
-            if argument.name in mutated:
-                self.table.state_updates.add(argument)
-            else:
-                self.table.results.append(argument)
+        self.table.results += [argument for argument in node.all_input_nodes if argument.name not in mutated]
 
     def _call(self, node: fx.Node) -> None:
         table = self.table
@@ -188,9 +180,7 @@ class _Builder:
         table.specs[node] = pytree.tree_map(
             lambda leaf: next(given) if isinstance(leaf, TensorSpec) else leaf, value, is_leaf=lambda leaf: isinstance(leaf, TensorSpec)
         )
-        calls = _calls(node)
-        entry = Operator(node, calls[-1][0] if calls else "", calls, cost, inputs, tuple(flagged))
-        self._remember(node, entry)
+        self._remember(node, Operator(node, _calls(node), cost, inputs, tuple(flagged)))
 
     def _argument(self, value: fx.Node) -> Any:
         """An argument's spec; views of a parameter count as parameters, whose copies under autocast are not kept per sample."""
@@ -222,9 +212,8 @@ class _Builder:
                 table.memory[node] = table.memory[producer.inputs[alias]]
         outputs = (spec,) if isinstance(spec, TensorSpec) else ()
         flag = tuple(output.requires_grad for output in outputs)
-        calls = _calls(node)
         cost = OperatorCost(aliases=(0,) * len(outputs), requires_grad=flag)
-        self._place(node, Operator(node, calls[-1][0] if calls else "", calls, cost, (), outputs))
+        self._place(node, Operator(node, _calls(node), cost, (), outputs))
         if producer is not None and isinstance(index, int) and index in producer.cost.saved_outputs:
             self._keep(producer, node)
 
@@ -280,17 +269,13 @@ class _Builder:
             return
         self.kept.add(root)
         spec = self.table.specs[root]
-        entry.saved[root] = float(storage_bytes(spec if isinstance(spec, TensorSpec) else self.table.specs[value]))
+        entry.saved[root] = float((spec if isinstance(spec, TensorSpec) else self.table.specs[value]).storage_bytes)
 
 
 _EXPERT_WEIGHTS = OperatorCost(aliases=(0,), requires_grad=(True,))  # a view of the parameter: neither copied nor kept
 
 
 _ASKS = (aten.item.default, aten._local_scalar_dense.default, aten.sym_size.int)  # numbers, not tensors
-
-
-def _is_differentiable(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def _key(leaf: Any) -> Any:

@@ -3,137 +3,42 @@
 The output dimension of every parameter product is tagged, and the tag is carried through the operators that act on each slice alone until
 a product contracts over it (divided by depth, its result summed over devices) or a cross-entropy consumes it (the vocabulary). A tag that
 meets an operator without a rule is withdrawn, so that product is repeated on every device: slower, never wrong.
-
-Lanes that divide a layer gather each other's samples: divided values hold all lanes' samples. That is right only where operators keep
-samples apart and in order; a layer where one does not cannot be divided between lanes, and says why.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
+from atoll.graph.flops import TensorSpec
 from atoll.graph.operators import OperatorTable, schema_name
-from atoll.graph.sharding_analysis import SMALLEST_VOCABULARY, Analysis
-from atoll.graph.sharding_rewrites import ByDepth, Cut, DividedParameter, DivideLoss, Gathering, Lookup, Operand, Sharding, Split
-from atoll.graph.sharding_rules import REDUCE, VIEWS, NoRuleError, find_product, group_of
+from atoll.graph.sharding_rewrites import (
+    ByDepth,
+    Cut,
+    DividedParameter,
+    DivideDraw,
+    DivideLoss,
+    DivideNormalisation,
+    Lookup,
+    Operand,
+    Rewrite,
+    Scale,
+    Sharding,
+    Split,
+)
+from atoll.graph.sharding_rules import RULES, ColumnTag, NoRuleError, Product, Regions, Step, find_gathering, find_product, require
 
 __all__ = ["Sharding", "Split", "find_sharding", "find_shardings"]
 
-_ALONG = ("slice", "select", "split", "split_with_sizes", "chunk", "unbind", "cat", "repeat_interleave")  # work along a dimension
-_MATRICES = ("matmul", "bmm", "baddbmm", "scaled_dot_product_attention")  # work on the last two
-
-
-class _MixedError(Exception):
-    """Samples would be mixed."""
-
-
-def find_gathering(table: OperatorTable, sharding: Sharding) -> Gathering:
-    """What changes in a divided layer when lanes divide it."""
-    try:
-        return _Search(table, sharding).run()
-    except _MixedError as error:
-        return Gathering({}, (), refused=str(error))
-
-
-class _Search:
-    def __init__(self, table: OperatorTable, sharding: Sharding):
-        self.table, self.sharding = table, sharding
-
-    def run(self) -> Gathering:
-        samples = {}
-        ends = set()
-        for rewrite in self.sharding.rewrites:
-            value = rewrite.value if isinstance(rewrite, Operand) else rewrite.node
-            if isinstance(rewrite, (ByDepth, DivideLoss, Lookup)):
-                ends.add(rewrite.node)
-            if isinstance(rewrite, DivideLoss):
-                (_, value, *_) = rewrite.node.args  # type: ignore[assignment]
-            if isinstance(rewrite, (Operand, ByDepth, DivideLoss, Lookup)):
-                found = self._samples(value)
-                if found is not None:
-                    samples[value] = found
-                elif not isinstance(rewrite, Operand):
-                    raise _MixedError(f"{rewrite.node.name} does not depend on the samples")
-        inside = sorted(self.sharding.values | ends, key=lambda node: self.table.position[node])
-        for node in inside:
-            self._check(node, node in ends)
-        return Gathering(samples, tuple(size for node in inside for size in self._sizes(node)))
-
-    def _samples(self, node: fx.Node) -> tuple[int, int] | None:
-        """The dimension of a tensor that runs over samples, and its length for one."""
-        value = node.meta.get("val")
-        if node in self.table.parameters or not isinstance(value, torch.Tensor):
-            return None
-        found = [(d, self._per_sample(node, size)) for d, size in enumerate(value.shape) if _is_symbolic(size)]
-        if len(found) > 1:
-            raise _MixedError(f"{node.name} has {len(found)} dimensions that grow with the samples")
-        return found[0] if found else None
-
-    def _per_sample(self, node: fx.Node, size: Any) -> int:
-        """What a size that grows with the samples is for one of them."""
-        expression = size.node.expr
-        symbols = list(expression.free_symbols)
-        count = int(size.node.hint) // self.table.samples if size.node.hint is not None else 0
-        if len(symbols) != 1 or expression != count * symbols[0]:
-            raise _MixedError(f"a size of {node.name}, {expression}, is not a multiple of the samples")
-        return count
-
-    def _sizes(self, node: fx.Node) -> list[tuple[fx.Node, fx.Node, int]]:
-        sizes = []
-        for value in node.all_input_nodes:
-            size = value.meta.get("val")
-            if _is_symbolic(size):
-                sizes.append((node, value, self._per_sample(node, size)))
-        return sizes
-
-    def _check(self, node: fx.Node, ends: bool) -> None:
-        """That an operator keeps samples apart, and in order."""
-        name = schema_name(node)
-        first: Any = node.args[0]
-        if ends or find_product(self.table, node) is not None:
-            return
-        where = self._samples(node)
-        before = self._samples(first) if isinstance(first, fx.Node) else where
-        if name in _MATRICES:
-            mixed = where is None or where[0] >= len(self.table.specs[node].shape) - 2
-        elif before is not None and name in _ALONG:
-            mixed = before[0] == self._dimension(node, name) % len(self.table.specs[node if name == "cat" else first].shape)
-        elif before is None or where is None:
-            mixed = before is not None
-        elif name in VIEWS:
-            mixed = not self._leads(first, node, before[0], where[0])
-        elif name in REDUCE:
-            given: Any = node.args[1]
-            rank = len(self.table.specs[first].shape)
-            mixed = before[0] in {d % rank for d in (given if isinstance(given, (list, tuple)) else [given])}
-        else:
-            mixed = False
-        if mixed:
-            raise _MixedError(f"{node.name} does not keep samples apart")
-
-    @staticmethod
-    def _dimension(node: fx.Node, name: str) -> int:
-        position = {"split": 2, "split_with_sizes": 2, "chunk": 2, "repeat_interleave": 2}.get(name, 1)
-        found: Any = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
-        return int(found)
-
-    def _leads(self, first: fx.Node, node: fx.Node, before: int, after: int) -> bool:
-        """Whether a reshape leaves each sample's elements together: samples come first in their group of dimensions on both sides."""
-        shape, target = self.table.specs[first].shape, self.table.specs[node].shape
-        left, right = group_of(shape, target, before)
-        ahead = [shape[d] for d in left if d < before] + [target[d] for d in right if d < after]
-        return after in right and math.prod(ahead) == 1
-
-
-def _is_symbolic(size: Any) -> bool:
-    return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols)
-
-
 aten = torch.ops.aten
+_SMALLEST_VOCABULARY = 64  # fewer classes are not worth dividing
+_LOSSES = ("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d")
+_NORMS = ("layer_norm", "rms_norm")
 
 
 def find_shardings(table: OperatorTable, ranges: Sequence[tuple[int, int]]) -> list[Sharding]:
@@ -161,7 +66,7 @@ def find_sharding(table: OperatorTable, start: int, stop: int, whole: frozenset[
     withdrawn: set[fx.Node] = set()
     while True:
         try:
-            found = Analysis(table, start, stop, fused=frozenset(fused), withdrawn=frozenset(withdrawn), whole=whole).run()
+            found = _Analysis(table, start, stop, fused=frozenset(fused), withdrawn=frozenset(withdrawn), whole=whole).run()
         except NoRuleError as failure:
             withdrawn |= set() if failure.sources - fused else failure.sources
             fused |= failure.sources
@@ -190,7 +95,7 @@ def _divide_embedding(table: OperatorTable, start: int, stop: int, found: Shardi
     for value, users in lookups.items():
         rows = table.specs[value].shape[0]
         cut = Cut(0, (rows,), rows)
-        possible = rows >= SMALLEST_VOCABULARY and value not in whole and all(_plain(node) for node in users)
+        possible = rows >= _SMALLEST_VOCABULARY and value not in whole and all(_plain(node) for node in users)
         if value in found.divided:
             if not possible or found.divided[value].cut != cut:
                 return value
@@ -213,3 +118,281 @@ def _look_up(table: OperatorTable, node: fx.Node, cut: Cut, found: Sharding) -> 
     found.rewrites += [Operand(node, indices, False), Lookup(node, cut)]
     found.reductions += 1
     found.reduced_bytes += table.specs[node].bytes / 2  # summed in forward only
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A divided parameter is read by `reader`, its dimension `dim` being made of the tagged columns."""
+
+    reader: fx.Node
+    dim: int
+    tag: ColumnTag
+
+
+class _Analysis:
+    """One attempt over operators `start` to `stop`, with some products withdrawn and some parameters to be kept whole."""
+
+    def __init__(
+        self,
+        table: OperatorTable,
+        start: int,
+        stop: int,
+        *,
+        fused: frozenset[fx.Node],
+        withdrawn: frozenset[fx.Node],
+        whole: frozenset[fx.Node],
+    ):
+        self.table, self.start, self.stop, self.withdrawn, self.whole = table, start, stop, withdrawn, whole
+        self.tags: dict[fx.Node, ColumnTag] = {}
+        self.regions = Regions(fused)
+        self.result = Sharding()
+        self.inside = {entry.node for entry in table.operators[start:stop]}
+        self._uses: dict[fx.Node, list[_Use]] = defaultdict(list)
+        self._rewrites: list[Callable[[], Rewrite]] = []  # made at the end, when units and blocks are known
+
+    def run(self) -> Sharding:
+        """How the layer divides; raises `NoRuleError` with the products that cannot."""
+        for position in range(self.start, self.stop):
+            node = self.table.operators[position].node
+            tagged = [value for value in node.all_input_nodes if value in self.tags]
+            product = find_product(self.table, node)
+            if not tagged:
+                if product is not None:
+                    self._start(node, product, position)
+                continue
+            sources = frozenset[fx.Node]().union(*(self.tags[value].sources for value in tagged))
+            if sources & self.withdrawn:
+                raise NoRuleError(sources)
+            try:
+                self._carry(node, product, position, sources)
+            except NoRuleError:
+                raise
+            except (IndexError, KeyError, ValueError, TypeError, AttributeError) as error:
+                raise NoRuleError(self.regions.joined(sources)) from error
+        return self._finish()
+
+    def _shape(self, node: Any) -> tuple[int, ...]:
+        spec = self.table.specs[node]
+        return spec.shape if isinstance(spec, TensorSpec) else ()
+
+    def _start(self, node: fx.Node, product: Product, position: int) -> None:
+        """A product whose columns may be divided."""
+        shape = self._shape(node)
+        readers = [user for user in product.parameter.users if user in self.inside and user.target is not aten.embedding.default]
+        if node in self.withdrawn or product.parameter in self.whole or shape[-1] < 2 or len(readers) != 1:
+            return
+        if any(self._is_written_after(node, value) for value in node.all_input_nodes):
+            return
+        tag = ColumnTag(frozenset([(node, 0, shape[-1])]), len(shape) - 1)
+        self.tags[node] = tag
+        self.regions.start(node, shape[-1])
+        self.result.split[position] = "columns"
+        self.result.values.add(node)
+        self._divide(product.parameter, _Use(readers[0], product.columns_dim, tag))
+        self._operand(node, product.x)
+        if product.bias is not None:
+            self._start_bias(node, product.bias, tag)
+
+    def _start_bias(self, node: fx.Node, bias: fx.Node, tag: ColumnTag) -> None:
+        dim, columns = len(self._shape(bias)) - 1, self._shape(node)[-1]
+        if self._shape(bias)[-1:] != (columns,):
+            self._operand(node, bias)
+        elif bias in self.table.parameters and len(bias.users) == 1 and bias not in self.whole:
+            self._divide(bias, _Use(node, dim, tag))
+        else:
+            self._operand(node, bias, tag, columns, dim)
+
+    def _divide(self, parameter: fx.Node, use: _Use) -> None:
+        self.result.parameters.add(parameter)
+        self._uses[parameter].append(use)
+
+    def _operand(self, node: fx.Node, value: fx.Node, tag: ColumnTag | None = None, size: int = 0, dim: int = 0) -> None:
+        spec = self.table.specs[value]
+        if isinstance(spec, TensorSpec):
+            require(not self._is_written_after(node, value))
+            cut = (lambda: self.regions.cut(tag, size, dim)) if tag is not None else (lambda: None)
+            self._rewrites.append(lambda: Operand(node, value, spec.dtype.is_floating_point, cut()))
+
+    def _is_written_after(self, node: fx.Node, value: fx.Node) -> bool:
+        """Whether a value is changed in place after `node` read it: then no reader can have its gradient summed with another's."""
+        root = self.table.memory[value]
+        views, seen = [root], {root}
+        while views:
+            for user in views.pop().users:
+                if user in seen or self.table.memory.get(user) is not root:
+                    continue
+                if torch.Tag.inplace in getattr(user.target, "tags", ()) and self.table.position[user] > self.table.position[node]:
+                    return True
+                seen.add(user)
+                views.append(user)
+        return False
+
+    def _carry(self, node: fx.Node, product: Product | None, position: int, sources: frozenset[fx.Node]) -> None:
+        if product is not None and product.x in self.tags:
+            return self._contract(node, product, position)
+        name = schema_name(node)
+        if name in _LOSSES:
+            return self._consume(node, position, sources)
+        tag = self._moved(node, name, sources)
+        self.tags[node] = tag
+        self.result.values.add(node)
+        self.result.split[position] = "rows"
+        self._note_draws(node, name, tag)
+        return None
+
+    def _contract(self, node: fx.Node, product: Product, position: int) -> None:
+        """A product that sums over the tagged dimension ends the region."""
+        x, tag = product.x, self.tags[product.x]
+        require(tag.dim == len(self._shape(x)) - 1 and tag.outer == 1 and not tag.vocabulary and not tag.pieces)
+        require(sum(value in self.tags for value in node.all_input_nodes) == 1 and not node.kwargs)
+        if product.parameter in self.whole:
+            raise NoRuleError(self.regions.joined(tag.sources))
+        self.regions.unite(tag.sources).ended = True
+        self.result.split[position] = "depth"
+        reader = node if product.weight is product.parameter else next(user for user in product.parameter.users if user in self.inside)
+        self._divide(product.parameter, _Use(reader, product.depth_dim, tag))
+        self._rewrites.append(lambda: ByDepth(node))
+        self.result.reductions += 1
+        self.result.reduced_bytes += self.table.specs[node].bytes
+
+    def _consume(self, node: fx.Node, position: int, sources: frozenset[fx.Node]) -> None:
+        """A loss over a divided vocabulary exchanges each row's maximum, sum and target; the input's gradient is summed in backward."""
+        logits, target, *rest = node.args
+        assert isinstance(logits, fx.Node)
+        tag, shape = self.tags[logits], self._shape(logits)
+        require(tag.dim == (1 if len(shape) > 1 else 0) and shape[tag.dim] >= _SMALLEST_VOCABULARY and tag.outer == 1 and not node.kwargs)
+        require(isinstance(target, fx.Node) and target not in self.tags and not self.table.specs[target].dtype.is_floating_point)
+        require(not rest or rest[0] not in self.tags)
+        region = self.regions.unite(sources)
+        region.ended = region.vocabulary = True
+        self.result.split[position] = "rows"
+        rows = math.prod(shape) // shape[tag.dim]
+        inputs = {product.x for source in sources if (product := find_product(self.table, source)) is not None}
+        self.result.reductions += 2
+        self.result.reduced_bytes += 3 * 4 * rows / 2 + sum(self.table.specs[value].bytes for value in inputs) / 2
+        assert isinstance(target, fx.Node)
+        self._operand(node, target)
+        self._rewrites.append(lambda: DivideLoss(node, self._one_block(tag, shape[tag.dim])))
+
+    def _one_block(self, tag: ColumnTag, size: int) -> Cut:
+        cut = self.regions.cut(tag, size)
+        if len(cut.blocks) > 1:
+            raise NoRuleError(self.regions.joined(tag.sources))
+        return cut
+
+    def _note_draws(self, node: fx.Node, name: str, tag: ColumnTag) -> None:
+        """Random numbers and normalisation over the tagged dimension take more than the rule of their kind."""
+        args: Any = node.args
+        if name == "log_softmax" and tag.vocabulary and tag.dim == args[1] % len(self._shape(node)):
+            require(tag.outer == 1 and not self.tags[args[0]].vocabulary)
+            self._rewrites.append(lambda: DivideNormalisation(node, self._one_block(tag, self._shape(node)[tag.dim])))
+        elif name == "dropout" and args[1] > 0 and args[2]:
+            self._rewrites.append(lambda: DivideDraw(node, self._cut_of(node, tag), self._order(args[0])))
+        elif name == "scaled_dot_product_attention":
+            if len(args) > 4 and args[4] > 0:
+                self._rewrites.append(lambda: DivideDraw(node, self._cut_of(node, tag), tuple(range(len(self._shape(node))))))
+        elif torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            require(name == "dropout")
+
+    def _order(self, value: fx.Node) -> tuple[int, ...]:
+        stride = self.table.specs[value].stride
+        return tuple(sorted(range(len(stride)), key=lambda d: (-stride[d], d)))
+
+    def _cut_of(self, node: fx.Node, tag: ColumnTag) -> Cut:
+        return self.regions.cut(tag, self._shape(node)[tag.dim] // tag.outer)
+
+    def _moved(self, node: fx.Node, name: str, sources: frozenset[fx.Node]) -> ColumnTag:
+        """Where the tagged dimension is in the result."""
+        first: Any = node.args[0] if node.args else None
+        if not isinstance(first, fx.Node) or first not in self.tags or name not in RULES:
+            return self._together(node, name, sources)
+        spec = self.table.specs[node]
+        result: Any = spec.shape if isinstance(spec, TensorSpec) else [one.shape for one in spec]
+        step = Step(self.table, node, name, self.tags[first], self._shape(first), result, self.regions)
+        tag = RULES[name](step)
+        for position, index, size in step.scaled:
+            self._rewrites.append(partial(self._scale, node, position, index, size, next(iter(sources))))
+        if name in _NORMS:
+            for value in node.all_input_nodes[1:]:
+                require(value not in self.tags)
+                self._operand(node, value)
+        return tag
+
+    def _scale(self, node: fx.Node, position: int, index: int | None, size: int | fx.Node, source: fx.Node) -> Scale:
+        return Scale(node, position, index, size, self.regions.of[source].units)
+
+    def _operands(self, node: fx.Node, name: str, sources: frozenset[fx.Node]) -> tuple[list[fx.Node], set[int]]:
+        """What an operator on several tensors works on, and the dimensions of its result that do not stay apart."""
+        args: Any = node.args
+        rank = len(self._shape(node))
+        if name == "scaled_dot_product_attention":
+            self.regions.limit(sources, self._shape(args[1])[-3])
+            return [value for value in args[:4] if isinstance(value, fx.Node)], {rank - 1, rank - 2}
+        if name in ("matmul", "bmm", "baddbmm"):
+            operands = list(args[: 3 if name == "baddbmm" else 2])
+            require(all(len(self._shape(value)) >= 2 for value in operands))
+            return operands, {rank - 1, rank - 2}
+        if name == "cat":
+            return list(args[0]), {(args[1] if len(args) > 1 else 0) % rank}
+        require(torch.Tag.pointwise in getattr(node.target, "tags", ()))
+        require(torch.Tag.nondeterministic_seeded not in node.target.tags)  # type: ignore[union-attr]
+        if torch.Tag.inplace in node.target.tags:  # type: ignore[union-attr]
+            require(args[0] in self.tags)
+        return [value for value in node.all_input_nodes if isinstance(self.table.specs[value], TensorSpec)], set()
+
+    def _together(self, node: fx.Node, name: str, sources: frozenset[fx.Node]) -> ColumnTag:
+        """Operators on several tensors that act on each slice of the tagged dimension alone."""
+        operands, forbidden = self._operands(node, name, sources)
+        rank = len(self._shape(node))
+        tagged = [value for value in operands if value in self.tags]
+        found = {(self.tags[value].dim + rank - len(self._shape(value)), self.tags[value].outer) for value in tagged}
+        require(len(found) == 1 and all(not self.tags[value].pieces for value in tagged))
+        dim, outer = found.pop()
+        require(dim not in forbidden)
+        size = self._shape(node)[dim] // outer
+        self.regions.limit(sources, size)
+        tag = ColumnTag(frozenset().union(*(self.tags[value].spans for value in tagged)), dim, outer=outer)
+        for value in operands:
+            own = dim - (rank - len(self._shape(value)))
+            length = self._shape(value)[own] if own >= 0 else 1
+            if value not in self.tags and length == 1:
+                self._operand(node, value)
+            elif value not in self.tags:
+                require(length % outer == 0)
+                self._operand(node, value, tag, length // outer, own)
+        return tag
+
+    def _finish(self) -> Sharding:
+        unfinished = frozenset(source for source, region in self.regions.of.items() if not region.ended)
+        if unfinished:
+            raise NoRuleError(unfinished)
+        for node in self.inside:
+            if node in self.tags and any(user not in self.inside for user in node.users):
+                raise NoRuleError(self.regions.joined(self.tags[node].sources))
+        self.result.units = self._units()
+        self._check_values()
+        self.result.divided = {parameter: self._divided(parameter, uses) for parameter, uses in self._uses.items()}
+        self.result.rewrites = [make() for make in self._rewrites]
+        return self.result
+
+    def _units(self) -> int:
+        regions = {id(region): region for region in self.regions.of.values() if not region.vocabulary}
+        units = math.gcd(*(region.units for region in regions.values())) if regions else 0
+        if units == 1:  # no common number of parts: the region with the fewest is repeated instead
+            fewest = min(regions.values(), key=lambda region: region.units)
+            raise NoRuleError(frozenset(source for source, region in self.regions.of.items() if region is fewest))
+        return units
+
+    def _check_values(self) -> None:
+        """Values made of several products' columns need the same blocks of each."""
+        for node, tag in self.tags.items():
+            if not tag.pieces and isinstance(self.table.specs[node], TensorSpec):
+                self._cut_of(node, tag)
+
+    def _divided(self, parameter: fx.Node, uses: list[_Use]) -> DividedParameter:
+        shape = self._shape(parameter)
+        cuts = {self.regions.cut(use.tag, shape[use.dim], use.dim) for use in uses}
+        readers = {user for user in parameter.users if user in self.inside and user.target is not aten.embedding.default}
+        if len(cuts) != 1 or readers != {use.reader for use in uses}:
+            raise NoRuleError(self.regions.joined(frozenset().union(*(use.tag.sources for use in uses))))
+        return DividedParameter(self.table.parameters[parameter], shape, cuts.pop())

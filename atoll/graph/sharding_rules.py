@@ -3,6 +3,9 @@
 Products with a parameter are found however they are written: `linear`, `addmm` (GPT-2), `x @ w`, `x @ w.T`. Regions are products that must
 be divided alike; tags say which dimension of a value is made of their columns. A rule says where a tagged dimension of an operator's first
 argument is in its result, and which of its sizes shrink.
+
+Lanes that divide a layer gather each other's samples: divided values hold all lanes' samples. That is right only where operators keep
+samples apart and in order; a layer where one does not cannot be divided between lanes, and says why (`find_gathering`).
 """
 
 import math
@@ -15,10 +18,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from atoll.graph.operators import OperatorTable
-from atoll.graph.sharding_rewrites import Cut
+from atoll.graph.axes import find_axes, reshape_groups
+from atoll.graph.fake import is_symbolic
+from atoll.graph.operators import OperatorTable, schema_name
+from atoll.graph.sharding_rewrites import ByDepth, Cut, DivideLoss, Gathering, Lookup, Operand, Sharding
 
-__all__ = ["REDUCE", "RULES", "VIEWS", "ColumnTag", "NoRuleError", "Product", "Regions", "Step", "find_product", "group_of", "require"]
+__all__ = ["RULES", "ColumnTag", "NoRuleError", "Product", "Regions", "Step", "find_gathering", "find_product", "require"]
 
 aten = torch.ops.aten
 _TRANSPOSES = (aten.t.default, aten.numpy_T.default, aten.transpose.int)
@@ -175,6 +180,7 @@ Scaled = tuple[int, int | None, int | fx.Node]  # position among the arguments, 
 class Step:
     """One operator whose first argument is tagged."""
 
+    table: OperatorTable
     node: fx.Node
     name: str
     tag: ColumnTag
@@ -187,9 +193,9 @@ class Step:
         """A positional argument."""
         return self.node.args[position] if len(self.node.args) > position else default
 
-    def dim(self, position: int, default: int = 0) -> int:
+    def dim(self, position: int) -> int:
         """An argument that names a dimension of the first argument."""
-        return int(self.argument(position, default)) % len(self.shape)
+        return int(self.argument(position, 0)) % len(self.shape)
 
     def limit(self, size: int) -> None:
         """A dimension of `size` must be divided in whole units."""
@@ -203,6 +209,16 @@ class Step:
 
 def _pass(step: Step) -> ColumnTag:
     return step.tag
+
+
+def _follow(step: Step) -> ColumnTag:
+    """Operators that act on each slice of the tagged axis alone, and keep it."""
+    axes = find_axes(step.table, step.node)
+    if axes is None:
+        raise ValueError("its axes are not known")
+    label = axes.operands[0][1][step.tag.dim]
+    require(label is not None and label in axes.result and label not in axes.mixed)
+    return replace(step.tag, dim=axes.result.index(label))
 
 
 def _view(step: Step) -> ColumnTag:
@@ -219,7 +235,7 @@ def _view(step: Step) -> ColumnTag:
 
 def _regrouped(step: Step) -> ColumnTag:
     shape, target, tag = step.shape, step.result, step.tag
-    left, right = group_of(shape, target, tag.dim)
+    left, right = _group_of(shape, target, tag.dim)
     before = tag.outer * math.prod(shape[d] for d in left if d < tag.dim)
     if step.regions.fused & tag.sources and before == 1 and len(right) > 1 and target[right[0]] <= 3:
         # Two or three fused projections, one after another: each is divided by itself.
@@ -235,38 +251,9 @@ def _regrouped(step: Step) -> ColumnTag:
     raise ValueError("the tagged dimension is lost")
 
 
-def group_of(shape: tuple[int, ...], target: tuple[int, ...], dim: int) -> tuple[list[int], list[int]]:
+def _group_of(shape: tuple[int, ...], target: tuple[int, ...], dim: int) -> tuple[list[int], list[int]]:
     """The dimensions before and after a reshape that hold the same elements and include `dim`."""
-    i = j = 0
-    while i < len(shape) or j < len(target):
-        left, right = [i], [j]
-        a = shape[i] if i < len(shape) else 1
-        b = target[j] if j < len(target) else 1
-        i, j = i + 1, j + 1
-        while a != b:
-            if a < b:
-                left.append(i)
-                a, i = a * shape[i], i + 1
-            else:
-                right.append(j)
-                b, j = b * target[j], j + 1
-        if dim in left:
-            return left, right
-    raise ValueError("not a reshape")
-
-
-def _transpose(step: Step) -> ColumnTag:
-    a, b = (step.dim(1), step.dim(2)) if len(step.node.args) > 2 else (len(step.shape) - 2, len(step.shape) - 1)
-    dim = step.tag.dim
-    return replace(step.tag, dim=b if dim == a else a if dim == b else dim)
-
-
-def _permute(step: Step) -> ColumnTag:
-    return replace(step.tag, dim=[d % len(step.shape) for d in step.argument(1)].index(step.tag.dim))
-
-
-def _unsqueeze(step: Step) -> ColumnTag:
-    return replace(step.tag, dim=step.tag.dim + int(step.argument(1) % (len(step.shape) + 1) <= step.tag.dim))
+    return next((left, right) for left, right in reshape_groups(shape, target) if dim in left)
 
 
 def _squeeze(step: Step) -> ColumnTag:
@@ -294,11 +281,6 @@ def _slice(step: Step) -> ColumnTag:
     step.scale(2, None, start)
     step.scale(3, None, start + length)
     return step.regions.piece(step.tag, start, start + length, size)
-
-
-def _select(step: Step) -> ColumnTag:
-    require(step.dim(1) != step.tag.dim)
-    return replace(step.tag, dim=step.tag.dim - int(step.dim(1) < step.tag.dim))
 
 
 def _split(step: Step) -> ColumnTag:
@@ -330,16 +312,6 @@ def _item(step: Step) -> ColumnTag:
     return step.regions.piece(step.tag, start, stop, step.tag.pieces[-1][1])
 
 
-def _unbind(step: Step) -> ColumnTag:
-    require(step.dim(1) != step.tag.dim)
-    return replace(step.tag, dim=step.tag.dim - int(step.dim(1) < step.tag.dim))
-
-
-def _norm(step: Step) -> ColumnTag:
-    require(step.tag.dim < len(step.shape) - len(step.argument(1)))
-    return step.tag
-
-
 def _repeat_interleave(step: Step) -> ColumnTag:
     require(isinstance(step.argument(1), int) and step.argument(2, step.node.kwargs.get("dim")) is not None)
     require("output_size" not in step.node.kwargs)
@@ -347,34 +319,130 @@ def _repeat_interleave(step: Step) -> ColumnTag:
 
 
 def _reduce(step: Step) -> ColumnTag:
-    """Sums and the like over other dimensions."""
-    given = step.argument(1)
-    dims = [d % len(step.shape) for d in (given if isinstance(given, (list, tuple)) else [given])]
-    if step.name == "log_softmax" and step.tag.dim in dims:
+    """Sums and the like over other dimensions; a normalisation over the tagged one is that of a vocabulary."""
+    if step.name == "log_softmax" and step.dim(1) == step.tag.dim:
         return replace(step.tag, vocabulary=True)
-    require(bool(dims) and step.tag.dim not in dims)
-    kept = len(step.result) == len(step.shape)
-    return replace(step.tag, dim=step.tag.dim - (0 if kept else sum(d < step.tag.dim for d in dims)))
+    return _follow(step)
 
 
 _PASS = ("dropout", "to", "contiguous", "alias", "clone", "detach", "_to_copy", "type_as")
-VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten")
-REDUCE = ("mean", "sum", "softmax", "_softmax", "amax", "log_softmax", "var", "std", "cumsum", "argmax")
+_VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten")
+_REDUCE = ("mean", "sum", "softmax", "_softmax", "amax", "log_softmax", "var", "std", "cumsum", "argmax")
 
 RULES: dict[str, Callable[[Step], ColumnTag]] = {
     **dict.fromkeys(_PASS, _pass),
-    **dict.fromkeys(VIEWS, _view),
-    **dict.fromkeys(REDUCE, _reduce),
+    **dict.fromkeys(_VIEWS, _view),
+    **dict.fromkeys(_REDUCE, _reduce),
     **dict.fromkeys(("split", "split_with_sizes", "chunk"), _split),
-    **dict.fromkeys(("layer_norm", "rms_norm"), _norm),
+    **dict.fromkeys(("transpose", "permute", "unsqueeze", "select", "unbind", "layer_norm", "rms_norm"), _follow),
     "getitem": _item,
-    "transpose": _transpose,
-    "permute": _permute,
-    "unsqueeze": _unsqueeze,
     "squeeze": _squeeze,
     "expand": _expand,
     "slice": _slice,
-    "select": _select,
-    "unbind": _unbind,
     "repeat_interleave": _repeat_interleave,
 }
+
+_ALONG = ("slice", "select", "split", "split_with_sizes", "chunk", "unbind", "cat", "repeat_interleave")  # work along a dimension
+_MATRICES = ("matmul", "bmm", "baddbmm", "scaled_dot_product_attention")  # work on the last two
+
+
+class _MixedError(Exception):
+    """Samples would be mixed."""
+
+
+def find_gathering(table: OperatorTable, sharding: Sharding) -> Gathering:
+    """What changes in a divided layer when lanes divide it."""
+    try:
+        return _Search(table, sharding).run()
+    except _MixedError as error:
+        return Gathering({}, (), refused=str(error))
+
+
+class _Search:
+    def __init__(self, table: OperatorTable, sharding: Sharding):
+        self.table, self.sharding = table, sharding
+
+    def run(self) -> Gathering:
+        samples = {}
+        ends = set()
+        for rewrite in self.sharding.rewrites:
+            value = rewrite.value if isinstance(rewrite, Operand) else rewrite.node
+            if isinstance(rewrite, (ByDepth, DivideLoss, Lookup)):
+                ends.add(rewrite.node)
+            if isinstance(rewrite, DivideLoss):
+                (_, value, *_) = rewrite.node.args  # type: ignore[assignment]
+            if isinstance(rewrite, (Operand, ByDepth, DivideLoss, Lookup)):
+                found = self._samples(value)
+                if found is not None:
+                    samples[value] = found
+                elif not isinstance(rewrite, Operand):
+                    raise _MixedError(f"{rewrite.node.name} does not depend on the samples")
+        inside = sorted(self.sharding.values | ends, key=lambda node: self.table.position[node])
+        for node in inside:
+            self._check(node, node in ends)
+        return Gathering(samples, tuple(size for node in inside for size in self._sizes(node)))
+
+    def _samples(self, node: fx.Node) -> tuple[int, int] | None:
+        """The dimension of a tensor that runs over samples, and its length for one."""
+        value = node.meta.get("val")
+        if node in self.table.parameters or not isinstance(value, torch.Tensor):
+            return None
+        found = [(d, self._per_sample(node, size)) for d, size in enumerate(value.shape) if is_symbolic(size)]
+        if len(found) > 1:
+            raise _MixedError(f"{node.name} has {len(found)} dimensions that grow with the samples")
+        return found[0] if found else None
+
+    def _per_sample(self, node: fx.Node, size: Any) -> int:
+        """What a size that grows with the samples is for one of them."""
+        expression = size.node.expr
+        symbols = list(expression.free_symbols)
+        count = int(size.node.hint) // self.table.samples if size.node.hint is not None else 0
+        if len(symbols) != 1 or expression != count * symbols[0]:
+            raise _MixedError(f"a size of {node.name}, {expression}, is not a multiple of the samples")
+        return count
+
+    def _sizes(self, node: fx.Node) -> list[tuple[fx.Node, fx.Node, int]]:
+        sizes = []
+        for value in node.all_input_nodes:
+            size = value.meta.get("val")
+            if is_symbolic(size):
+                sizes.append((node, value, self._per_sample(node, size)))
+        return sizes
+
+    def _check(self, node: fx.Node, ends: bool) -> None:
+        """That an operator keeps samples apart, and in order."""
+        name = schema_name(node)
+        first: Any = node.args[0]
+        if ends or find_product(self.table, node) is not None:
+            return
+        where = self._samples(node)
+        before = self._samples(first) if isinstance(first, fx.Node) else where
+        if name in _MATRICES:
+            mixed = where is None or where[0] >= len(self.table.specs[node].shape) - 2
+        elif before is not None and name in _ALONG:
+            mixed = before[0] == self._dimension(node, name) % len(self.table.specs[node if name == "cat" else first].shape)
+        elif before is None or where is None:
+            mixed = before is not None
+        elif name in _VIEWS:
+            mixed = not self._leads(first, node, before[0], where[0])
+        elif name in _REDUCE:
+            given: Any = node.args[1]
+            rank = len(self.table.specs[first].shape)
+            mixed = before[0] in {d % rank for d in (given if isinstance(given, (list, tuple)) else [given])}
+        else:
+            mixed = False
+        if mixed:
+            raise _MixedError(f"{node.name} does not keep samples apart")
+
+    @staticmethod
+    def _dimension(node: fx.Node, name: str) -> int:
+        position = {"split": 2, "split_with_sizes": 2, "chunk": 2, "repeat_interleave": 2}.get(name, 1)
+        found: Any = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
+        return int(found)
+
+    def _leads(self, first: fx.Node, node: fx.Node, before: int, after: int) -> bool:
+        """Whether a reshape leaves each sample's elements together: samples come first in their group of dimensions on both sides."""
+        shape, target = self.table.specs[first].shape, self.table.specs[node].shape
+        left, right = _group_of(shape, target, before)
+        ahead = [shape[d] for d in left if d < before] + [target[d] for d in right if d < after]
+        return after in right and math.prod(ahead) == 1

@@ -101,6 +101,6 @@ def test_a_fault_in_the_analysis_is_still_atolls(monkeypatch: pytest.MonkeyPatch
         raise IndexError("inside")
 
     write_script()
-    monkeypatch.setattr("atoll.graph.capture.find_liveness", broken)
+    monkeypatch.setattr("atoll.graph.capture.Liveness", broken)
     assert run(["plan", "train.py", "-c", "tiny.toml"]) == 1
     assert "a fault in Atoll" in capsys.readouterr().err

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from atoll.cluster import Cluster, dump_cluster, parse_cluster
 from atoll.cluster.cluster import Link, Site
+from atoll.cluster.measure import Case, interleaved
 from atoll.cluster.probe import probe_host, rounded
-from atoll.cluster.timing import Case, interleaved
 
 
 class World:

@@ -129,7 +129,7 @@ def _work(
 ) -> None:
     """Until the run is over."""
     with _not_begun(credentials.name):
-        from atoll.cli.imposed import imposed_speed
+        from atoll.cli.swarm_process import imposed_speed
         from atoll.runtime.modes.swarm.member_process import run_member
         from atoll.runtime.modes.swarm.own_devices import OwnDevices
         from atoll.runtime.modes.swarm.spec import load_spec_job

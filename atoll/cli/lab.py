@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.status import say
+from atoll.cli.output import say
 from atoll.cluster import Cluster, load_cluster
 from atoll.errors import LabError
 from atoll.events import EventLog, FaultEnded, FaultInjected

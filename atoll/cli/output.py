@@ -1,4 +1,5 @@
-"""Where a command's output goes and which characters it may use: JSON stays JSON, and a terminal without Unicode gets ASCII."""
+"""Where a command's output goes and which characters it may use: JSON stays JSON, and a terminal without Unicode gets ASCII. What a command
+is doing right now stands on stderr: a spinner on a terminal, one plain line after two seconds elsewhere."""
 
 import codecs
 import ctypes
@@ -7,15 +8,16 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["notes_view", "print_json", "show_what_the_terminal_can", "stdout_to_stderr"]
+__all__ = ["notes_view", "print_json", "say", "show_what_the_terminal_can", "stdout_to_stderr", "working"]
 
 _PLAIN = dict(zip("█▏·–—─━│›▶◀•×µμ≈", "#|-----|>><*xuu~", strict=True)) | {
     "…": "...",
@@ -96,3 +98,29 @@ def notes_view(notes: tuple[str, ...]) -> RenderableType:
     for note in notes:
         table.add_row("·", Text(note))
     return Group(Text("Notes", style="bold"), Padding(table, (0, 0, 1, 2)))
+
+
+_PATIENCE_SECONDS = 2.0  # what is done sooner than this needs no word where no spinner can turn
+
+
+@contextmanager
+def working(message: str) -> Iterator[Callable[[str], None]]:
+    """Show `message` until the block ends; the callable it yields replaces what follows the message."""
+    console = Console(stderr=True, highlight=False)
+    if console.is_terminal:
+        spinner = "dots" if console.encoding.startswith("utf") else "line"
+        with console.status(Text(f"{message} …"), spinner=spinner) as status:
+            yield lambda detail: status.update(Text(f"{message}: {detail} …"))
+        return
+    timer = threading.Timer(_PATIENCE_SECONDS, lambda: print(f"{message} …", file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield lambda detail: None
+    finally:
+        timer.cancel()
+
+
+def say(message: str) -> None:
+    """A line on stderr."""
+    print(message, file=sys.stderr)

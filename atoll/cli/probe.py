@@ -14,9 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from atoll import units
-from atoll.cli.output import print_json
+from atoll.cli.output import print_json, say
 from atoll.cli.render import show
-from atoll.cli.status import say
 from atoll.cluster import Cluster, DeviceKind, MatmulRate, dump_cluster
 from atoll.errors import ClusterError
 

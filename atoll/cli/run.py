@@ -11,11 +11,10 @@ import msgspec
 import typer
 
 from atoll.cli.mode_options import apply_to_plan, chosen_options, is_given
-from atoll.cli.output import notes_view
+from atoll.cli.output import notes_view, say
 from atoll.cli.plan import make_plan_for, priced
 from atoll.cli.render import plan_view, show
 from atoll.cli.report import short_view
-from atoll.cli.status import say
 from atoll.cli.target import Target, load_target
 from atoll.cluster import Cluster, dump_cluster, load_cluster
 from atoll.codec import CodecChoice

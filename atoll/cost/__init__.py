@@ -2,9 +2,8 @@
 
 from atoll.cost.calibration import Calibration, LayerTime, calibration_names, load_calibration, meaning, named_calibration
 from atoll.cost.context import OPTIMIZERS
-from atoll.cost.cost import Cost, MemoryUse, StageCost
-from atoll.cost.evaluate import Evaluator, StalenessEffect, cost, staleness_effect
-from atoll.cost.layer_times import LayerTimes, read_layer_times
+from atoll.cost.evaluate import Cost, Evaluator, StageCost, StalenessEffect, cost, staleness_effect
+from atoll.cost.memory import MemoryUse
 
 __all__ = [
     "OPTIMIZERS",
@@ -12,7 +11,6 @@ __all__ = [
     "Cost",
     "Evaluator",
     "LayerTime",
-    "LayerTimes",
     "MemoryUse",
     "StageCost",
     "StalenessEffect",
@@ -21,6 +19,5 @@ __all__ = [
     "load_calibration",
     "meaning",
     "named_calibration",
-    "read_layer_times",
     "staleness_effect",
 ]

@@ -9,8 +9,8 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from atoll.cluster import Device
-from atoll.cost.amounts import lane_part
 from atoll.cost.calibration import Calibration, KindFactor, LayerTime
+from atoll.cost.context import lane_part
 from atoll.cost.measured import MeasuredTimes
 from atoll.graph import Graph, Layer, Work
 

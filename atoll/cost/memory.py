@@ -3,15 +3,30 @@
 from collections.abc import Sequence
 from functools import lru_cache
 
-from atoll.cost.amounts import Held, tensor_fraction
+import msgspec
+
 from atoll.cost.calibration import Calibration
-from atoll.cost.context import DevicePlace, OptimizerCost, PricingContext
-from atoll.cost.cost import MemoryUse
-from atoll.cost.swarm import is_overlapped
+from atoll.cost.context import DevicePlace, Held, OptimizerCost, PricingContext, tensor_fraction
+from atoll.cost.synchronisation import is_overlapped
 from atoll.plan import Plan, Replica, Stage
 from atoll.plan.division import lane_bounds
 
-__all__ = ["Memory", "memory_use"]
+__all__ = ["Memory", "MemoryUse", "memory_use"]
+
+
+class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes one device holds at its peak."""
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    buffers: float = 0.0  # what communication and the allocator need, the runtime's own context
+
+    @property
+    def total_bytes(self) -> float:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
 
 class Memory:

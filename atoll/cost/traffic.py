@@ -6,11 +6,11 @@ from itertools import pairwise
 
 from atoll.cluster import Device
 from atoll.codec import codec_spec
-from atoll.cost.communication import collective_bytes, span_of
+from atoll.cost.communication import Group, collective_bytes, span_of
 from atoll.cost.context import DevicePlace, PricingContext
+from atoll.cost.pipeline import Counts
 from atoll.cost.synchronisation import ReductionWork, Synchronisation
 from atoll.cost.transfer import Transfers
-from atoll.cost.workers import Counts
 from atoll.plan import Plan, Replica, Stage
 from atoll.plan.division import pair_counts
 
@@ -39,9 +39,10 @@ class Traffic:
         carried: dict[str, float] = {}
         for stage, place, row in zip(plan.stages, places, works, strict=True):
             for work in row:
-                _add_sync(plan, work, carried)
+                _add_groups(carried, work.groups, work.nbytes)
             self._inside.add(plan, stage, place, carried)
-        self._add_tied(plan, places, tied_volumes, carried)
+        for homes, nbytes in tied_volumes:
+            _add_groups(carried, self._synchronisation.tied_groups([places[s] for s in homes]), nbytes)
         if len(places) > 1:
             self._add_boundaries(plan, places, counts, carried)
         return {name: nbytes for name, nbytes in carried.items() if nbytes}
@@ -51,15 +52,6 @@ class Traffic:
         boundaries = zip(pairwise(places), pairwise(counts), strict=True)
         ways = [self._times_by_link(*both, *rows) for both, rows in boundaries]
         return {link for times in ways for (link, between_sites), count in times.items() if between_sites and count}
-
-    def _add_tied(
-        self, plan: Plan, places: Sequence[DevicePlace], volumes: Sequence[tuple[list[int], float]], carried: dict[str, float]
-    ) -> None:
-        """Gradients of parameters that several stages hold copies of."""
-        for homes, nbytes in volumes:
-            for group in self._synchronisation.tied_groups([places[s] for s in homes]):
-                for name, amount in collective_bytes(group.span, nbytes, 2.0).items():
-                    carried[name] = carried.get(name, 0.0) + amount * group.times
 
     def _add_boundaries(self, plan: Plan, places: Sequence[DevicePlace], counts: Counts, carried: dict[str, float]) -> None:
         """Activations forth and gradients back, along the routes of the micro-batches."""
@@ -86,10 +78,10 @@ class Traffic:
         return times
 
 
-def _add_sync(plan: Plan, work: ReductionWork, carried: dict[str, float]) -> None:
-    """Gradients among replicas."""
-    for group in work.groups:
-        for name, amount in collective_bytes(group.span, work.nbytes, 2.0).items():
+def _add_groups(carried: dict[str, float], groups: Sequence[Group], nbytes: float) -> None:
+    """What groups that agree on gradients of so many bytes put on links."""
+    for group in groups:
+        for name, amount in collective_bytes(group.span, nbytes, 2.0).items():
             carried[name] = carried.get(name, 0.0) + amount * group.times
 
 

@@ -11,7 +11,7 @@ from atoll.cluster import Device
 from atoll.cluster.cluster import site_index
 from atoll.codec import codec_spec
 from atoll.cost.context import DevicePlace, PricingContext
-from atoll.cost.workers import Hop
+from atoll.cost.pipeline import Hop
 from atoll.plan import Plan, Stage
 
 __all__ = ["Boundary", "Path", "SharedLinks", "Transfers"]

@@ -6,7 +6,7 @@ Decisions the rules rest on:
 - All replicas of a stage have the same `lanes × tensor`. A lane may take no samples (it still holds its shard), a replica may not.
 - With several stages a replica takes whole micro-batches; when `batch_size` is not a multiple, one replica takes the smaller last one.
 - Under tensor parallelism, layers that cannot be split are repeated on every device; a stage with nothing to split is an error.
-- Tensor shares deal out whole units (`plan/units.py`): where a layer's units do not divide by `tensor`, a replica must say its shares.
+- Tensor shares deal out whole units (`plan/division.py`): where a layer's units do not divide by `tensor`, a replica must say its shares.
 - Lanes split a layer in parts as equal as its units allow; they do so only where `tensor` is 1, and not where they divide its experts.
 - A plan says only what its mode can run (`plan/modes/`).
 - Memory is not a rule but a prediction: `Cost.over_memory` says what does not fit.
@@ -21,12 +21,11 @@ from atoll.cluster.cluster import device_index
 from atoll.errors import PlanError
 from atoll.graph import Graph
 from atoll.plan.constraints import constraint_problems
+from atoll.plan.division import even_shares, split_units
 from atoll.plan.modes import mode_rules
-from atoll.plan.plan import Plan, Stage
-from atoll.plan.problem import Mark, Problem
+from atoll.plan.plan import Mark, Plan, Problem, Stage
 from atoll.plan.table import stage_table
 from atoll.plan.text import numbers_text
-from atoll.plan.units import even_shares, split_units
 
 __all__ = ["parallelism_problems", "share_problems", "validate"]
 

@@ -16,7 +16,7 @@ from atoll.cost import Evaluator
 from atoll.graph import Graph
 from atoll.plan import Plan, Stage
 from atoll.plan.constraints import copies_asked
-from atoll.plan.units import even_shares, split_units
+from atoll.plan.division import even_shares, split_units
 from atoll.planner.balance import shares
 from atoll.planner.rules import Rules
 from atoll.planner.timing import Inside

@@ -16,12 +16,11 @@ from msgspec.structs import replace
 from atoll.cluster import Device
 from atoll.cost import Evaluator
 from atoll.plan import Plan, Replica, Stage
+from atoll.plan.division import even_shares, split_units
 from atoll.plan.modes import ModeRules, default_rules
-from atoll.plan.units import even_shares, split_units
 from atoll.planner.balance import shares
 from atoll.planner.rules import Rules
-from atoll.planner.search import Found
-from atoll.planner.tally import Tally
+from atoll.planner.search import Found, Tally
 
 __all__ = ["baselines", "best_baselines"]
 

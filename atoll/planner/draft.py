@@ -14,9 +14,9 @@ from msgspec.structs import replace
 
 from atoll.cost import Evaluator
 from atoll.plan import CodecName, Plan, Replica, Schedule, Stage
-from atoll.plan.units import even_shares, split_units
+from atoll.plan.division import even_shares, split_units
+from atoll.planner.arrange import Slot
 from atoll.planner.balance import balanced_cuts, shares
-from atoll.planner.classes import Slot
 from atoll.planner.rules import Rules
 from atoll.planner.timing import Inside, SlotSeconds, SlotTimes
 

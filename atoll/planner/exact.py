@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from atoll.codec import codec_spec
 from atoll.cost import Evaluator
 from atoll.plan import CodecName, Plan, Replica, Stage
-from atoll.plan.units import even_shares, split_units
+from atoll.plan.division import even_shares, split_units
 from atoll.planner.balance import shares
 from atoll.planner.rules import Rules
 

@@ -18,16 +18,15 @@ from atoll.graph import Graph
 from atoll.plan import CodecName, Mode, Plan
 from atoll.plan.modes import ModeRules, default_rules, installed_modes, mode_rules
 from atoll.planner.annotated import annotated_plans
+from atoll.planner.arrange import device_classes
 from atoll.planner.baselines import best_baselines
-from atoll.planner.classes import device_classes
 from atoll.planner.draft import TOO_FEW
 from atoll.planner.exact import Exact, is_small
 from atoll.planner.mode import choose_mode
 from atoll.planner.reasons import bottleneck, plan_reasons, relief, what_would_help
 from atoll.planner.refine import climb
 from atoll.planner.rules import Rules, rules_of
-from atoll.planner.search import FEW_DEVICES, Found, micro_batch_sizes, search
-from atoll.planner.tally import Tally
+from atoll.planner.search import FEW_DEVICES, Found, Tally, micro_batch_sizes, search
 from atoll.planner.timing import SlotTimes
 from atoll.units import format_bytes
 

@@ -10,8 +10,7 @@ from atoll.plan import CodecName, Plan, Replica, Stage
 from atoll.plan.modes import mode_rules
 from atoll.planner.balance import shares
 from atoll.planner.rules import Rules
-from atoll.planner.search import Found
-from atoll.planner.tally import Tally
+from atoll.planner.search import Found, Tally
 
 __all__ = ["climb", "reshared"]
 

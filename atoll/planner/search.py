@@ -10,16 +10,38 @@ from itertools import combinations
 from typing import NamedTuple
 
 from atoll.plan import CodecName, Plan
+from atoll.plan.division import even_shares, split_units
 from atoll.plan.modes import hosts_of
-from atoll.plan.units import even_shares, split_units
-from atoll.planner.arrange import arrange, site_columns
-from atoll.planner.classes import DeviceClass, Slot, slots_of
+from atoll.planner.arrange import DeviceClass, Slot, arrange, site_columns, slots_of
 from atoll.planner.draft import Draft, Drafted, complete, with_names
 from atoll.planner.rules import Rules
-from atoll.planner.tally import Tally
 from atoll.planner.timing import Inside, SlotTimes
 
-__all__ = ["Found", "insides", "micro_batch_sizes", "search", "stage_counts"]
+__all__ = ["Found", "Tally", "insides", "micro_batch_sizes", "search", "stage_counts"]
+
+
+class Tally:
+    """What became of every plan looked at: priced in full, or ruled out before, by reason. Each is counted once, so the numbers add up."""
+
+    def __init__(self) -> None:
+        self.priced = 0
+        self.ruled_out: Counter[str] = Counter()
+
+    @property
+    def considered(self) -> int:
+        """All of them."""
+        return self.priced + self.ruled_out.total()
+
+    def reasons(self) -> str:
+        """The three for which most were ruled out, where nothing was found."""
+        return ", ".join(f"{reason} ({count:,})" for reason, count in self.ruled_out.most_common(3) if count) or "no layout is possible"
+
+    def lines(self, chosen: bool, why_not: str) -> tuple[str, ...]:
+        """A line for each reason, most first; of those priced, all but the one chosen, if it was among them, were not taken: `why_not`."""
+        rest = self.priced - chosen
+        lines = [f"{count:,} × {reason}" for reason, count in self.ruled_out.most_common() if count]
+        return (*lines, f"{rest:,} × {why_not}") if rest else tuple(lines)
+
 
 Progress = Callable[[str, int, int], None]
 FEW_DEVICES = 64  # up to which even small parts of a cluster are tried

@@ -8,7 +8,7 @@ from atoll.cost import Evaluator
 from atoll.cost.communication import Span, all_gather_seconds, all_reduce_seconds, all_to_all_seconds, span_of
 from atoll.cost.compute import ComputeTimes
 from atoll.plan import Replica, Stage
-from atoll.planner.classes import DeviceClass, Slot
+from atoll.planner.arrange import DeviceClass, Slot
 
 __all__ = ["Inside", "SlotSeconds", "SlotTimes"]
 

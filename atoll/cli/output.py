@@ -9,15 +9,23 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 
+import msgspec
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["notes_view", "print_json", "say", "show_what_the_terminal_can", "stdout_to_stderr", "working"]
+from atoll.errors import AtollError
+
+__all__ = [
+    "check_writable", "headed_table", "notes_view", "print_json", "say", "show_what_the_terminal_can", "stdout_to_stderr", "titled",
+    "working",
+]  # fmt: skip
 
 _PLAIN = dict(zip("█▏·–—─━│›▶◀•×µμ≈", "#|-----|>><*xuu~", strict=True)) | {
     "…": "...",
@@ -49,8 +57,9 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
     return "".join(_PLAIN.get(character, "?") for character in error.object[error.start : error.end]), error.end
 
 
-def print_json(document: str) -> None:
-    """Print JSON, with escapes for what the encoding of stdout might lack: they are the same document."""
+def print_json(value: object) -> None:
+    """Print a value as JSON, with escapes for what the encoding of stdout might lack: they are the same document. A string is JSON."""
+    document = value if isinstance(value, str) else msgspec.json.format(msgspec.json.encode(value), indent=1).decode()
     if not (sys.stdout.encoding or "").lower().startswith("utf"):
         document = re.sub(r"[^\x00-\x7f]", lambda character: json.dumps(character[0])[1:-1], document)
     print(document)
@@ -90,14 +99,32 @@ def _flush_c() -> None:
         ctypes.CDLL(None).fflush(None)
 
 
-def notes_view(notes: tuple[str, ...]) -> RenderableType:
+def notes_view(notes: Iterable[str]) -> RenderableType:
     """What was assumed or estimated on the way to a plan."""
     table = Table.grid(padding=(0, 1))
     table.add_column(no_wrap=True)
     table.add_column(ratio=1)
     for note in notes:
         table.add_row("·", Text(note))
-    return Group(Text("Notes", style="bold"), Padding(table, (0, 0, 1, 2)))
+    return titled("Notes", table)
+
+
+def titled(title: str | Text, table: Table) -> RenderableType:
+    """A table below its title, a little to the right, and an empty line."""
+    return Group(Text(title, style="bold") if isinstance(title, str) else title, Padding(table, (0, 0, 1, 2)))
+
+
+def headed_table() -> Table:
+    """An empty table whose columns have bold headings with a line below."""
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+
+
+def check_writable(path: Path) -> None:
+    """Refuses a file that cannot be there; asked before a long search or measurement, not after it."""
+    if path.is_dir():
+        raise AtollError(f"-o {path}: is a directory; give a file")
+    if not path.resolve().parent.is_dir():
+        raise AtollError(f"-o {path}: there is no directory {path.resolve().parent}")
 
 
 _PATIENCE_SECONDS = 2.0  # what is done sooner than this needs no word where no spinner can turn

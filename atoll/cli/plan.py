@@ -1,18 +1,16 @@
 """`atoll plan TARGET --cluster FILE`: make a plan, explain it, and write it down."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from rich import box
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from atoll.cli.output import notes_view, print_json, say, working
+from atoll.cli.output import check_writable, headed_table, notes_view, print_json, say, titled, working
 from atoll.cli.render import plan_view, show
 from atoll.cli.target import Target, load_target
 from atoll.cluster import Cluster, load_cluster
@@ -56,7 +54,7 @@ def plan(
     if check is not None:
         _refuse_with_check({"--output": output, "--why": why, "--mode": mode, "--codec": codec != "none"})
     if output is not None:
-        _check_writable(output)
+        check_writable(output)
     devices = load_cluster(cluster)
     constants = load_calibration(calibration) if calibration else None
     model = load_target(target, batch_size, context.obj or ())
@@ -68,7 +66,9 @@ def plan(
     if output is not None:
         save_plan(planned.candidates[0].plan, output)
     if as_json:
-        print_json(planned_json(planned, model, devices))
+        entries = [_entry(candidate.plan, candidate.cost, model.graph, candidate.reasons) for candidate in planned.candidates]
+        more = {name: getattr(planned, name) for name in ("considered", "exact", "ruled_out", "bottleneck", "relief")}
+        print_json(_document(model, devices, entries, planned.seconds, more))
     else:
         _show(planned, model, devices, why)
     if output is not None:
@@ -79,14 +79,6 @@ def _here(model: Target, cluster: Cluster) -> Calibration | None:
     """For one device that was probed, presumably this machine: the time that loading a batch took here is part of a step."""
     alone = len(cluster.devices) == 1 and cluster.devices[0].kind.measured is not None
     return Calibration(step_seconds=model.loading_seconds, source="data loaded here") if alone else None
-
-
-def _check_writable(path: Path) -> None:
-    """Before a long search, not after it."""
-    if path.is_dir():
-        raise PlanError(f"-o {path}: is a directory; give a file")
-    if not path.resolve().parent.is_dir():
-        raise PlanError(f"-o {path}: there is no directory {path.resolve().parent}")
 
 
 def make_plan_for(model: Target, cluster: Cluster, calibration: Calibration | None, mode: str, codec: CodecChoice) -> "Planned":
@@ -143,13 +135,10 @@ def _check(path: Path, model: Target, cluster: Cluster, calibration: Calibration
     given = load_plan(path)
     if batch_size is not None and batch_size != given.batch_size:
         raise PlanError(f"--batch-size {batch_size}: {path} is a plan of a batch of {given.batch_size}; leave it out, or plan anew")
-    try:
-        validate(given, model.graph, cluster)
-    except PlanError as error:
-        raise PlanError(f"{path}: {error}") from None
+    validate(given, model.graph, cluster, source=path)
     predicted, said = priced(given, model, cluster, calibration)
     if as_json:
-        print_json(checked_json(given, predicted, model, cluster, said))
+        print_json(_document(model, cluster, [_entry(given, predicted, model.graph, said)]))
     else:
         show(plan_view(given, predicted, model.graph, cluster), *_notes((*model.notes, *said)))
     if not predicted.fits:
@@ -183,13 +172,13 @@ def why_view(planned: "Planned", *, long: bool) -> RenderableType:
             table.add_row(name if number == 0 else "", Text(sentence))
         if len(sentences) > len(shown) and shown:
             table.add_row("", Text(f"… {len(sentences) - len(shown)} more with --why", style="dim"))
-    return Group(Text("Why", style="bold"), Padding(table, (0, 0, 1, 2)))
+    return titled("Why", table)
 
 
 def alternatives_table(planned: "Planned", *, long: bool) -> RenderableType:
     """The plans after the best: how their steps compare, and in what they differ from it."""
     best = planned.candidates[0]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table = headed_table()
     table.add_column("#", justify="right")
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("against the best", justify="right")
@@ -216,41 +205,21 @@ def _shape(plan: Plan) -> str:
     return f"{plan.mode} {len(plan.stages)} × {each}"
 
 
-def planned_json(planned: "Planned", model: Target, cluster: Cluster) -> str:
-    """The planner's answer, best plan first."""
-    return _document(
-        model,
-        cluster,
-        planned.seconds,
-        [_entry(candidate.plan, candidate.cost, model.graph, candidate.reasons) for candidate in planned.candidates],
-        {
-            "considered": planned.considered,
-            "exact": planned.exact,
-            "ruled_out": planned.ruled_out,
-            "bottleneck": planned.bottleneck,
-            "relief": planned.relief,
-        },
-    )
-
-
-def checked_json(plan: Plan, cost: Cost, model: Target, cluster: Cluster, reasons: Sequence[str] = ()) -> str:
-    """One plan that was given rather than made, in the same shape."""
-    return _document(model, cluster, 0.0, [_entry(plan, cost, model.graph, reasons)], {})
-
-
-def _document(model: Target, cluster: Cluster, plan_seconds: float, plans: list[dict[str, Any]], more: dict[str, Any]) -> str:
+def _document(
+    model: Target, cluster: Cluster, plans: list[dict[str, Any]], plan_seconds: float = 0.0, more: Mapping[str, object] | None = None
+) -> dict[str, object]:
+    """What `--json` prints, best plan first; docs fix its shape, more keys may come."""
     graph = model.graph
-    document = {
+    return {
         "capture_seconds": model.capture_seconds,
         "plan_seconds": plan_seconds,
         "graph": {"name": graph.name, "layers": len(graph.layers), "parameters": graph.parameters, "precision": graph.precision},
         "cluster": {"name": cluster.name, "sites": len(cluster.sites), "hosts": len(cluster.hosts), "devices": len(cluster.devices)},
         "batch_size": plans[0]["batch_size"],
         "notes": model.notes,
-        **more,
+        **(more or {}),
         "plans": plans,
     }
-    return msgspec.json.format(msgspec.json.encode(document), indent=1).decode()
 
 
 def _entry(plan: Plan, cost: Cost, graph: Graph, reasons: Sequence[str]) -> dict[str, Any]:

@@ -6,13 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from atoll.cli.output import headed_table, titled
 from atoll.cluster import Cluster
 from atoll.cluster.cluster import device_index
 from atoll.cost import Cost
@@ -82,15 +81,13 @@ def step_view(cost: Cost, graph: Graph) -> RenderableType:
     if cost.dollars_per_step:
         line.append(f" · ${cost.dollars_per_step:.3g} a step")
     table = Table.grid(padding=(0, 2))
-    table.add_column(justify="left")
-    table.add_column(justify="right")
-    table.add_column(justify="right")
-    table.add_column()
+    for justify in ("left", "right", "right", "left"):
+        table.add_column(justify=justify)
     for name, seconds in sorted(cost.breakdown.items(), key=lambda item: -item[1]):
         share = seconds / cost.step_seconds if cost.step_seconds else 0.0
         bar = Text("█" * round(share * _BAR) or "▏", style="green" if name == "compute" else "yellow")
         table.add_row(Text(name), Text(format_seconds(seconds)), Text(f"{share:.0%}", style="dim"), bar)
-    return Group(line, Padding(table, (0, 0, 1, 2)))
+    return titled(line, table)
 
 
 def _rate(value: float, what: str) -> str:
@@ -114,7 +111,7 @@ def links_table(plan: Plan, cost: Cost, cluster: Cluster) -> RenderableType:
     rest = [(name, nbytes) for name, nbytes in cost.link_bytes.items() if name not in rates and f"inside {name}" not in dict(near)]
     for name, nbytes in [*_summed(far[_MOST_LINKS:], 0, "more links between sites"), *_summed(near, _MOST_SITES, "sites, inside"), *rest]:
         table.add_row(Text(name), Text(format_bytes(nbytes)), "")
-    return Group(Text("Bytes on each link a step", style="bold"), Padding(table, (0, 0, 1, 2)))
+    return titled("Bytes on each link a step", table)
 
 
 def _summed(links: list[tuple[str, float]], most: int, what: str) -> list[tuple[str, float]]:
@@ -157,7 +154,7 @@ class StagesTable:
 
     def _table(self, room: int) -> Table:
         """The table with so many characters for devices; 0 leaves them out."""
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+        table = headed_table()
         columns = (("stage", True), ("layers", True), ("devices", False), ("batch share", True), ("inside", False), ("memory", True))
         for name, is_number in (*columns, ("time", True)):
             table.add_column(name, justify="right" if is_number else "left", no_wrap=True)

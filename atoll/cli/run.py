@@ -192,10 +192,7 @@ def _prepare_here(script: str, arguments: tuple[str, ...], rules: ModeRules, opt
 
 
 def _validate(plan: Plan, model: Target, cluster: Cluster | None, file: Path | None) -> None:
-    try:
-        validate(plan, model.graph, cluster)
-    except PlanError as error:
-        raise PlanError(f"{file or 'plan.json'}: {error}") from None
+    validate(plan, model.graph, cluster, source=file or "plan.json")
     if plan.batch_size != model.batch_size:
         raise PlanError(f"{file or 'plan.json'}: a plan of a batch of {plan.batch_size}, but the job's is {model.batch_size}; plan anew")
 

@@ -30,8 +30,11 @@ from atoll.plan.text import numbers_text
 __all__ = ["parallelism_problems", "share_problems", "validate"]
 
 
-def validate(plan: Plan, graph: Graph | None = None, cluster: Cluster | None = None) -> None:
-    """Raise `PlanError` for the first rule the plan breaks, by itself and, where they are given, with its graph and cluster."""
+def validate(plan: Plan, graph: Graph | None = None, cluster: Cluster | None = None, *, source: object = None) -> None:
+    """Raise `PlanError` for the first rule the plan breaks, by itself and, where they are given, with its graph and cluster.
+
+    It begins with `source`, the file the plan is from, if that is given.
+    """
     checks: list[Callable[[], Iterable[Problem]]] = [
         lambda: _fields(plan),
         lambda: _layers(plan),
@@ -45,7 +48,8 @@ def validate(plan: Plan, graph: Graph | None = None, cluster: Cluster | None = N
         checks += [lambda: _against_graph(plan, graph), lambda: constraint_problems(plan, graph), lambda: _whole_units(plan, graph)]
     for check in checks:  # each may rely on those before it having found nothing
         for problem in check():
-            raise PlanError(f"{problem.sentence}\n\n{stage_table(plan, problem.mark)}")
+            where = f"{source}: " if source is not None else ""
+            raise PlanError(f"{where}{problem.sentence}\n\n{stage_table(plan, problem.mark)}")
 
 
 def _fields(plan: Plan) -> Iterator[Problem]:

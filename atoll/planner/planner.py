@@ -4,7 +4,6 @@ Small problems are solved exactly; larger ones by a broad search with balanced c
 """
 
 import time
-from collections.abc import Callable
 from itertools import islice
 
 import msgspec
@@ -26,13 +25,12 @@ from atoll.planner.mode import choose_mode
 from atoll.planner.reasons import bottleneck, plan_reasons, relief, what_would_help
 from atoll.planner.refine import climb
 from atoll.planner.rules import Rules, rules_of
-from atoll.planner.search import FEW_DEVICES, Found, Tally, micro_batch_sizes, search
+from atoll.planner.search import FEW_DEVICES, BroadSearch, Found, Progress, Tally, micro_batch_sizes
 from atoll.planner.timing import SlotTimes
 from atoll.units import format_bytes
 
 __all__ = ["Candidate", "Planned", "plan"]
 
-Progress = Callable[[str, int, int], None]
 MOST_SAMPLES = 2**20  # of a global batch: more is surely a slip of the pen, and takes long to share out
 
 
@@ -132,11 +130,11 @@ class _Search:
 
     def _searched(self, codec_sets: list[dict[str, CodecName]], keep: int) -> list[Found]:
         """On all devices of a kind that the mode may use; where they are more than a batch has micro-batches for, on some of them."""
-        about = self.timing, self.rules, self.batch_size, codec_sets, keep, self.max_priced // 2, self.tally, self.progress
-        execution = self.rules.execution
-        found = search(*about, most_devices=execution.most_devices)
+        broad = BroadSearch(self.timing, self.rules, self.batch_size, codec_sets, self.tally, self.progress)
+        execution, prices = self.rules.execution, self.max_priced // 2
+        found = broad.run(keep, prices, execution.most_devices)
         too_many = not found and execution.whole_micro_batches and self.tally.ruled_out[TOO_FEW]
-        return search(*about, most_devices=self.batch_size) if too_many else found
+        return broad.run(keep, prices, self.batch_size) if too_many else found
 
     def _annotated(self, keep: int) -> list[Found]:
         """The best of the plans in which every stage follows its own annotations."""

@@ -200,7 +200,7 @@ def play_columns(
     ends = _decisive_ends(plan.schedule, loads)
     finish = _by_stage(ends, kinds)
     if only_step:
-        return Played(finish, [], [], _no_transfer)
+        return Played(finish, [], [], lambda s, i: 0.0)
     stages = len(plan.stages)
     held = [counts if plan.schedule == "gpipe" else [min(count, stages - s) for count in counts] for s in range(stages)]
 
@@ -231,27 +231,18 @@ def _by_stage(rows: dict[_Kind, list[_T]], kinds: list[_Kind]) -> list[list[_T]]
     return [list(row) for row in zip(*[rows[kind] for kind in kinds], strict=True)]
 
 
-def _no_transfer(_stage: int, _replica: int) -> float:
-    return 0.0
-
-
 def _decisive_ends(schedule: str, loads: dict[_Kind, "_Load"]) -> dict[_Kind, list[float]]:
     """When the stages of each kind of column end; 0 where another kind surely ends, and begins its last backwards, no earlier."""
     ends: dict[_Kind, list[float]] = {}
     played: list[tuple[_Load, float]] = []  # with the earliest begin of a stage's last backward
     for kind, load in sorted(loads.items(), key=lambda item: -item[1].busiest):
-        if any(load.bound(schedule) <= begin or _no_less(other, load) for other, begin in played):
+        if any(load.bound(schedule) <= begin or other.outlasts(load) for other, begin in played):
             ends[kind] = [0.0] * len(load.forward)
         else:
             finish = column_seconds(load.forward, load.backward, load.onward, load.back, load.count, schedule)[1]
             played.append((load, min(map(sub, finish, load.backward))))
             ends[kind] = finish
     return ends
-
-
-def _no_less(a: "_Load", b: "_Load") -> bool:
-    """Whether a column has as much to do as another in every respect: then it ends no earlier, whatever it waits for."""
-    return a.count >= b.count and all(map(ge, a.times, b.times))
 
 
 def _differ(row: Sequence[object]) -> bool:
@@ -270,6 +261,10 @@ class _Load:
         """All of one micro-batch."""
         hops = (*self.onward, *self.back)
         return [*self.forward, *self.backward, *[hop[0] for hop in hops], *[hop[1] for hop in hops]]
+
+    def outlasts(self, other: "_Load") -> bool:
+        """Whether it has as much to do as another in every respect: then it ends no earlier, whatever it waits for."""
+        return self.count >= other.count and all(map(ge, self.times, other.times))
 
     def busy(self) -> list[float]:
         """Seconds each stage works in a step."""
@@ -301,35 +296,23 @@ class _Columns:
                     self._shared.add(path.resource, count, seconds * times)
 
     def load(self, replicas: Replicas, column: int) -> _Load:
-        """What a column has to do."""
+        """What a column has to do; encoding a micro-batch is a part of the forward and backward that it follows."""
+        plan, transfers, count = self._plan, self._transfers, self.counts[column]
         forward, backward = [row[column].forward for row in replicas], [row[column].backward for row in replicas]
-        if self._plan.codecs:
-            codec_forward, codec_backward = self.codec(column)
-            forward, backward = list(map(add, forward, codec_forward)), list(map(add, backward, codec_backward))
-        return _Load(self.counts[column], forward, backward, *self.hops(column))
-
-    def hops(self, column: int) -> tuple[list[Hop], list[Hop]]:
-        """The hops of a column, forth and back."""
-        count = self.counts[column]
         onward, back = [], []
-        for boundary, (forth_bytes, back_bytes) in zip(self.boundaries, self._bytes, strict=True):
-            onward.append(self._hop(boundary.onward[column], forth_bytes, count))
-            back.append(self._hop(boundary.back[column], back_bytes, count))
-        return onward, back
+        for s, (boundary, (forth_bytes, back_bytes)) in enumerate(zip(self.boundaries, self._bytes, strict=True)):
+            forth, returning = boundary.onward[column], boundary.back[column]
+            if plan.codecs and boundary.between_sites:
+                forward[s] += transfers.codec_seconds(plan, forth, forth_bytes)
+                backward[s + 1] += transfers.codec_seconds(plan, returning, back_bytes)
+            onward.append(self._hop(forth, forth_bytes, count))
+            back.append(self._hop(returning, back_bytes, count))
+        return _Load(count, forward, backward, onward, back)
 
     def _hop(self, path: Path, nbytes: float, count: int) -> Hop:
         if not path.resource:
             return self._transfers.hop(self._plan, path, nbytes)
         return Hop(self._shared.occupancy(path.resource, count), path.latency, -1)
-
-    def codec(self, column: int) -> tuple[list[float], list[float]]:
-        """Seconds each stage of a column spends on encoding a micro-batch: activations in forward, gradients in backward."""
-        forward, backward = [0.0] * len(self._plan.stages), [0.0] * len(self._plan.stages)
-        for s, (boundary, (forth_bytes, back_bytes)) in enumerate(zip(self.boundaries, self._bytes, strict=True)):
-            if self._plan.codecs and boundary.between_sites:
-                forward[s] = self._transfers.codec_seconds(self._plan, boundary.onward[column], forth_bytes)
-                backward[s + 1] = self._transfers.codec_seconds(self._plan, boundary.back[column], back_bytes)
-        return forward, backward
 
 
 def _play_interleaved(plan: Plan, loads: dict[_Kind, _Load], first: dict[_Kind, int], kinds: list[_Kind]) -> Played:

@@ -75,7 +75,7 @@ class ComputeTimes:
             rows = [LayerSeconds(*(after - before for before, after in step)) for step in steps]
             for number in split:
                 layer = self._graph.layers[number]
-                rows[number] = self._layer(layer, device, samples, lane_part(layer, lanes), lanes, expert_lanes, together)
+                rows[number] = self._layer(layer, device, samples, lane_part(layer.tensor_units, lanes), lanes, expert_lanes, together)
             found = self._split_tables[key] = _summed(rows)
         return found
 

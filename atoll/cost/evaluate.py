@@ -265,7 +265,7 @@ class Evaluator:
     def _stage_cost(self, plan: Plan, prices: _Prices, s: int, played: Played) -> StageCost:
         transfer = 0.0
         if s + 1 < len(plan.stages):
-            path = self._transfers.path(prices.places[s], 0, prices.places[s + 1], 0)
+            path = self._transfers.both_ways(prices.places[s], prices.places[s + 1], 0, 0)[0]
             nbytes = self._transfers.boundary_bytes(plan, plan.stages[s])[0]
             hop = self._transfers.hop(plan, path, nbytes)
             transfer = hop.occupancy + hop.latency + self._transfers.codec_seconds(plan, path, nbytes)

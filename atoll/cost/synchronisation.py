@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from atoll.cluster import Device
 from atoll.cost.communication import Group, all_reduce_seconds, distinct_groups, slowest_of
-from atoll.cost.context import DevicePlace, PricingContext
+from atoll.cost.context import DevicePlace, Memo, PricingContext
 from atoll.cost.pipeline import Counts
 from atoll.cost.transfer import Transfers
 from atoll.plan import Plan, Stage
@@ -38,24 +38,23 @@ class Synchronisation:
 
     def __init__(self, setting: PricingContext) -> None:
         self._setting = setting
-        self._groups: dict[tuple[DevicePlace, bool], tuple[Group, ...]] = {}
-        self._tied_groups: dict[tuple[DevicePlace, ...], tuple[Group, ...]] = {}
+        self._groups = Memo(self._agreeing)
+        self._tied_groups = Memo(self._tied)
 
     def groups(self, place: DevicePlace, across_lanes: bool) -> tuple[Group, ...]:
         """Where the devices that hold the same parameters live: over replicas, and over lanes too where lanes repeat them. Groups of
         one device are left out."""
-        key = (place, across_lanes)
-        found = self._groups.get(key)
-        if found is None:
-            members = self._members(place, across_lanes)
-            members = [group for group in members if len(group) > 1]
-            found = self._groups[key] = distinct_groups(self._setting.cluster, members, self._setting.calibration)
-        return found
+        return self._groups[place, across_lanes]
 
-    def _members(self, place: DevicePlace, across_lanes: bool) -> list[list[Device]]:
+    def _agreeing(self, key: tuple[DevicePlace, bool]) -> tuple[Group, ...]:
+        place, across_lanes = key
         rows = [[self._setting.devices[name] for name in group] for group in place.groups]
         apart = place.tensor if across_lanes else len(rows[0])
-        return [[device for row in rows for device in row[position::apart]] for position in range(apart)]
+        members = [[device for row in rows for device in row[position::apart]] for position in range(apart)]
+        return self._distinct([group for group in members if len(group) > 1])
+
+    def _distinct(self, groups: list[list[Device]]) -> tuple[Group, ...]:
+        return distinct_groups(self._setting.cluster, groups, self._setting.calibration)
 
     def volumes(self, stage: Stage) -> list[tuple[bool, float]]:
         """(across lanes?, bytes of gradient) that each device of a stage reduces once a step."""
@@ -114,14 +113,12 @@ class Synchronisation:
 
     def tied_groups(self, places: Sequence[DevicePlace]) -> tuple[Group, ...]:
         """Where copies of a parameter of several stages live: one group for each replica and position."""
-        key = tuple(places)
-        found = self._tied_groups.get(key)
-        if found is None:
-            replicas, tensor = max(len(place.groups) for place in places), min(place.tensor for place in places)
-            rows = [[place.groups[i % len(place.groups)] for place in places] for i in range(replicas)]
-            groups = [[self._setting.devices[names[position]] for names in row] for row in rows for position in range(tensor)]
-            found = self._tied_groups[key] = distinct_groups(self._setting.cluster, groups, self._setting.calibration)
-        return found
+        return self._tied_groups[tuple(places)]
+
+    def _tied(self, places: tuple[DevicePlace, ...]) -> tuple[Group, ...]:
+        replicas, tensor = max(len(place.groups) for place in places), min(place.tensor for place in places)
+        rows = [[place.groups[i % len(place.groups)] for place in places] for i in range(replicas)]
+        return self._distinct([[self._setting.devices[names[position]] for names in row] for row in rows for position in range(tensor)])
 
 
 def _loads(works: list[list[ReductionWork]]) -> _Loads:

@@ -119,12 +119,12 @@ def headed_table() -> Table:
     return Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, error: type[AtollError]) -> None:
     """Refuses a file that cannot be there; asked before a long search or measurement, not after it."""
     if path.is_dir():
-        raise AtollError(f"-o {path}: is a directory; give a file")
+        raise error(f"-o {path}: is a directory; give a file")
     if not path.resolve().parent.is_dir():
-        raise AtollError(f"-o {path}: there is no directory {path.resolve().parent}")
+        raise error(f"-o {path}: there is no directory {path.resolve().parent}")
 
 
 _PATIENCE_SECONDS = 2.0  # what is done sooner than this needs no word where no spinner can turn

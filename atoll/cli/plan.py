@@ -54,7 +54,7 @@ def plan(
     if check is not None:
         _refuse_with_check({"--output": output, "--why": why, "--mode": mode, "--codec": codec != "none"})
     if output is not None:
-        check_writable(output)
+        check_writable(output, PlanError)
     devices = load_cluster(cluster)
     constants = load_calibration(calibration) if calibration else None
     model = load_target(target, batch_size, context.obj or ())

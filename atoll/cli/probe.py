@@ -55,7 +55,7 @@ def probe(
     for address in peer or []:
         parse_address(address)  # a slip of the pen should not cost a minute of measuring
     if output is not None:
-        check_writable(output)
+        check_writable(output, ClusterError)
     if serve is not None:
         listen(serve).close()  # that a port is taken should be known now, not after measuring
     links: list[PeerLink] = []
@@ -75,7 +75,7 @@ def probe(
     if output is not None:
         _write(output, (_ALONE if len(cluster.hosts) == 1 else "") + dump_cluster(cluster))
     if as_json:
-        print_json({"cluster": cluster, "peers": [_peer(link) for link in links]})
+        print_json(_document(cluster, links))
     else:
         _show(here.devices[0].kind, here, links)
     if probed.busy > _BUSY:
@@ -135,13 +135,14 @@ def _write(path: Path, text: str) -> None:
         raise ClusterError(f"-o {path}: cannot be written: {error.strerror}") from None
 
 
-def _peer(link: "PeerLink") -> dict[str, str | float]:
-    return {
-        "address": link.address,
-        "round_trip_seconds": link.round_trip_s,
-        "there_bytes_per_second": link.there_bytes_per_s,
-        "back_bytes_per_second": link.back_bytes_per_s,
+def _document(cluster: Cluster, links: "list[PeerLink]") -> dict[str, object]:
+    keys = {
+        "address": "address",
+        "round_trip_seconds": "round_trip_s",
+        "there_bytes_per_second": "there_bytes_per_s",
+        "back_bytes_per_second": "back_bytes_per_s",
     }
+    return {"cluster": cluster, "peers": [{key: getattr(link, name) for key, name in keys.items()} for link in links]}
 
 
 def _show(kind: DeviceKind, here: Cluster, links: "list[PeerLink]") -> None:

@@ -5,7 +5,6 @@ leaves each place once), a binary tree, and a hierarchy (inside hosts first, the
 the same time share the interfaces and links they cross: a `Span` says how many do.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise, permutations
@@ -48,12 +47,16 @@ def span_of(cluster: Cluster, groups: Sequence[Sequence[Device]], calibration: C
 
 def _span(cluster: Cluster, group: Sequence[Device], calibration: Calibration, leave_host: float, leave_site: float) -> Span:
     """The span of a group, when so many groups leave one host, and one site, at the same time."""
-    per_host = Counter([device.host for device in group])
+    per_host: dict[str, int] = {}  # a Counter takes longer to make than all the rest
+    for device in group:
+        per_host[device.host] = per_host.get(device.host, 0) + 1
     hosts = host_index(cluster)
     members = [hosts[name] for name in per_host]
     host_rate = min([host.link.bytes_per_s for host in members]) * calibration.host_link_efficiency
     host = Tier(max(per_host.values()), host_rate, max([host.link.latency_s for host in members]), 1.0)
-    per_site = Counter([member.site for member in members])
+    per_site: dict[str, int] = {}
+    for member in members:
+        per_site[member.site] = per_site.get(member.site, 0) + 1
     sites = tuple(sorted(per_site))
     networks = [site_index(cluster)[name].link for name in sites]
     site_rate = min([link.bytes_per_s for link in networks]) * calibration.network_efficiency
@@ -69,14 +72,16 @@ def _span(cluster: Cluster, group: Sequence[Device], calibration: Calibration, l
 
 def _sharing(groups: Sequence[Sequence[Device]]) -> tuple[float, float]:
     """The most groups that leave one host, and one site, at the same time."""
-    hosts: Counter[str] = Counter()
-    sites: Counter[str] = Counter()
+    hosts: dict[str, int] = {}
+    sites: dict[str, int] = {}
     for group in groups if len(groups) > 1 else ():
         site_of = {device.host: device.site for device in group}
         if len(site_of) > 1:
-            hosts.update(site_of.keys())
+            for host in site_of:
+                hosts[host] = hosts.get(host, 0) + 1
             across = set(site_of.values())
-            sites.update(across if len(across) > 1 else ())
+            for site in across if len(across) > 1 else ():
+                sites[site] = sites.get(site, 0) + 1
     return float(max(hosts.values(), default=1)), float(max(sites.values(), default=1))
 
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from atoll.cluster import Device
-from atoll.cost.communication import Group, all_reduce_seconds, distinct_groups, slowest_of
+from atoll.cost.communication import Group, Span, all_reduce_seconds, distinct_groups, slowest_of
 from atoll.cost.context import DevicePlace, Memo, PricingContext
 from atoll.cost.pipeline import Counts
 from atoll.cost.transfer import Transfers
@@ -40,6 +40,9 @@ class Synchronisation:
         self._setting = setting
         self._groups = Memo(self._agreeing)
         self._tied_groups = Memo(self._tied)
+        self._tied_spans: Memo[tuple[DevicePlace, ...], Span] = Memo(
+            lambda places: slowest_of(self._tied_groups[places], setting.calibration)
+        )
 
     def groups(self, place: DevicePlace, across_lanes: bool) -> tuple[Group, ...]:
         """Where the devices that hold the same parameters live: over replicas, and over lanes too where lanes repeat them. Groups of
@@ -93,8 +96,7 @@ class Synchronisation:
         """Seconds each stage spends on gradients of parameters it shares with other stages."""
         seconds = [0.0] * len(plan.stages)
         for homes, nbytes in volumes:
-            span = slowest_of(self.tied_groups([places[s] for s in homes]), self._setting.calibration)
-            taken = all_reduce_seconds(span, nbytes, self._setting.calibration)
+            taken = all_reduce_seconds(self._tied_spans[tuple([places[s] for s in homes])], nbytes, self._setting.calibration)
             for s in homes:
                 seconds[s] += taken
         return seconds

@@ -143,7 +143,7 @@ class SharedLinks:
 
     def __init__(self) -> None:
         self._users: dict[Hashable, dict[int, float]] = {}  # by link: seconds of one transfer of each user, by how often they use it
-        self._known = Memo(self._occupancy)
+        self._known: dict[tuple[Hashable, int], float] = {}
 
     def add(self, link: Hashable, times: int, seconds: float) -> None:
         """A user whose transfers take `seconds` alone, or several that together do; each sends `times`."""
@@ -152,8 +152,9 @@ class SharedLinks:
 
     def occupancy(self, link: Hashable, times: int) -> float:
         """How long a transfer of one who uses a link so often holds it."""
-        return self._known[link, times]
-
-    def _occupancy(self, key: tuple[Hashable, int]) -> float:
-        link, times = key
-        return sum([seconds if theirs >= times else seconds * theirs / times for theirs, seconds in self._users[link].items()])
+        found = self._known.get((link, times))
+        if found is None:
+            users = self._users[link].items()
+            found = sum([seconds if theirs >= times else seconds * theirs / times for theirs, seconds in users])
+            self._known[link, times] = found
+        return found

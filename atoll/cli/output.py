@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -21,10 +22,12 @@ from rich.table import Table
 from rich.text import Text
 
 from atoll.errors import AtollError
+from atoll.events import AnyEvent
+from atoll.watch.describe import describe_event
 
 __all__ = [
-    "check_writable", "headed_table", "notes_view", "print_json", "say", "show_what_the_terminal_can", "stdout_to_stderr", "titled",
-    "working",
+    "check_writable", "headed_table", "notes_view", "print_json", "say", "show_event", "show_what_the_terminal_can",
+    "stdout_to_stderr", "titled", "working",
 ]  # fmt: skip
 
 _PLAIN = dict(zip("█▏·–—─━│›▶◀•×µμ≈", "#|-----|>><*xuu~", strict=True)) | {
@@ -150,4 +153,9 @@ def working(message: str) -> Iterator[Callable[[str], None]]:
 
 def say(message: str) -> None:
     """A line on stderr."""
-    print(message, file=sys.stderr)
+    print(message, file=sys.stderr, flush=True)
+
+
+def show_event(event: AnyEvent) -> None:
+    """What happened, and when, in a line on stderr."""
+    say(f"  {time.strftime('%H:%M:%S', time.gmtime())} {describe_event(event)}")

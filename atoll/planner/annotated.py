@@ -261,15 +261,7 @@ def _plan(evaluator: Evaluator, rules: Rules, layout: _Layout, batch_size: int) 
             return None
         shared = (replace(replica, samples=samples) for replica, samples in zip(bare.replicas, rows, strict=True))
         stages.append(replace(bare, replicas=tuple(shared)))
-    plan = Plan(
-        graph=evaluator.graph.name,
-        cluster=evaluator.cluster.name,
-        batch_size=batch_size,
-        micro_batch_size=layout.micro_batch_size,
-        stages=tuple(stages),
-        mode=rules.execution.name,
-        codecs=dict(rules.codecs),
-    )
+    plan = rules.make_plan(evaluator.cluster, batch_size, layout.micro_batch_size, stages)
     if evaluator.fits(plan):
         return plan
     return replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))

@@ -10,6 +10,8 @@ from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from atoll.cost import Evaluator
 from atoll.plan import CodecName, Plan, Replica, Schedule, Stage
 from atoll.plan.division import even_shares, split_units
@@ -198,13 +200,5 @@ def with_names(drafted: Drafted, timing: SlotTimes, rules: Rules, batch_size: in
         has_experts = any(layer.experts for layer in evaluator.graph.layers[start:stop])
         inside = draft.inside if has_experts else draft.inside._replace(expert=False)
         stages.append(inside.stage(start, stop, replicas, draft.recompute))
-    return Plan(
-        graph=evaluator.graph.name,
-        cluster=evaluator.cluster.name,
-        batch_size=batch_size,
-        micro_batch_size=draft.micro_batch_size,
-        stages=tuple(stages),
-        mode=rules.execution.name,
-        schedule=draft.schedule,
-        codecs=codecs,
-    )
+    plan = rules.make_plan(evaluator.cluster, batch_size, draft.micro_batch_size, stages, draft.schedule)
+    return replace(plan, codecs=codecs)

@@ -15,7 +15,7 @@ from atoll.cost import Calibration, Cost, Evaluator
 from atoll.errors import NoPlanError
 from atoll.graph import Graph
 from atoll.plan import CodecName, Mode, Plan
-from atoll.plan.modes import ModeRules, default_rules, installed_modes, mode_rules
+from atoll.plan.modes import default_rules, installed_modes, mode_rules
 from atoll.planner.annotated import annotated_plans
 from atoll.planner.arrange import device_classes
 from atoll.planner.baselines import best_baselines
@@ -81,17 +81,8 @@ def plan(
     if not 1 <= batch_size <= MOST_SAMPLES:
         raise NoPlanError(f"batch size: must be from 1 to {MOST_SAMPLES:,}, got {batch_size:,}")
     started = time.perf_counter()
-    planner = _Planner(graph, cluster, batch_size, mode, optimizer, calibration, codecs, max_priced, progress or _silent)
-    return planner.run(top, started)
-
-
-def _prices(devices: int) -> int:
-    """How many plans are priced in full: fewer of the large ones, which take longer each."""
-    return 400 if devices <= 64 else 200 if devices <= 256 else 60
-
-
-def _silent(what: str, done: int, total: int) -> None:
-    """No progress display."""
+    evaluator = Evaluator(graph, cluster, optimizer=optimizer, calibration=calibration)
+    return _Planner(evaluator, batch_size, mode, codecs, max_priced, progress or (lambda what, done, total: None)).run(top, started)
 
 
 class _Search:
@@ -170,35 +161,29 @@ class _Search:
 class _Planner:
     def __init__(
         self,
-        graph: Graph,
-        cluster: Cluster,
+        evaluator: Evaluator,
         batch_size: int,
         mode: Mode | None,
-        optimizer: str,
-        calibration: Calibration | None,
         codecs: tuple[CodecName, ...],
-        max_priced: int | None,
+        prices: int | None,
         progress: Progress,
     ) -> None:
-        self.evaluator = Evaluator(graph, cluster, optimizer=optimizer, calibration=calibration)
-        self.batch_size = batch_size
-        self.mode = mode
-        self.progress = progress
-        self.max_priced = max_priced or _prices(len(cluster.devices))
+        self.evaluator, self.batch_size, self.mode, self.codecs, self.progress = evaluator, batch_size, mode, codecs, progress
+        cluster = evaluator.cluster
+        devices = len(cluster.devices)
+        prices = prices or (400 if devices <= 64 else 200 if devices <= 256 else 60)  # fewer of the large plans, which take longer each
         execution = default_rules() if mode is None else mode_rules(mode)
         others = installed_modes() if mode is None else ()
-        rivals = [other for other in others if other is not execution and other.is_candidate(cluster)]
-        self.rules = rules_of(graph, len(cluster.devices), execution)
+        self.rules = rules_of(evaluator.graph, devices, execution)
         self.classes = device_classes(cluster)
-        self.codecs = codecs
         if len(codecs) == 1 and codecs != ("none",):
             self.rules = self.rules._replace(codecs=tuple((link.name, codecs[0]) for link in cluster.links))
-        self.main = self._search(self.rules, self.max_priced)
-        self.rivals = [self._search(self._rules_of_rival(rival), self.max_priced // 2) for rival in rivals]
-
-    def _rules_of_rival(self, rival: ModeRules) -> Rules:
-        """Plans with which it keeps what it is chosen for."""
-        return self.rules._replace(execution=rival, hosts=rival.hosts_per_stage)
+        self.main = self._search(self.rules, prices)
+        self.rivals = [  # plans with which they keep what they are chosen for
+            self._search(self.rules._replace(execution=rival, hosts=rival.hosts_per_stage), prices // 2)
+            for rival in others
+            if rival is not execution and rival.is_candidate(cluster)
+        ]
 
     def _search(self, rules: Rules, prices: int) -> _Search:
         element = 4.0 if self.evaluator.graph.precision == "fp32" else 2.0

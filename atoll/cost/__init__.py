@@ -2,8 +2,7 @@
 
 from atoll.cost.calibration import Calibration, LayerTime, calibration_names, load_calibration, meaning, named_calibration
 from atoll.cost.context import OPTIMIZERS
-from atoll.cost.evaluate import Cost, Evaluator, StageCost, StalenessEffect, cost, staleness_effect
-from atoll.cost.memory import MemoryUse
+from atoll.cost.evaluate import Cost, Evaluator, cost, staleness_effect
 
 __all__ = [
     "OPTIMIZERS",
@@ -11,9 +10,6 @@ __all__ = [
     "Cost",
     "Evaluator",
     "LayerTime",
-    "MemoryUse",
-    "StageCost",
-    "StalenessEffect",
     "calibration_names",
     "cost",
     "load_calibration",

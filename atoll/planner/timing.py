@@ -7,6 +7,7 @@ from typing import NamedTuple
 from atoll.cost import Evaluator
 from atoll.cost.communication import Span, all_gather_seconds, all_reduce_seconds, all_to_all_seconds, span_of
 from atoll.cost.compute import ComputeTimes
+from atoll.cost.context import Memo
 from atoll.plan import Replica, Stage
 from atoll.planner.arrange import DeviceClass, Slot
 
@@ -79,7 +80,7 @@ class SlotTimes:
         self._compute = ComputeTimes(evaluator.graph, evaluator.calibration, evaluator.optimizer.update_bytes)
         self._found: dict[tuple[int, Inside, float, bool], Prefix] = {}
         self._together: dict[tuple[object, ...], Sequence[float]] = {}
-        self._memory: dict[tuple[Inside, bool, bool], SlotMemory] = {}
+        self._memory = Memo(self._read_memory)
 
     def slot(self, slot: Slot, inside: Inside, micro_samples: float, recompute: bool) -> Prefix:
         """Forward and backward of one micro-batch, with what they do not hide of gathering shards; all slots of a class are alike."""
@@ -103,13 +104,10 @@ class SlotTimes:
 
     def memory(self, inside: Inside, recompute: bool, is_cpu: bool) -> SlotMemory:
         """Memory of a device, read off the cost model at a few points of what is a sum over layers."""
-        key = (inside, recompute, is_cpu)
-        found = self._memory.get(key)
-        if found is None:
-            found = self._memory[key] = self._read_memory(inside, recompute, is_cpu)
-        return found
+        return self._memory[inside, recompute, is_cpu]
 
-    def _read_memory(self, inside: Inside, recompute: bool, is_cpu: bool) -> SlotMemory:
+    def _read_memory(self, key: tuple[Inside, bool, bool]) -> SlotMemory:
+        inside, recompute, is_cpu = key
         layers = len(self.evaluator.graph.layers)
 
         def total(start: int, stop: int, held: int, again: bool) -> float:

@@ -26,10 +26,33 @@ _Row = tuple[int, float, float, float, float, float, float]  # stage; its forwar
 def column_seconds(
     forward: Sequence[float], backward: Sequence[float], onward: Sequence[Hop], back: Sequence[Hop], micro_batches: int, schedule: str
 ) -> tuple[float, list[float]]:
-    """Step of one column of stages, and when each stage ends. `onward[s]` leads from stage s to s+1, `back[s]` the other way."""
+    """Step of one column of stages, and when each stage ends. `onward[s]` leads from stage s to s+1, `back[s]` the other way.
+
+    Under 1F1B, round m computes on each of S stages in turn the forward of micro-batch m and then the backward of m - (S - s) + 1. In that
+    order all that a task waits for has been computed: the forward before it in this round, the gradient in the round before. A round maps the times by maxima and sums, so once a round moves all of them by the same step, every later one does.
+    """
     if schedule == "gpipe":
         return _gpipe(forward, backward, onward, back, micro_batches)
-    return _one_forward_one_backward(forward, backward, onward, back, micro_batches)
+    stages = len(forward)
+    walk = _Walk(forward, backward, onward, back)
+    first = min(stages - 1, micro_batches)
+    for m in range(first):  # the stages before the last m have no gradient to go back with yet
+        walk.turn_round(walk.forth_only(walk.rows[: stages - 1 - m]), walk.rows[stages - 1 - m :])
+    left = micro_batches - first
+    while left > _ROUNDS_BETWEEN_LOOKS + 1:
+        for _ in range(_ROUNDS_BETWEEN_LOOKS - 1):
+            walk.turn_round(0.0, walk.rows)
+        before = walk.times()
+        walk.turn_round(0.0, walk.rows)
+        left -= _ROUNDS_BETWEEN_LOOKS
+        if step := _common_step(before, walk.times()):
+            walk.leap(step * (left - 1))
+            left = 1
+    for _ in range(left):
+        walk.turn_round(0.0, walk.rows)
+    for m in range(micro_batches, micro_batches + stages - 1):
+        walk.back_only(walk.rows[max(0, stages - 1 - m) : micro_batches + stages - 1 - m])
+    return max(walk.free), walk.free
 
 
 def _gpipe(
@@ -55,36 +78,6 @@ def _through(ready: list[float], seconds: float, free: float, hop: Hop) -> tuple
         link_free = (link_free if link_free > free else free) + hop.occupancy
         arrivals.append(link_free + hop.latency)
     return arrivals, free
-
-
-def _one_forward_one_backward(
-    forward: Sequence[float], backward: Sequence[float], onward: Sequence[Hop], back: Sequence[Hop], micro_batches: int
-) -> tuple[float, list[float]]:
-    """Round m computes, on each stage s in turn, the forward of micro-batch m and then the backward of micro-batch m - (S - s) + 1.
-
-    In that order all that a task waits for has been computed: the forward before it in this round, the gradient in the round before. A
-    round maps the times by maxima and sums, so once a round moves all of them by the same step, every later one does.
-    """
-    stages = len(forward)
-    walk = _Walk(forward, backward, onward, back)
-    first = min(stages - 1, micro_batches)
-    for m in range(first):  # the stages before the last m have no gradient to go back with yet
-        walk.turn_round(walk.forth_only(walk.rows[: stages - 1 - m]), walk.rows[stages - 1 - m :])
-    left = micro_batches - first
-    while left > _ROUNDS_BETWEEN_LOOKS + 1:
-        for _ in range(_ROUNDS_BETWEEN_LOOKS - 1):
-            walk.turn_round(0.0, walk.rows)
-        before = walk.times()
-        walk.turn_round(0.0, walk.rows)
-        left -= _ROUNDS_BETWEEN_LOOKS
-        if step := _common_step(before, walk.times()):
-            walk.leap(step * (left - 1))
-            left = 1
-    for _ in range(left):
-        walk.turn_round(0.0, walk.rows)
-    for m in range(micro_batches, micro_batches + stages - 1):
-        walk.back_only(walk.rows[max(0, stages - 1 - m) : micro_batches + stages - 1 - m])
-    return max(walk.free), walk.free
 
 
 class _Walk:

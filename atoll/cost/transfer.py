@@ -50,19 +50,17 @@ class Transfers:
         self._setting = setting
         self._known = Memo(self._slowest_way)
         self._equal: dict[Path, Path] = {}
-        self._ways: dict[tuple[DevicePlace, DevicePlace], dict[tuple[int, int], tuple[Path, Path]]] = {}
+        self._ways = Memo(self._both_ways)
         self._boundaries = Memo(self._boundary)
 
     def both_ways(self, here: DevicePlace, there: DevicePlace, i: int, j: int) -> tuple[Path, Path]:
         """The way from replica `i` of a stage to replica `j` of its neighbour, and the way back."""
-        ways = self._ways.get((here, there))
-        if ways is None:
-            ways = self._ways[here, there] = {}
-        found = ways.get((i, j))
-        if found is None:
-            senders, receivers = here.groups[i][:: here.tensor], there.groups[j][:: there.tensor]  # the first of each lane
-            found = ways[i, j] = (self._known[senders, receivers], self._known[receivers, senders])
-        return found
+        return self._ways[here, there, i, j]
+
+    def _both_ways(self, key: tuple[DevicePlace, DevicePlace, int, int]) -> tuple[Path, Path]:
+        here, there, i, j = key
+        senders, receivers = here.groups[i][:: here.tensor], there.groups[j][:: there.tensor]  # the first of each lane
+        return self._known[senders, receivers], self._known[receivers, senders]
 
     def boundary(self, here: DevicePlace, there: DevicePlace) -> Boundary:
         """The ways between replica i of a stage and replica i of the next, for every i."""

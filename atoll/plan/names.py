@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from atoll.errors import PlanError
 
-__all__ = ["BARE", "Cursor", "quote", "shorten"]
+__all__ = ["Cursor", "quote", "ranges_text", "shorten"]
 
 BARE = r"[\w./–-]+"
 _DIGITS = re.compile(r"[0-9]{1,18}")
@@ -65,23 +65,19 @@ def _around(pattern: tuple[Piece, ...], position: int) -> tuple[bool, tuple[Piec
 def _written(pattern: tuple[Piece, ...]) -> str:
     if all(len(piece) == 1 for piece in pattern):
         return quote("".join(piece[0] for piece in pattern))
-    return "".join(quote(piece[0]) if len(piece) == 1 else f"[{_ranges(piece)}]" for piece in pattern)
+    return "".join(quote(piece[0]) if len(piece) == 1 else f"[{ranges_text(piece)}]" for piece in pattern)
 
 
-def _ranges(numbers: Piece) -> str:
+def ranges_text(numbers: Iterable[str]) -> str:
+    """`["3", "4", "5", "9"]` → `"3-5,9"`; numbers of a range are padded as its first one is."""
     runs: list[list[str]] = []
     for number in numbers:
-        if runs and number == following(runs[-1][0], runs[-1][-1]):
+        width = len(runs[-1][0]) if runs and runs[-1][0].startswith("0") else 0
+        if runs and number == str(int(runs[-1][-1]) + 1).zfill(width):
             runs[-1].append(number)
         else:
             runs.append([number])
     return ",".join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def following(first: str, number: str) -> str:
-    """The number after `number` in a range that began with `first`, padded as `first` is."""
-    width = len(first) if first.startswith("0") else 0
-    return str(int(number) + 1).zfill(width)
 
 
 # Blanks, comments, and line ends that are followed by an indented, empty or comment line: a statement goes on over indented lines.

@@ -22,7 +22,7 @@ from typing import cast, get_args
 
 from atoll.errors import PlanError
 from atoll.plan.modes import default_rules, mode_names
-from atoll.plan.names import Cursor, quote, shorten
+from atoll.plan.names import Cursor, quote, ranges_text, shorten
 from atoll.plan.plan import CodecName, Plan, Replica, Schedule, Stage
 
 __all__ = ["load_plan", "numbers_text", "parse_plan", "replica_groups", "samples_text", "save_plan", "to_text"]
@@ -61,13 +61,7 @@ def samples_text(samples: tuple[int, ...]) -> str:
 
 def numbers_text(numbers: tuple[int, ...]) -> str:
     """`(3, 4, 5, 9)` → `"3-5,9"`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return ranges_text(map(str, numbers))
 
 
 def _stage_text(index: int, stage: Stage) -> str:

@@ -29,7 +29,8 @@ def column_seconds(
     """Step of one column of stages, and when each stage ends. `onward[s]` leads from stage s to s+1, `back[s]` the other way.
 
     Under 1F1B, round m computes on each of S stages in turn the forward of micro-batch m and then the backward of m - (S - s) + 1. In that
-    order all that a task waits for has been computed: the forward before it in this round, the gradient in the round before. A round maps the times by maxima and sums, so once a round moves all of them by the same step, every later one does.
+    order all that a task waits for has been computed: the forward before it in this round, the gradient in the round before. A round maps
+    the times by maxima and sums, so once a round moves all of them by the same step, every later one does.
     """
     if schedule == "gpipe":
         return _gpipe(forward, backward, onward, back, micro_batches)

@@ -1,4 +1,4 @@
-"""Roofline: how long a layer takes on a device, by the work in it.
+"""How long a layer takes on a device, by a roofline of the work in it.
 
 A kernel takes the longer of its arithmetic and its memory traffic, plus a constant. A matmul is computed in tiles of its output, each
 running along the inner dimension: a short inner dimension leaves a tile filling and draining, few outputs leave units of the device

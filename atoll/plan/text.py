@@ -175,16 +175,8 @@ def _stage(cursor: Cursor, index: int) -> Stage:
     replicas: list[Replica] = []
     while not cursor.at_line_end:
         replicas += _replicas(cursor)
-    return Stage(
-        start=first,
-        stop=last + 1,
-        replicas=tuple(replicas),
-        tensor=tensor,
-        sharded="sharded" in flags,
-        expert="expert" in flags,
-        recompute="recompute" in flags,
-        split=split,
-    )
+    on = {flag: flag in flags for flag in _FLAGS}
+    return Stage(start=first, stop=last + 1, replicas=tuple(replicas), tensor=tensor, split=split, **on)
 
 
 def _stage_options(cursor: Cursor) -> tuple[int, tuple[int, ...], set[str]]:

@@ -111,13 +111,8 @@ class _Search:
         """What links send with in drafts: as it is, and in the fewest bits; where one codec was asked for, that."""
         if self.rules.codecs or not self.codecs:
             return [dict(self.rules.codecs)]
-        return [
-            {},
-            {
-                link: min((name for name in names if name != "none"), key=lambda name: CODECS[name].bits)
-                for link, names in self.codecs.items()
-            },
-        ]
+        coding = {link: [name for name in names if name != "none"] for link, names in self.codecs.items()}
+        return [{}, {link: min(names, key=lambda name: CODECS[name].bits) for link, names in coding.items()}]
 
     def _searched(self, codec_sets: list[dict[str, CodecName]], keep: int) -> list[Found]:
         """On all devices of a kind that the mode may use; where they are more than a batch has micro-batches for, on some of them."""

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from layer_times import read_layer_times
 
 from atoll.cluster import Device, DeviceKind
 from atoll.cluster.kinds import device_kind
-from atoll.cost import Calibration, read_layer_times
+from atoll.cost import Calibration
 from atoll.cost.compute import ComputeTimes
 from atoll.errors import PlanError
 from atoll.graph import Graph, dense_transformer

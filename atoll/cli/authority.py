@@ -1,17 +1,14 @@
 """`atoll authority DIR`: serve a run's authority by itself. Hidden: `atoll run` will do this for the runs that machines can join."""
 
-import sys
 import threading
-import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from atoll.cli.output import show_event
 from atoll.errors import AtollError
-from atoll.events import AnyEvent
 from atoll.units import parse_seconds
-from atoll.watch.describe import describe_event
 
 __all__ = ["authority"]
 
@@ -39,14 +36,10 @@ def authority(
     except ValueError as error:
         raise AtollError(f"--lifetime: {error}") from None
     token = opened.issue_token(role, uses=uses, lifetime_seconds=seconds)
-    coordinator, address = serve(opened, listen, observer=_tell)
+    coordinator, address = serve(opened, listen, observer=show_event)
     with coordinator:
         print(f"atoll join {address} --token {token}", flush=True)
         try:
             threading.Event().wait()
         except KeyboardInterrupt:
             return
-
-
-def _tell(event: AnyEvent) -> None:
-    print(f"  {time.strftime('%H:%M:%S', time.gmtime())} {describe_event(event)}", file=sys.stderr, flush=True)

@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from atoll.errors import PlanError
 from atoll.plan import Plan, load_plan, validate
 from atoll.plan import diff as plan_diff
 
@@ -25,8 +24,5 @@ def diff(
 def _possible(path: Path) -> Plan:
     """The plan in a file, which breaks no rule that can be checked without its graph and its cluster."""
     plan = load_plan(path)
-    try:
-        validate(plan)
-    except PlanError as error:
-        raise PlanError(f"{path}: {error}") from None
+    validate(plan, source=path)
     return plan

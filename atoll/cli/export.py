@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from atoll.cli.status import say, working
+from atoll.cli.output import say, working
 from atoll.errors import CheckpointError
 from atoll.runtime.run_directory import RunDirectory
 from atoll.units import format_bytes

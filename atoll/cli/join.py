@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from atoll.cli.output import show_event
 from atoll.errors import RefusedError
 from atoll.events import AnyEvent, Note, PeerChanged, PeerRetried, Warned
 from atoll.fabric.address import split_address
 from atoll.fabric.security.token import Token
 from atoll.units import format_seconds, plural
-from atoll.watch.describe import describe_event
 
 if TYPE_CHECKING:
     from atoll.fabric import Remote
@@ -129,7 +129,7 @@ def _work(
 ) -> None:
     """Until the run is over."""
     with _not_begun(credentials.name):
-        from atoll.cli.imposed import imposed_speed
+        from atoll.cli.swarm_process import imposed_speed
         from atoll.runtime.modes.swarm.member_process import run_member
         from atoll.runtime.modes.swarm.own_devices import OwnDevices
         from atoll.runtime.modes.swarm.spec import load_spec_job
@@ -209,14 +209,10 @@ class _News:
         match event:
             case PeerChanged(state="dead") if " left: " in event.reason:
                 self._left.add(event.peer)
-                self._show(Note(message=f"{event.peer} has left"))
+                show_event(Note(message=f"{event.peer} has left"))
                 return
             case PeerRetried() if event.peer in self._left:
                 return
             case PeerChanged(state="alive"):
                 self._left.discard(event.peer)
-        self._show(event)
-
-    @staticmethod
-    def _show(event: AnyEvent) -> None:
-        print(f"  {time.strftime('%H:%M:%S', time.gmtime())} {describe_event(event)}", file=sys.stderr, flush=True)
+        show_event(event)

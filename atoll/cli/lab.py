@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.status import say
+from atoll.cli.output import say
 from atoll.cluster import Cluster, load_cluster
 from atoll.errors import LabError
 from atoll.events import EventLog, FaultEnded, FaultInjected
@@ -47,42 +47,38 @@ def lab(
         raise LabError(f"--host {host}: {cluster} has no such host; there are {', '.join(names[:8])}")
     script = _faults(devices, faults, fault or [])
     spread = "devices" if every_device else "hosts" if every_host else "host"
-    with ExitStack() as stack:
-        log = stack.enter_context(EventLog(out)) if out is not None else None
-        code = _run(devices, cluster, command, spread, host or names[0], script, log, impose_speeds, loopback)
-    raise typer.Exit(code)
-
-
-def _run(
-    cluster: Cluster,
-    file: Path,
-    command: tuple[str, ...],
-    spread: str,
-    host: str,
-    faults: "tuple[LabFault, ...]",
-    log: EventLog | None,
-    impose_speeds: bool,
-    loopback: bool,
-) -> int:
     from atoll.lab import Lab
     from atoll.lab.running import run_in_lab
 
-    def tell(event: "AnyEvent") -> None:
+    namespaces = False if loopback else None
+    with ExitStack() as stack:
+        observer = _Told(stack.enter_context(EventLog(out)) if out is not None else None)
+        running = stack.enter_context(
+            Lab(devices, observer=observer, impose_speeds=impose_speeds, namespaces=namespaces, cluster_file=cluster)
+        )
+        because = "" if running.why_not is None or loopback else f" ({running.why_not})"
+        say(f"atoll lab: {running.name}: {running.shaped}{because}")
+        running.play(script)
+        code: int = run_in_lab(running, command, spread=spread, host=host or names[0])  # type: ignore[arg-type]
+        for problem in running.problems:
+            say(f"atoll lab: a fault was not possible: {problem}")
+        code = code or int(bool(running.problems))
+    raise typer.Exit(code)
+
+
+class _Told:
+    """Says when faults begin and end, and logs every event."""
+
+    def __init__(self, log: EventLog | None) -> None:
+        self._log = log
+
+    def __call__(self, event: "AnyEvent") -> None:
         if isinstance(event, FaultInjected | FaultEnded):
             over = " is over" if isinstance(event, FaultEnded) else ""
             amount = f" {event.amount:g}" if isinstance(event, FaultInjected) and event.amount is not None else ""
             say(f"atoll lab: {event.at_seconds:.1f} s: {event.fault} {' '.join(event.places)}{amount}{over}")
-        if log is not None:
-            log(event)
-
-    with Lab(cluster, observer=tell, impose_speeds=impose_speeds, namespaces=False if loopback else None, cluster_file=file) as running:
-        because = "" if running.why_not is None or loopback else f" ({running.why_not})"
-        say(f"atoll lab: {running.name}: {running.shaped}{because}")
-        running.play(faults)
-        code = run_in_lab(running, command, spread=spread, host=host)  # type: ignore[arg-type]
-        for problem in running.problems:
-            say(f"atoll lab: a fault was not possible: {problem}")
-        return code or int(bool(running.problems))
+        if self._log is not None:
+            self._log(event)
 
 
 def _faults(cluster: Cluster, file: Path | None, texts: list[str]) -> "tuple[LabFault, ...]":

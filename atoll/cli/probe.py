@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 from rich import box
 from rich.console import Console
@@ -14,9 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from atoll import units
-from atoll.cli.output import print_json
+from atoll.cli.output import check_writable, print_json, say
 from atoll.cli.render import show
-from atoll.cli.status import say
 from atoll.cluster import Cluster, DeviceKind, MatmulRate, dump_cluster
 from atoll.errors import ClusterError
 
@@ -57,7 +55,7 @@ def probe(
     for address in peer or []:
         parse_address(address)  # a slip of the pen should not cost a minute of measuring
     if output is not None:
-        _check_writable(output)
+        check_writable(output, ClusterError)
     if serve is not None:
         listen(serve).close()  # that a port is taken should be known now, not after measuring
     links: list[PeerLink] = []
@@ -77,7 +75,7 @@ def probe(
     if output is not None:
         _write(output, (_ALONE if len(cluster.hosts) == 1 else "") + dump_cluster(cluster))
     if as_json:
-        print_json(_json(cluster, links))
+        print_json(_document(cluster, links))
     else:
         _show(here.devices[0].kind, here, links)
     if probed.busy > _BUSY:
@@ -130,13 +128,6 @@ def _quarters(what: str) -> Callable[[float], None]:
     return tick
 
 
-def _check_writable(path: Path) -> None:
-    if path.is_dir():
-        raise ClusterError(f"-o {path}: is a directory; give a file")
-    if not path.resolve().parent.is_dir():
-        raise ClusterError(f"-o {path}: there is no directory {path.resolve().parent}")
-
-
 def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, "utf-8")
@@ -144,17 +135,14 @@ def _write(path: Path, text: str) -> None:
         raise ClusterError(f"-o {path}: cannot be written: {error.strerror}") from None
 
 
-def _json(cluster: Cluster, links: "list[PeerLink]") -> str:
-    peers = [
-        {
-            "address": link.address,
-            "round_trip_seconds": link.round_trip_s,
-            "there_bytes_per_second": link.there_bytes_per_s,
-            "back_bytes_per_second": link.back_bytes_per_s,
-        }
-        for link in links
-    ]
-    return msgspec.json.format(msgspec.json.encode({"cluster": cluster, "peers": peers}), indent=1).decode()
+def _document(cluster: Cluster, links: "list[PeerLink]") -> dict[str, object]:
+    keys = {
+        "address": "address",
+        "round_trip_seconds": "round_trip_s",
+        "there_bytes_per_second": "there_bytes_per_s",
+        "back_bytes_per_second": "back_bytes_per_s",
+    }
+    return {"cluster": cluster, "peers": [{key: getattr(link, name) for key, name in keys.items()} for link in links]}
 
 
 def _show(kind: DeviceKind, here: Cluster, links: "list[PeerLink]") -> None:

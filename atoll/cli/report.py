@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from atoll.cli.output import notes_view, print_json
+from atoll.cli.output import notes_view, print_json, titled
 from atoll.cli.render import show
 from atoll.runtime.report import apart
 from atoll.units import format_seconds, plural
@@ -65,7 +65,7 @@ def section_view(section: "ReportSection") -> list[RenderableType]:
     if section.lines:
         title = (f"{section.title}  ", "bold") if section.title else ""
         parts.append(Text.assemble(title, "\n".join(section.lines) + "\n"))
-    return [*parts, *(Group(Text(table.title, style="bold"), Padding(_table(table), (0, 0, 1, 2))) for table in section.tables)]
+    return [*parts, *(titled(table.title, _table(table)) for table in section.tables)]
 
 
 def _table(content: "ReportTable") -> Table:

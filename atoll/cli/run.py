@@ -11,11 +11,10 @@ import msgspec
 import typer
 
 from atoll.cli.mode_options import apply_to_plan, chosen_options, is_given
-from atoll.cli.output import notes_view
+from atoll.cli.output import notes_view, say
 from atoll.cli.plan import make_plan_for, priced
 from atoll.cli.render import plan_view, show
 from atoll.cli.report import short_view
-from atoll.cli.status import say
 from atoll.cli.target import Target, load_target
 from atoll.cluster import Cluster, dump_cluster, load_cluster
 from atoll.codec import CodecChoice
@@ -193,10 +192,7 @@ def _prepare_here(script: str, arguments: tuple[str, ...], rules: ModeRules, opt
 
 
 def _validate(plan: Plan, model: Target, cluster: Cluster | None, file: Path | None) -> None:
-    try:
-        validate(plan, model.graph, cluster)
-    except PlanError as error:
-        raise PlanError(f"{file or 'plan.json'}: {error}") from None
+    validate(plan, model.graph, cluster, source=file or "plan.json")
     if plan.batch_size != model.batch_size:
         raise PlanError(f"{file or 'plan.json'}: a plan of a batch of {plan.batch_size}, but the job's is {model.batch_size}; plan anew")
 

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,14 +11,16 @@ import msgspec
 from atoll.cli.output import show_what_the_terminal_can
 from atoll.errors import AtollError
 from atoll.events import AnyEvent, Warned
-from atoll.runtime.run_directory import RunDirectory
+from atoll.runtime.run_directory import SPEEDS, RunDirectory
+from atoll.runtime.supervise.hosts import find_lab
 from atoll.watch.describe import describe_event
 
 if TYPE_CHECKING:
     from atoll.fabric.security import Credentials
+    from atoll.runtime.imposed_speed import Imposed
     from atoll.runtime.modes.swarm.spec import SwarmSpec
 
-__all__ = ["main"]
+__all__ = ["imposed_speed", "main"]
 
 _PATIENCE_SECONDS = 120.0  # the coordinator may just be starting again
 
@@ -63,7 +65,6 @@ def _evaluate(directory: RunDirectory, step: str) -> None:
 
 def _take_part(source: str, address: str, name: str, devices: str = "{}") -> None:
     """`source` is the run's directory, or the script on a host that does not see it: then the coordinator describes the job."""
-    from atoll.cli.imposed import imposed_speed
     from atoll.fabric.security import enrol
     from atoll.runtime.modes.swarm.member_process import run_member
     from atoll.runtime.modes.swarm.own_devices import OwnDevices
@@ -98,6 +99,16 @@ def _described(credentials: "Credentials", address: str) -> "SwarmSpec":
         coordinator = member.join(address)
         member.fabric.run(coordinator.connected(_PATIENCE_SECONDS))
         return coordinator.call_sync(JobService.describe, Nothing(), timeout_seconds=_PATIENCE_SECONDS)
+
+
+def imposed_speed(environ: Mapping[str, str]) -> "Imposed | None":
+    """The speed of the first device of the lab's host this process is on; None where nothing is imposed."""
+    lab = find_lab(environ)
+    if lab is None or not environ.get(SPEEDS):
+        return None
+    from atoll.runtime.imposed_speed import Imposed
+
+    return Imposed(environ[SPEEDS], f"{lab.host}/0")
 
 
 if __name__ == "__main__":

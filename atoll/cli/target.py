@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.blame import located, users_code
-from atoll.cli.output import stdout_to_stderr
-from atoll.cli.status import working
+from atoll.cli.output import stdout_to_stderr, working
 from atoll.cost import OPTIMIZERS
 from atoll.errors import JobError
 from atoll.graph import PRESETS, Graph, preset
@@ -29,7 +28,6 @@ class Target:
     batch_size: int
     optimizer: str
     capture_seconds: float
-    description: str = ""
     loading_seconds: float = 0.0  # processor time of a batch, where the data is at hand
     micro_batch_size: int | None = None  # that the job asks for
     notes: tuple[str, ...] = ()  # what was assumed or estimated, in sentences
@@ -55,7 +53,7 @@ def load_target(name: str, batch_size: int | None = None, arguments: Sequence[st
         if is_preset:
             raise
         raise JobError(f"{error} `atoll presets` lists them; a training script is given by its path, such as ./{name}.py") from None
-    return Target(found.graph, found.batch_size, found.optimizer, time.perf_counter() - started, found.description)
+    return Target(found.graph, found.batch_size, found.optimizer, time.perf_counter() - started)
 
 
 def _from_script(path: str, batch_size: int | None, arguments: Sequence[str]) -> Target:

@@ -2,9 +2,7 @@
 
 from atoll.cost.calibration import Calibration, LayerTime, calibration_names, load_calibration, meaning, named_calibration
 from atoll.cost.context import OPTIMIZERS
-from atoll.cost.cost import Cost, MemoryUse, StageCost
-from atoll.cost.evaluate import Evaluator, StalenessEffect, cost, staleness_effect
-from atoll.cost.layer_times import LayerTimes, read_layer_times
+from atoll.cost.evaluate import Cost, Evaluator, cost, staleness_effect
 
 __all__ = [
     "OPTIMIZERS",
@@ -12,15 +10,10 @@ __all__ = [
     "Cost",
     "Evaluator",
     "LayerTime",
-    "LayerTimes",
-    "MemoryUse",
-    "StageCost",
-    "StalenessEffect",
     "calibration_names",
     "cost",
     "load_calibration",
     "meaning",
     "named_calibration",
-    "read_layer_times",
     "staleness_effect",
 ]

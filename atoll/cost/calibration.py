@@ -42,43 +42,39 @@ class KindFactor(msgspec.Struct, frozen=True, kw_only=True):
     update: Annotated[float, Meta(gt=0)] = 1.0
 
 
+_Share = Annotated[float, Meta(gt=0, le=1.5)]
+_Amount = Annotated[float, Meta(ge=0)]
+
+
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Constants of the cost model. Shares are of the catalogue's peak figures. `meaning` gives a field's text."""
 
-    matmul_efficiency: Annotated[float, Meta(gt=0, le=1.5, description="share of peak FLOP/s that a large matmul reaches")] = 0.80
-    matmul_half_depth: Annotated[
-        float, Meta(ge=0, description="inner dimension at which half of that is reached: a tile fills and drains")
-    ] = 64.0
+    matmul_efficiency: Annotated[_Share, Meta(description="share of peak FLOP/s that a large matmul reaches")] = 0.80
+    matmul_half_depth: Annotated[_Amount, Meta(description="inner dimension at which half of that is reached: a tile fills and drains")] = (
+        64.0
+    )
     wave_outputs: Annotated[
-        float, Meta(ge=0, description="outputs, per fp32 FLOP/s of the device, at which a matmul reaches half: a tile for every unit")
+        _Amount, Meta(description="outputs, per fp32 FLOP/s of the device, at which a matmul reaches half: a tile for every unit")
     ] = 5e-8  # half a wave of 128 × 128 tiles on most accelerators
-    memory_efficiency: Annotated[float, Meta(gt=0, le=1.5, description="share of memory bandwidth that an elementwise kernel reaches")] = (
-        0.80
-    )
-    kernel_seconds: Annotated[float, Meta(ge=0, description="what a kernel costs beyond its work: launch and tail")] = 3e-6
-    host_link_efficiency: Annotated[float, Meta(gt=0, le=1.5, description="share of the link inside a host that a collective reaches")] = (
-        0.75
-    )
-    network_efficiency: Annotated[
-        float, Meta(gt=0, le=1.5, description="share of a host's network interface or of a link between sites")
-    ] = 0.80
-    collective_seconds: Annotated[float, Meta(ge=0, description="what a collective costs beyond its bytes and hops: entering together")] = (
-        15e-6
-    )
+    memory_efficiency: Annotated[_Share, Meta(description="share of memory bandwidth that an elementwise kernel reaches")] = 0.80
+    kernel_seconds: Annotated[_Amount, Meta(description="what a kernel costs beyond its work: launch and tail")] = 3e-6
+    host_link_efficiency: Annotated[_Share, Meta(description="share of the link inside a host that a collective reaches")] = 0.75
+    network_efficiency: Annotated[_Share, Meta(description="share of a host's network interface or of a link between sites")] = 0.80
+    collective_seconds: Annotated[_Amount, Meta(description="what a collective costs beyond its bytes and hops: entering together")] = 15e-6
     sync_overlap: Annotated[float, Meta(ge=0, le=1, description="part of a backward pass that can hide gradient synchronisation")] = 0.8
     shard_kernels: Annotated[
-        float, Meta(ge=0, description="kernels that pack or unpack a layer's shards for one exchange, in turn with the layer's own")
+        _Amount, Meta(description="kernels that pack or unpack a layer's shards for one exchange, in turn with the layer's own")
     ] = 4.0
     cpu_shard_seconds: Annotated[
-        float, Meta(ge=0, description="what one exchange of a layer's shards costs processors, which do all of it themselves")
+        _Amount, Meta(description="what one exchange of a layer's shards costs processors, which do all of it themselves")
     ] = 3e-3  # FSDP2 over Gloo, two processes: 3–4 ms a layer beyond its bytes, and nothing is hidden behind compute
-    step_seconds: Annotated[float, Meta(ge=0, description="per step, outside the model: data, logging, the optimizer's Python")] = 0.0
+    step_seconds: Annotated[_Amount, Meta(description="per step, outside the model: data, logging, the optimizer's Python")] = 0.0
     straggler_seconds: Annotated[
-        float, Meta(ge=0, description="per step and doubling of the hosts: all agree on norm and loss scale and wait for the slowest")
+        _Amount, Meta(description="per step and doubling of the hosts: all agree on norm and loss scale and wait for the slowest")
     ] = 0.0
-    jitter: Annotated[float, Meta(ge=0, description="relative slow-down for each doubling of the devices that wait for one another")] = 0.0
+    jitter: Annotated[_Amount, Meta(description="relative slow-down for each doubling of the devices that wait for one another")] = 0.0
     gradient_bytes: Annotated[float, Meta(gt=0, description="of one parameter's gradient when it is synchronised")] = 4.0
-    context_bytes: Annotated[float, Meta(ge=0, description="memory an accelerator's runtime takes for itself")] = 0.8e9
+    context_bytes: Annotated[_Amount, Meta(description="memory an accelerator's runtime takes for itself")] = 0.8e9
     memory_overhead: Annotated[float, Meta(ge=1, description="allocator's fragments and workspaces, as a factor on what is counted")] = 1.08
     layer_times: tuple[LayerTime, ...] = ()
     kind_factors: Annotated[

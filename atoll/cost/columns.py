@@ -11,15 +11,160 @@ from itertools import pairwise
 from operator import add, ge, sub
 from typing import TypeVar
 
-from atoll.cost.column import column_seconds
 from atoll.cost.context import DevicePlace
-from atoll.cost.pipeline import simulate
+from atoll.cost.pipeline import NO_HOP, Counts, Hop, Hops, Played, Replicas, StageReplica, Timeline, simulate
 from atoll.cost.transfer import Path, SharedLinks, Transfers
-from atoll.cost.workers import NO_HOP, Counts, Hop, Hops, Played, Replicas, StageReplica, Timeline
 from atoll.plan import Plan
 from atoll.plan.schedule_policy import interleaved_limits
 
-__all__ = ["in_columns", "play_columns"]
+__all__ = ["column_seconds", "in_columns", "play_columns"]
+
+_ROUNDS_BETWEEN_LOOKS = 4  # looking whether a column has come to its steady state costs as much as a third of a round
+_Row = tuple[int, float, float, float, float, float, float]  # stage; its forward, backward; queue and delay of the links onward and back
+
+
+def column_seconds(
+    forward: Sequence[float], backward: Sequence[float], onward: Sequence[Hop], back: Sequence[Hop], micro_batches: int, schedule: str
+) -> tuple[float, list[float]]:
+    """Step of one column of stages, and when each stage ends. `onward[s]` leads from stage s to s+1, `back[s]` the other way.
+
+    Under 1F1B, round m computes on each of S stages in turn the forward of micro-batch m and then the backward of m - (S - s) + 1. In that
+    order all that a task waits for has been computed: the forward before it in this round, the gradient in the round before. A round maps
+    the times by maxima and sums, so once a round moves all of them by the same step, every later one does.
+    """
+    if schedule == "gpipe":
+        return _gpipe(forward, backward, onward, back, micro_batches)
+    stages = len(forward)
+    walk = _Walk(forward, backward, onward, back)
+    first = min(stages - 1, micro_batches)
+    for m in range(first):  # the stages before the last m have no gradient to go back with yet
+        walk.turn_round(walk.forth_only(walk.rows[: stages - 1 - m]), walk.rows[stages - 1 - m :])
+    left = micro_batches - first
+    while left > _ROUNDS_BETWEEN_LOOKS + 1:
+        for _ in range(_ROUNDS_BETWEEN_LOOKS - 1):
+            walk.turn_round(0.0, walk.rows)
+        before = walk.times()
+        walk.turn_round(0.0, walk.rows)
+        left -= _ROUNDS_BETWEEN_LOOKS
+        if step := _common_step(before, walk.times()):
+            walk.leap(step * (left - 1))
+            left = 1
+    for _ in range(left):
+        walk.turn_round(0.0, walk.rows)
+    for m in range(micro_batches, micro_batches + stages - 1):
+        walk.back_only(walk.rows[max(0, stages - 1 - m) : micro_batches + stages - 1 - m])
+    return max(walk.free), walk.free
+
+
+def _gpipe(
+    forward: Sequence[float], backward: Sequence[float], onward: Sequence[Hop], back: Sequence[Hop], micro_batches: int
+) -> tuple[float, list[float]]:
+    ready = [0.0] * micro_batches
+    free: list[float] = []
+    for s, seconds in enumerate(forward):
+        ready, end = _through(ready, seconds, 0.0, onward[s] if s < len(onward) else NO_HOP)
+        free.append(end)
+    ready = [free[-1]] * micro_batches
+    for s in range(len(backward) - 1, -1, -1):
+        ready, free[s] = _through(ready, backward[s], free[s], back[s - 1] if s else NO_HOP)
+    return max(free), free
+
+
+def _through(ready: list[float], seconds: float, free: float, hop: Hop) -> tuple[list[float], float]:
+    """Micro-batches through one server and then one link, in order."""
+    arrivals = []
+    link_free = 0.0
+    for when in ready:
+        free = (free if free > when else when) + seconds
+        link_free = (link_free if link_free > free else free) + hop.occupancy
+        arrivals.append(link_free + hop.latency)
+    return arrivals, free
+
+
+class _Walk:
+    """The times of a column of stages, round by round."""
+
+    def __init__(self, forward: Sequence[float], backward: Sequence[float], onward: Sequence[Hop], back: Sequence[Hop]) -> None:
+        stages = len(forward)
+        self.free = [0.0] * stages  # when each stage ends what was given to it so far
+        self.came_back = [0.0] * (stages + 1)  # when the gradient of the next backward arrives, from stage s + 1
+        self.links, self.back_links = [0.0] * stages, [0.0] * stages  # when each link ends what was given to it so far
+        self.rows = [
+            (s, forth_seconds, back_seconds, *_queue_and_delay(hop, forth_seconds), *_queue_and_delay(back_hop, back_seconds))
+            for s, forth_seconds, back_seconds, hop, back_hop in zip(
+                range(stages), forward, backward, (*onward, NO_HOP), (NO_HOP, *back), strict=True
+            )
+        ]
+
+    def forth_only(self, rows: list[_Row]) -> float:
+        """Takes a micro-batch forward through stages; returns when it arrives after them."""
+        free, links = self.free, self.links
+        arrival = 0.0
+        for s, seconds, _, queue, delay, _, _ in rows:
+            end = free[s]
+            end = free[s] = (end if end > arrival else arrival) + seconds
+            if queue:
+                start = links[s]
+                end = links[s] = (start if start > end else end) + queue
+            arrival = end + delay
+        return arrival
+
+    def turn_round(self, arrival: float, rows: list[_Row]) -> None:
+        """Takes the micro-batch that arrives forward through stages, each of which then goes back with an earlier one."""
+        free, came_back, links, back_links = self.free, self.came_back, self.links, self.back_links
+        for s, seconds, back_seconds, queue, delay, back_queue, back_delay in rows:
+            end = free[s]
+            end = (end if end > arrival else arrival) + seconds
+            if queue:
+                start = links[s]
+                start = links[s] = (start if start > end else end) + queue
+                arrival = start + delay
+            else:
+                arrival = end + delay
+            gradient = came_back[s]
+            end = free[s] = (end if end > gradient else gradient) + back_seconds
+            if back_queue:
+                start = back_links[s]
+                end = back_links[s] = (start if start > end else end) + back_queue
+            came_back[s - 1] = end + back_delay
+
+    def back_only(self, rows: list[_Row]) -> None:
+        """Each stage goes back with a micro-batch."""
+        free, came_back, back_links = self.free, self.came_back, self.back_links
+        for s, _, seconds, _, _, queue, delay in rows:
+            end, gradient = free[s], came_back[s]
+            end = free[s] = (end if end > gradient else gradient) + seconds
+            if queue:
+                start = back_links[s]
+                end = back_links[s] = (start if start > end else end) + queue
+            came_back[s - 1] = end + delay
+
+    def times(self) -> list[float]:
+        """What decides over the next round; of links, only those that can make a transfer wait."""
+        return self.free + self.links + self.back_links
+
+    def leap(self, seconds: float) -> None:
+        """Moves all times; those of links on which nothing waits stay zero."""
+        self.free = [value + seconds for value in self.free]
+        self.came_back = [value + seconds for value in self.came_back]
+        self.came_back[len(self.free) - 1] = 0.0  # the last stage waits for no gradient
+        self.links = [value + seconds if value else 0.0 for value in self.links]
+        self.back_links = [value + seconds if value else 0.0 for value in self.back_links]
+
+
+def _queue_and_delay(hop: Hop, seconds: float) -> tuple[float, float]:
+    """Transfers of a stage whose tasks are further apart than the link needs for each never wait: they are a delay alone."""
+    return (hop.occupancy, hop.latency) if hop.occupancy > seconds else (0.0, hop.occupancy + hop.latency)
+
+
+def _common_step(before: list[float], after: list[float]) -> float:
+    """By how much every time grew, or 0 where they grew differently; a time that is zero is of a link on which nothing waits."""
+    step = after[0] - before[0]
+    slack = 1e-12 + 1e-9 * step
+    for was, value in zip(before, after, strict=True):
+        if value and not -slack <= value - was - step <= slack:
+            return 0.0
+    return step
 
 
 def in_columns(plan: Plan, counts: Counts) -> bool:
@@ -49,7 +194,7 @@ def play_columns(
     ends = _decisive_ends(plan.schedule, loads)
     finish = _by_stage(ends, kinds)
     if only_step:
-        return Played(finish, [], [], _no_transfer)
+        return Played(finish, [], [], lambda s, i: 0.0)
     stages = len(plan.stages)
     held = [counts if plan.schedule == "gpipe" else [min(count, stages - s) for count in counts] for s in range(stages)]
 
@@ -80,27 +225,18 @@ def _by_stage(rows: dict[_Kind, list[_T]], kinds: list[_Kind]) -> list[list[_T]]
     return [list(row) for row in zip(*[rows[kind] for kind in kinds], strict=True)]
 
 
-def _no_transfer(_stage: int, _replica: int) -> float:
-    return 0.0
-
-
 def _decisive_ends(schedule: str, loads: dict[_Kind, "_Load"]) -> dict[_Kind, list[float]]:
     """When the stages of each kind of column end; 0 where another kind surely ends, and begins its last backwards, no earlier."""
     ends: dict[_Kind, list[float]] = {}
     played: list[tuple[_Load, float]] = []  # with the earliest begin of a stage's last backward
     for kind, load in sorted(loads.items(), key=lambda item: -item[1].busiest):
-        if any(load.bound(schedule) <= begin or _no_less(other, load) for other, begin in played):
+        if any(load.bound(schedule) <= begin or other.outlasts(load) for other, begin in played):
             ends[kind] = [0.0] * len(load.forward)
         else:
             finish = column_seconds(load.forward, load.backward, load.onward, load.back, load.count, schedule)[1]
             played.append((load, min(map(sub, finish, load.backward))))
             ends[kind] = finish
     return ends
-
-
-def _no_less(a: "_Load", b: "_Load") -> bool:
-    """Whether a column has as much to do as another in every respect: then it ends no earlier, whatever it waits for."""
-    return a.count >= b.count and all(map(ge, a.times, b.times))
 
 
 def _differ(row: Sequence[object]) -> bool:
@@ -119,6 +255,10 @@ class _Load:
         """All of one micro-batch."""
         hops = (*self.onward, *self.back)
         return [*self.forward, *self.backward, *[hop[0] for hop in hops], *[hop[1] for hop in hops]]
+
+    def outlasts(self, other: "_Load") -> bool:
+        """Whether it has as much to do as another in every respect: then it ends no earlier, whatever it waits for."""
+        return self.count >= other.count and all(map(ge, self.times, other.times))
 
     def busy(self) -> list[float]:
         """Seconds each stage works in a step."""
@@ -150,35 +290,23 @@ class _Columns:
                     self._shared.add(path.resource, count, seconds * times)
 
     def load(self, replicas: Replicas, column: int) -> _Load:
-        """What a column has to do."""
+        """What a column has to do; encoding a micro-batch is a part of the forward and backward that it follows."""
+        plan, transfers, count = self._plan, self._transfers, self.counts[column]
         forward, backward = [row[column].forward for row in replicas], [row[column].backward for row in replicas]
-        if self._plan.codecs:
-            codec_forward, codec_backward = self.codec(column)
-            forward, backward = list(map(add, forward, codec_forward)), list(map(add, backward, codec_backward))
-        return _Load(self.counts[column], forward, backward, *self.hops(column))
-
-    def hops(self, column: int) -> tuple[list[Hop], list[Hop]]:
-        """The hops of a column, forth and back."""
-        count = self.counts[column]
         onward, back = [], []
-        for boundary, (forth_bytes, back_bytes) in zip(self.boundaries, self._bytes, strict=True):
-            onward.append(self._hop(boundary.onward[column], forth_bytes, count))
-            back.append(self._hop(boundary.back[column], back_bytes, count))
-        return onward, back
+        for s, (boundary, (forth_bytes, back_bytes)) in enumerate(zip(self.boundaries, self._bytes, strict=True)):
+            forth, returning = boundary.onward[column], boundary.back[column]
+            if plan.codecs and boundary.between_sites:
+                forward[s] += transfers.codec_seconds(plan, forth, forth_bytes)
+                backward[s + 1] += transfers.codec_seconds(plan, returning, back_bytes)
+            onward.append(self._hop(forth, forth_bytes, count))
+            back.append(self._hop(returning, back_bytes, count))
+        return _Load(count, forward, backward, onward, back)
 
     def _hop(self, path: Path, nbytes: float, count: int) -> Hop:
         if not path.resource:
             return self._transfers.hop(self._plan, path, nbytes)
         return Hop(self._shared.occupancy(path.resource, count), path.latency, -1)
-
-    def codec(self, column: int) -> tuple[list[float], list[float]]:
-        """Seconds each stage of a column spends on encoding a micro-batch: activations in forward, gradients in backward."""
-        forward, backward = [0.0] * len(self._plan.stages), [0.0] * len(self._plan.stages)
-        for s, (boundary, (forth_bytes, back_bytes)) in enumerate(zip(self.boundaries, self._bytes, strict=True)):
-            if self._plan.codecs and boundary.between_sites:
-                forward[s] = self._transfers.codec_seconds(self._plan, boundary.onward[column], forth_bytes)
-                backward[s + 1] = self._transfers.codec_seconds(self._plan, boundary.back[column], back_bytes)
-        return forward, backward
 
 
 def _play_interleaved(plan: Plan, loads: dict[_Kind, _Load], first: dict[_Kind, int], kinds: list[_Kind]) -> Played:

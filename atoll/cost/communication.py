@@ -15,20 +15,9 @@ from atoll.cluster.cluster import host_index, site_index, wan_index
 from atoll.cost.calibration import Calibration
 
 __all__ = [
-    "Group",
-    "Sharing",
-    "Span",
-    "all_gather_seconds",
-    "all_reduce_seconds",
-    "all_to_all_seconds",
-    "collective_bytes",
-    "distinct_groups",
-    "sharing_of",
-    "slowest_of",
-    "slowest_span",
-    "span_of",
-    "span_with",
-]
+    "Group", "Span", "all_gather_seconds", "all_reduce_seconds", "all_to_all_seconds", "collective_bytes", "distinct_groups",
+    "slowest_of", "span_of",
+]  # fmt: skip
 
 
 class Tier(NamedTuple):
@@ -48,25 +37,17 @@ class Span(NamedTuple):
     site: Tier
     wan: Tier
     wan_links: tuple[Link, ...]  # of the ring between sites
-    host_name: str
     site_names: tuple[str, ...]
-
-
-class Sharing(NamedTuple):
-    """The most groups that leave one host, and one site, at the same time."""
-
-    hosts: float
-    sites: float
 
 
 def span_of(cluster: Cluster, groups: Sequence[Sequence[Device]], calibration: Calibration) -> Span:
     """The span of the first group, when all `groups` (alike in layout) communicate at once."""
-    return span_with(cluster, groups[0], calibration, sharing_of(groups))
+    return _span(cluster, groups[0], calibration, *_sharing(groups))
 
 
-def span_with(cluster: Cluster, group: Sequence[Device], calibration: Calibration, sharing: Sharing) -> Span:
-    """The span of a group, when so many share its links."""
-    per_host: dict[str, int] = {}
+def _span(cluster: Cluster, group: Sequence[Device], calibration: Calibration, leave_host: float, leave_site: float) -> Span:
+    """The span of a group, when so many groups leave one host, and one site, at the same time."""
+    per_host: dict[str, int] = {}  # a Counter takes longer to make than all the rest
     for device in group:
         per_host[device.host] = per_host.get(device.host, 0) + 1
     hosts = host_index(cluster)
@@ -80,31 +61,28 @@ def span_with(cluster: Cluster, group: Sequence[Device], calibration: Calibratio
     networks = [site_index(cluster)[name].link for name in sites]
     site_rate = min([link.bytes_per_s for link in networks]) * calibration.network_efficiency
     site_latency = max([link.latency_s for link in networks])
-    site = Tier(max(per_site.values()), site_rate, site_latency, sharing.hosts)
+    site = Tier(max(per_site.values()), site_rate, site_latency, leave_host)
     if len(sites) == 1:
-        return Span(len(group), host, site, Tier(1, site_rate, site_latency, 1.0), (), group[0].host, sites)
+        return Span(len(group), host, site, Tier(1, site_rate, site_latency, 1.0), (), sites)
     ring = wan_ring(cluster, sites)
     wan_rate = min([link.bytes_per_s for link in ring]) * calibration.network_efficiency
-    wan = Tier(len(sites), wan_rate, max([link.latency_s for link in ring]), sharing.sites)
-    return Span(len(group), host, site, wan, ring, group[0].host, sites)
+    wan = Tier(len(sites), wan_rate, max([link.latency_s for link in ring]), leave_site)
+    return Span(len(group), host, site, wan, ring, sites)
 
 
-def sharing_of(groups: Sequence[Sequence[Device]]) -> Sharing:
-    """How many of the groups leave one host, or one site, at the most."""
-    if len(groups) == 1:
-        return Sharing(1.0, 1.0)
-    leaving_host: dict[str, int] = {}
-    leaving_site: dict[str, int] = {}
-    for group in groups:
+def _sharing(groups: Sequence[Sequence[Device]]) -> tuple[float, float]:
+    """The most groups that leave one host, and one site, at the same time."""
+    hosts: dict[str, int] = {}
+    sites: dict[str, int] = {}
+    for group in groups if len(groups) > 1 else ():
         site_of = {device.host: device.site for device in group}
         if len(site_of) > 1:
             for host in site_of:
-                leaving_host[host] = leaving_host.get(host, 0) + 1
-            sites = set(site_of.values())
-            if len(sites) > 1:
-                for site in sites:
-                    leaving_site[site] = leaving_site.get(site, 0) + 1
-    return Sharing(float(max(leaving_host.values(), default=1)), float(max(leaving_site.values(), default=1)))
+                hosts[host] = hosts.get(host, 0) + 1
+            across = set(site_of.values())
+            for site in across if len(across) > 1 else ():
+                sites[site] = sites.get(site, 0) + 1
+    return float(max(hosts.values(), default=1)), float(max(sites.values(), default=1))
 
 
 @lru_cache(maxsize=4096)
@@ -144,12 +122,7 @@ def _cheapest(span: Span, nbytes: float, passes: float, site_sharing: float = 0.
 
 
 def all_reduce_seconds(
-    span: Span,
-    nbytes: float,
-    calibration: Calibration,
-    *,
-    site_sharing: float = 0.0,
-    wan_sharing: float = 0.0,
+    span: Span, nbytes: float, calibration: Calibration, *, site_sharing: float = 0.0, wan_sharing: float = 0.0
 ) -> float:
     """All members end with the sum of everyone's `nbytes`; more groups may share the interfaces and links than the span knows of."""
     if span.members < 2 or not nbytes:
@@ -214,21 +187,14 @@ def distinct_groups(
     by_hosts: dict[tuple[str, ...], list[Sequence[Device]]] = {}
     for group in groups:
         by_hosts.setdefault(tuple(sorted([device.host for device in group])), []).append(group)
-    sharing = sharing_of([*groups, *others])
+    sharing = _sharing([*groups, *others])
     found = []
     for names, alike in by_hosts.items():
-        span = span_with(cluster, alike[0], calibration, sharing)
+        span = _span(cluster, alike[0], calibration, *sharing)
         hosts = tuple(dict.fromkeys(names))
         links = tuple([link.name for link in span.wan_links])
         found.append(Group(span, hosts if len(hosts) > 1 else (), links, len(alike)))
     return tuple(found)
-
-
-def slowest_span(
-    cluster: Cluster, groups: Sequence[Sequence[Device]], calibration: Calibration, others: Sequence[Sequence[Device]] = ()
-) -> Span:
-    """The span of that of the groups which takes longest, when all of them and `others` communicate at once."""
-    return slowest_of(distinct_groups(cluster, groups, calibration, others), calibration)
 
 
 def slowest_of(groups: Sequence[Group], calibration: Calibration) -> Span:

@@ -1,4 +1,4 @@
-"""Roofline: how long a layer takes on a device, by the work in it.
+"""How long a layer takes on a device, by a roofline of the work in it.
 
 A kernel takes the longer of its arithmetic and its memory traffic, plus a constant. A matmul is computed in tiles of its output, each
 running along the inner dimension: a short inner dimension leaves a tile filling and draining, few outputs leave units of the device
@@ -9,8 +9,8 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from atoll.cluster import Device
-from atoll.cost.amounts import lane_part
 from atoll.cost.calibration import Calibration, KindFactor, LayerTime
+from atoll.cost.context import lane_part
 from atoll.cost.measured import MeasuredTimes
 from atoll.graph import Graph, Layer, Work
 
@@ -75,7 +75,7 @@ class ComputeTimes:
             rows = [LayerSeconds(*(after - before for before, after in step)) for step in steps]
             for number in split:
                 layer = self._graph.layers[number]
-                rows[number] = self._layer(layer, device, samples, lane_part(layer, lanes), lanes, expert_lanes, together)
+                rows[number] = self._layer(layer, device, samples, lane_part(layer.tensor_units, lanes), lanes, expert_lanes, together)
             found = self._split_tables[key] = _summed(rows)
         return found
 

@@ -1,17 +1,106 @@
-"""Setting: what pricing a plan reads and no plan changes — a graph, a cluster and the constants of the model, prepared once."""
+"""What pricing a plan reads and no plan changes: a graph and sums over its layers, a cluster, the constants of the model. Prepared once."""
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from typing import NamedTuple, TypeVar
 
 from atoll.cluster import Cluster, DeviceKind
 from atoll.cluster.cluster import device_index
-from atoll.cost.amounts import Amounts, Held, held_parameters, tensor_fraction
 from atoll.cost.calibration import Calibration
 from atoll.errors import PlanError
-from atoll.graph import Graph
+from atoll.graph import Graph, SharedParameter
 from atoll.plan import Plan, Replica, Stage
 
-__all__ = ["DevicePlace", "OPTIMIZERS", "OptimizerCost", "PricingContext", "optimizer_cost"]
+__all__ = ["OPTIMIZERS", "Amounts", "DevicePlace", "Held", "Memo", "OptimizerCost", "PricingContext", "lane_part", "tensor_fraction"]
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+
+class Amounts(NamedTuple):
+    """Prefix sums over the layers of what communication and memory need."""
+
+    parameters: tuple[float, ...]
+    split_parameters: tuple[float, ...]
+    expert_parameters: tuple[float, ...]
+    frozen_parameters: tuple[float, ...]
+    saved: tuple[float, ...]
+    split_saved: tuple[float, ...]
+    inputs: tuple[float, ...]
+    tensor_bytes: tuple[float, ...]
+    tensor_reductions: tuple[float, ...]
+    expert_bytes: tuple[float, ...]
+    expert_layers: tuple[float, ...]
+    shared: tuple[SharedParameter, ...] = ()
+    units: tuple[int, ...] = ()  # by layer, not summed
+
+    @staticmethod
+    def of(graph: Graph) -> "Amounts":
+        """Summed once a graph."""
+        rows = [
+            (
+                float(layer.parameters),
+                float(layer.split_parameters),
+                float(layer.expert_parameters),
+                float(layer.frozen_parameters),
+                layer.saved_bytes,
+                layer.split_saved_bytes,
+                layer.input_bytes,
+                layer.tensor_bytes,
+                float(layer.tensor_reductions),
+                layer.expert_bytes,
+                float(layer.experts > 0),
+            )
+            for layer in graph.layers
+        ]
+        sums = (tuple(accumulate(column, initial=0.0)) for column in zip(*rows, strict=True))
+        return Amounts(*sums)._replace(shared=graph.shared, units=tuple(layer.tensor_units for layer in graph.layers))
+
+    def is_split(self, shared: SharedParameter) -> bool:
+        """Whether tensor parallelism divides a shared parameter: as its first user does."""
+        first = shared.layers[0]
+        return self.split_parameters[first + 1] - self.split_parameters[first] >= shared.parameters
+
+
+class Held(NamedTuple):
+    """Parameters of a stage as one device holds them."""
+
+    dense: float  # beside the experts
+    expert: float
+    frozen: float
+    divided: float = 0.0  # its part of the tensors that lanes divide, which are not in `dense`
+
+
+def lane_part(units: int, lanes: int) -> float:
+    """The part of a layer's tensors that the busiest of `lanes` holds when they divide its units."""
+    return -(-units // lanes) / units
+
+
+def _held(amounts: Amounts, start: int, stop: int, fraction: float, expert_lanes: int, split: tuple[int, ...], lanes: int) -> Held:
+    """Parameters of a stage on a device with `fraction` of each split tensor, when `expert_lanes` devices divide the experts and `lanes`
+    the layers `split`."""
+    total = amounts.parameters[stop] - amounts.parameters[start]
+    tensors = amounts.split_parameters[stop] - amounts.split_parameters[start]
+    experts = amounts.expert_parameters[stop] - amounts.expert_parameters[start]
+    frozen = amounts.frozen_parameters[stop] - amounts.frozen_parameters[start]
+    dense = total - experts - tensors * (1 - fraction)  # experts are never among what tensor parallelism divides
+    for shared in amounts.shared:  # counted where it is first used; every other stage that uses it holds a copy
+        if not start <= shared.layers[0] < stop and any(start <= layer < stop for layer in shared.layers):
+            dense += shared.parameters * (fraction if amounts.is_split(shared) else 1.0)
+    divided = 0.0
+    for layer in split:
+        parameters = amounts.split_parameters[layer + 1] - amounts.split_parameters[layer]
+        dense -= parameters
+        divided += parameters * lane_part(amounts.units[layer], lanes)
+    return Held(dense, experts / expert_lanes, frozen, divided)
+
+
+def tensor_fraction(replica: Replica, tensor: int, position: int) -> float:
+    """The part of every split tensor that a position of a lane holds."""
+    if tensor == 1:
+        return 1.0
+    shares = replica.tensor_shares
+    return shares[position] / sum(shares) if shares else 1.0 / tensor
 
 
 class OptimizerCost(NamedTuple):
@@ -33,12 +122,24 @@ OPTIMIZERS = {
 }
 
 
-def optimizer_cost(name: str) -> OptimizerCost:
+def _optimizer_cost(name: str) -> OptimizerCost:
     """What an optimizer costs, by its class's name in any case."""
     try:
         return OPTIMIZERS[name.lower()]
     except KeyError:
         raise PlanError(f"optimizer {name!r}: unknown to the cost model; it knows {', '.join(OPTIMIZERS)}") from None
+
+
+class Memo(dict[_K, _V]):
+    """A dictionary that makes what it lacks and remembers it."""
+
+    def __init__(self, make: Callable[[_K], _V]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, key: _K) -> _V:
+        found = self[key] = self._make(key)
+        return found
 
 
 class DevicePlace:
@@ -61,21 +162,20 @@ class PricingContext:
         self.graph = graph
         self.cluster = cluster
         self.calibration = calibration
-        self.optimizer = optimizer_cost(optimizer)
+        self.optimizer = _optimizer_cost(optimizer)
         self.amounts = Amounts.of(graph)
         self.devices = device_index(cluster)
         self.half_precision = graph.precision != "fp32"
         self.element_bytes = 2.0 if self.half_precision else 4.0
-        self._held: dict[tuple[int, int, float, int, tuple[int, ...], int], Held] = {}
-        self._places: dict[tuple[int, tuple[tuple[str, ...], ...]], DevicePlace] = {}
+        self._held: Memo[tuple[int, int, float, int, tuple[int, ...], int], Held] = Memo(lambda key: _held(self.amounts, *key))
+        self._places = Memo(self._place)
 
     def place(self, stage: Stage) -> DevicePlace:
         """Where a stage's replicas live."""
-        key = (stage.tensor, tuple([replica.devices for replica in stage.replicas]))
-        found = self._places.get(key)
-        if found is None:
-            found = self._places[key] = DevicePlace(*key, [self.devices[name].kind for group in key[1] for name in group])
-        return found
+        return self._places[stage.tensor, tuple([replica.devices for replica in stage.replicas])]
+
+    def _place(self, key: tuple[int, tuple[tuple[str, ...], ...]]) -> DevicePlace:
+        return DevicePlace(*key, [self.devices[name].kind for group in key[1] for name in group])
 
     def places(self, plan: Plan) -> list[DevicePlace]:
         """Where the replicas of each stage live."""
@@ -88,11 +188,7 @@ class PricingContext:
 
     def held_with(self, stage: Stage, fraction: float, lanes: int) -> Held:
         """Parameters of a device of a stage of so many lanes that has `fraction` of each split tensor, before lanes shard them."""
-        key = (stage.start, stage.stop, fraction, lanes if stage.expert else 1, stage.split, lanes)
-        found = self._held.get(key)
-        if found is None:
-            found = self._held[key] = held_parameters(self.amounts, *key)
-        return found
+        return self._held[stage.start, stage.stop, fraction, lanes if stage.expert else 1, stage.split, lanes]
 
     def recomputed_stop(self, stage: Stage) -> int:
         """Where the layers that a stage runs again in backward end.

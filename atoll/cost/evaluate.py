@@ -8,22 +8,29 @@ from collections.abc import Sequence
 from math import log2
 from typing import NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
 from atoll.cluster import Cluster
-from atoll.cost.amounts import Held
 from atoll.cost.calibration import Calibration
-from atoll.cost.communication import Span, all_reduce_seconds
+from atoll.cost.communication import Span, all_reduce_seconds, slowest_of
 from atoll.cost.context import DevicePlace, PricingContext
-from atoll.cost.cost import Cost, MemoryUse, StageCost
-from atoll.cost.memory import Memory
+from atoll.cost.memory import Memory, MemoryUse
+from atoll.cost.pipeline import Played
 from atoll.cost.replica import ReplicaPrices, ReplicaSeconds
-from atoll.cost.swarm import Ending, activation_seconds, is_overlapped, overlapped_ending, swarm_ending, with_copying
-from atoll.cost.synchronisation import ReductionWork, Synchronisation
+from atoll.cost.synchronisation import (
+    Ending,
+    ReductionWork,
+    Synchronisation,
+    activation_seconds,
+    is_overlapped,
+    overlapped_ending,
+    swarm_ending,
+    with_copying,
+)
 from atoll.cost.timeline import play
 from atoll.cost.traffic import Traffic
 from atoll.cost.transfer import Transfers
-from atoll.cost.workers import Played
 from atoll.graph import Graph
 from atoll.plan import Plan, Replica, Stage
 from atoll.plan.division import micro_batch_counts
@@ -31,7 +38,45 @@ from atoll.plan.modes import mode_rules
 from atoll.plan.schedule_policy import held_bounds, in_flight_bounds
 from atoll.units import format_bytes, format_seconds
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "Evaluator", "StalenessEffect", "bucket_bytes", "cost", "staleness_effect"]
+__all__ = ["DEFAULT_BUCKET_BYTES", "Cost", "StageCost", "Evaluator", "StalenessEffect", "bucket_bytes", "cost", "staleness_effect"]
+
+
+class StageCost(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of one stage; forward and backward are of one micro-batch on its slowest replica, collectives inside included."""
+
+    forward_seconds: float
+    backward_seconds: float
+    transfer_seconds: float  # sending one micro-batch on to the next stage
+    sync_seconds: float  # gradient synchronisation among replicas, hidden or not
+    busy_seconds: float  # of its busiest replica in one step
+    in_flight: int  # micro-batches held at once by its busiest replica
+
+
+class Cost(msgspec.Struct, frozen=True, kw_only=True):
+    """The prediction for one plan; `breakdown` sums to `step_seconds`."""
+
+    step_seconds: float
+    samples_per_second: float
+    breakdown: dict[str, float]
+    stages: tuple[StageCost, ...]
+    memory: dict[str, MemoryUse]  # by device
+    memory_available: dict[str, float]
+    link_bytes: dict[str, float]  # by link name, per step
+    dollars_per_step: float = 0.0
+
+    @property
+    def over_memory(self) -> dict[str, float]:
+        """Devices that would not hold their part, with the bytes they lack."""
+        return {
+            device: use.total_bytes - self.memory_available[device]
+            for device, use in self.memory.items()
+            if use.total_bytes > self.memory_available[device]
+        }
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device holds its part."""
+        return not self.over_memory
 
 
 class _Prices(NamedTuple):
@@ -58,18 +103,18 @@ class Evaluator:
     """Prices plans for one graph on one cluster."""
 
     def __init__(self, graph: Graph, cluster: Cluster, *, optimizer: str = "adamw", calibration: Calibration | None = None) -> None:
-        self._setting = PricingContext(graph, cluster, optimizer, calibration or Calibration())
+        self.context = PricingContext(graph, cluster, optimizer, calibration or Calibration())
         self.graph = graph
         self.cluster = cluster
-        self.calibration = self._setting.calibration
-        self.optimizer = self._setting.optimizer
-        self.amounts = self._setting.amounts
-        self.devices = self._setting.devices
-        self._replica_prices = ReplicaPrices(self._setting)
-        self._synchronisation = Synchronisation(self._setting)
-        self._memory = Memory(self._setting)
-        self._transfers = Transfers(self._setting)
-        self._traffic = Traffic(self._setting, self._synchronisation, self._transfers)
+        self.calibration = self.context.calibration
+        self.optimizer = self.context.optimizer
+        self.amounts = self.context.amounts
+        self.devices = self.context.devices
+        self._replica_prices = ReplicaPrices(self.context)
+        self._synchronisation = Synchronisation(self.context)
+        self._memory = Memory(self.context)
+        self._transfers = Transfers(self.context)
+        self._traffic = Traffic(self.context, self._synchronisation, self._transfers)
 
     def seconds(self, plan: Plan) -> float:
         """The predicted step time alone; a long step of an irregular plan is extrapolated (see `timeline`), `cost` plays it whole."""
@@ -102,27 +147,19 @@ class Evaluator:
 
     def memory(self, plan: Plan, in_flight: Sequence[Sequence[int]] | None = None) -> dict[str, MemoryUse]:
         """What every device holds at its peak; without a timeline, by the schedule's bound on micro-batches in flight."""
-        return self._memory.plan(plan, self._setting.places(plan), in_flight or held_bounds(plan, in_flight_bounds(plan)))
+        return self._memory.plan(plan, self.context.places(plan), in_flight or held_bounds(plan, in_flight_bounds(plan)))
 
     def replica_seconds(self, stage: Stage, replica: Replica, micro_samples: float) -> ReplicaSeconds:
         """One micro-batch of `micro_samples` (over all lanes) through a replica."""
         return self._replica_prices.seconds(stage, replica, micro_samples)
 
-    def held(self, stage: Stage, replica: Replica, position: int) -> Held:
-        """Parameters the device at a position of a lane holds, before lanes shard them."""
-        return self._setting.held(stage, replica, position)
-
     def device_memory(self, stage: Stage, fraction: float, samples: float, held: int, lanes: int, is_cpu: bool) -> MemoryUse:
         """What a device with `fraction` of the tensors holds when `held` micro-batches of `samples` each are in flight."""
         return self._memory.device(stage, fraction, samples, held, lanes, is_cpu)
 
-    def activation_bytes(self, start: int, stop: int, recompute: bool, fraction: float) -> float:
-        """Bytes one sample in flight keeps in a stage."""
-        return self._memory.activation_bytes(start, stop, recompute, fraction)
-
     def sync_seconds(self, plan: Plan) -> list[float]:
         """What each stage's replicas need to agree on their gradients, hidden behind the backward pass or not."""
-        return self._synchronisation.seconds(plan, self._synchronisation.works(plan, self._setting.places(plan)))
+        return self._synchronisation.seconds(self._synchronisation.works(plan, self.context.places(plan)))
 
     def sync_volumes(self, stage: Stage) -> list[tuple[bool, float]]:
         """(across lanes?, bytes of gradient) that each device of a stage reduces once a step."""
@@ -130,15 +167,15 @@ class Evaluator:
 
     def sync_span(self, stage: Stage, across_lanes: bool) -> Span | None:
         """Where the slowest group of devices that agree on a gradient lives; None where none has two."""
-        spans = [group.span for group in self._synchronisation.groups(self._setting.place(stage), across_lanes)]
-        return max(spans, key=lambda span: all_reduce_seconds(span, 64e6, self.calibration), default=None)
+        groups = self._synchronisation.groups(self.context.place(stage), across_lanes)
+        return slowest_of(groups, self.calibration) if groups else None
 
     def activation_links(self, plan: Plan) -> set[str]:
         """The links between sites that activations and their gradients cross."""
-        return self._traffic.activation_links(self._setting.places(plan), micro_batch_counts(plan))
+        return self._traffic.activation_links(self.context.places(plan), micro_batch_counts(plan))
 
     def _prices(self, plan: Plan) -> _Prices:
-        places = self._setting.places(plan)
+        places = self.context.places(plan)
         counts = micro_batch_counts(plan)
         replicas: list[list[ReplicaSeconds]] = []
         for stage, place, row in zip(plan.stages, places, counts, strict=True):
@@ -148,7 +185,7 @@ class Evaluator:
             replicas.append(self._replica_prices.stage(stage, place, sizes))
         works = self._synchronisation.works(plan, places)
         volumes = self._synchronisation.tied_volumes(plan) if len(places) > 1 else []
-        sync, tied = self._synchronisation.seconds(plan, works), self._synchronisation.tied(plan, places, volumes)
+        sync, tied = self._synchronisation.seconds(works), self._synchronisation.tied(plan, places, volumes)
         return _Prices(places, replicas, counts, works, volumes, sync, tied)
 
     def _exposed(self, plan: Plan, prices: _Prices, played: Played, s: int) -> float:
@@ -228,7 +265,7 @@ class Evaluator:
     def _stage_cost(self, plan: Plan, prices: _Prices, s: int, played: Played) -> StageCost:
         transfer = 0.0
         if s + 1 < len(plan.stages):
-            path = self._transfers.path(prices.places[s], 0, prices.places[s + 1], 0)
+            path = self._transfers.both_ways(prices.places[s], prices.places[s + 1], 0, 0)[0]
             nbytes = self._transfers.boundary_bytes(plan, plan.stages[s])[0]
             hop = self._transfers.hop(plan, path, nbytes)
             transfer = hop.occupancy + hop.latency + self._transfers.codec_seconds(plan, path, nbytes)

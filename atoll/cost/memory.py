@@ -3,15 +3,29 @@
 from collections.abc import Sequence
 from functools import lru_cache
 
-from atoll.cost.amounts import Held, tensor_fraction
-from atoll.cost.calibration import Calibration
-from atoll.cost.context import DevicePlace, OptimizerCost, PricingContext
-from atoll.cost.cost import MemoryUse
-from atoll.cost.swarm import is_overlapped
+import msgspec
+
+from atoll.cost.context import DevicePlace, PricingContext, tensor_fraction
+from atoll.cost.synchronisation import is_overlapped
 from atoll.plan import Plan, Replica, Stage
 from atoll.plan.division import lane_bounds
 
-__all__ = ["Memory", "memory_use"]
+__all__ = ["Memory", "MemoryUse"]
+
+
+class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes one device holds at its peak."""
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    buffers: float = 0.0  # what communication and the allocator need, the runtime's own context
+
+    @property
+    def total_bytes(self) -> float:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
 
 class Memory:
@@ -89,27 +103,33 @@ class Memory:
         setting = self._setting
         parameters = setting.held_with(stage, fraction, lanes)
         shards = lanes if stage.sharded else 1
-        working = 2 * parameters.dense / max(1, stage.stop - stage.start) if stage.sharded and lanes > 1 else 0.0
-        activations = self.activation_bytes(stage.start, stage.stop, stage.recompute, fraction) * samples
+        working = 2 * parameters.dense / max(1, stage.stop - stage.start) if stage.sharded and lanes > 1 else 0.0  # gathered at one time
+        activations = self._activation_bytes(stage, fraction) * samples
         once = self._largest_saved(stage.start, stage.stop, fraction) * samples if stage.recompute else 0.0
         gathered = self._gathered(stage) * (samples * (lanes - 1) if others is None else others)
         kept = (activations + gathered) * held + once
-        return memory_use(parameters, shards, kept, working, setting.half_precision, setting.optimizer, setting.calibration, is_cpu)
+        trained, frozen = parameters.dense / shards + parameters.expert + parameters.divided, parameters.frozen / shards
+        calibration, half = setting.calibration, setting.half_precision
+        return MemoryUse(
+            # half precision trains an fp32 copy; what is not trained needs none
+            parameters=6.0 * trained + 2.0 * frozen if half else 4.0 * (trained + frozen),
+            gradients=4.0 * trained,
+            optimizer=setting.optimizer.state_bytes * trained,
+            activations=kept * calibration.memory_overhead,
+            buffers=(0.0 if is_cpu else calibration.context_bytes) + working * setting.element_bytes,
+        )
 
     def _gathered(self, stage: Stage) -> float:
         """Bytes of another lane's sample in front of layers that lanes divide: about what these exchange in one pass."""
         return sum([self._setting.graph.layers[number].tensor_bytes for number in stage.split])
 
-    def activation_bytes(self, start: int, stop: int, recompute: bool, fraction: float) -> float:
+    def _activation_bytes(self, stage: Stage, fraction: float) -> float:
         """Bytes one sample in flight keeps in a stage."""
         amounts = self._setting.amounts
-        first = start
-        inputs = 0.0
-        if recompute:
-            first = min(stop, max(start, len(self._setting.graph.layers) - 1))  # the model's last layer is not recomputed
-            inputs = amounts.inputs[first] - amounts.inputs[start]
-        split = amounts.split_saved[stop] - amounts.split_saved[first]
-        return inputs + (amounts.saved[stop] - amounts.saved[first]) - split * (1 - fraction)
+        first = self._setting.recomputed_stop(stage)
+        inputs = amounts.inputs[first] - amounts.inputs[stage.start]
+        split = amounts.split_saved[stage.stop] - amounts.split_saved[first]
+        return inputs + (amounts.saved[stage.stop] - amounts.saved[first]) - split * (1 - fraction)
 
     def _largest_saved(self, start: int, stop: int, fraction: float) -> float:
         """The most any one layer keeps while it is recomputed, beyond its input, which is kept anyway."""
@@ -136,31 +156,6 @@ def _most_pieces(size: int, one_stage: bool, samples: tuple[int, ...]) -> tuple[
     for own, (fewest, most) in zip(samples, lane_bounds(size, one_stage, samples), strict=True):
         found.append((max(most, -(-size * own // total)), size - min(fewest, size * own // total)))
     return (max(found),) * len(found) if len(set(samples)) == 1 else tuple(found)
-
-
-def memory_use(
-    held: Held,
-    shards: int,
-    activations: float,
-    working_parameters: float,
-    half_precision: bool,
-    optimizer: OptimizerCost,
-    calibration: Calibration,
-    is_cpu: bool,
-) -> MemoryUse:
-    """`shards` devices divide the state of the parameters that are not experts'; `working_parameters` are gathered at one time."""
-    trained = held.dense / shards + held.expert + held.divided
-    frozen = held.frozen / shards
-    # half precision trains an fp32 copy; what is not trained needs none
-    weights = 6.0 * trained + 2.0 * frozen if half_precision else 4.0 * (trained + frozen)
-    overhead = calibration.memory_overhead
-    return MemoryUse(
-        parameters=weights,
-        gradients=4.0 * trained,
-        optimizer=optimizer.state_bytes * trained,
-        activations=activations * overhead,
-        buffers=(0.0 if is_cpu else calibration.context_bytes) + working_parameters * (2.0 if half_precision else 4.0),
-    )
 
 
 def _sum(a: MemoryUse, b: MemoryUse) -> MemoryUse:

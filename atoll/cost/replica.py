@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from atoll.cluster import Device
-from atoll.cost.amounts import tensor_fraction
-from atoll.cost.communication import Span, all_gather_seconds, all_reduce_seconds, all_to_all_seconds, slowest_span
+from atoll.cost.communication import Span, all_gather_seconds, all_reduce_seconds, all_to_all_seconds, distinct_groups, slowest_of
 from atoll.cost.compute import ComputeTimes, StageTable
-from atoll.cost.context import DevicePlace, PricingContext
+from atoll.cost.context import DevicePlace, PricingContext, tensor_fraction
 from atoll.plan import Replica, Stage
 
 __all__ = ["ReplicaPrices", "ReplicaSeconds"]
@@ -107,11 +106,13 @@ class ReplicaPrices:
             beside = [name for group in place.groups if group != names for name in group]
             others = [[setting.devices[name] for name in beside[i : i + tensor]] for i in range(0, len(beside), tensor)]
         across = [devices[position::tensor] for position in range(tensor)]
-        return _Layout(
-            tuple((device.kind.name, device.speed) for device in devices),
-            _nameless(slowest_span(setting.cluster, own, setting.calibration, others)) if tensor > 1 else None,
-            _nameless(slowest_span(setting.cluster, across, setting.calibration)) if len(own) > 1 else None,
-        )
+        kinds = tuple((device.kind.name, device.speed) for device in devices)
+        return _Layout(kinds, self._slowest(own, others) if tensor > 1 else None, self._slowest(across) if len(own) > 1 else None)
+
+    def _slowest(self, groups: list[list[Device]], others: Sequence[list[Device]] = ()) -> Span:
+        """Of the groups, when all of them and `others` communicate at once; without names."""
+        found = distinct_groups(self._setting.cluster, groups, self._setting.calibration, others)
+        return slowest_of(found, self._setting.calibration)._replace(wan_links=(), site_names=())
 
     def _tables_of(self, stage: Stage, replica: Replica, division: _Division) -> list[tuple[StageTable, float]]:
         """Times of the layers on each different device of a replica, and its samples of a micro-batch."""
@@ -232,7 +233,3 @@ def _unequal_lanes(replica: Replica) -> tuple[int, ...]:
     """The samples of a replica's lanes, where they differ: lanes that divide a micro-batch evenly are alike whatever they take."""
     samples = replica.samples
     return () if len(samples) == 1 or samples.count(samples[0]) == len(samples) else samples
-
-
-def _nameless(span: Span) -> Span:
-    return span._replace(wan_links=(), host_name="", site_names=())

@@ -10,9 +10,8 @@ from itertools import pairwise
 
 from atoll.cost.columns import in_columns, play_columns
 from atoll.cost.context import DevicePlace
-from atoll.cost.pipeline import simulate
+from atoll.cost.pipeline import Counts, Hop, Hops, Played, Replicas, StageReplica, simulate
 from atoll.cost.transfer import Path, SharedLinks, Transfers
-from atoll.cost.workers import Counts, Hop, Hops, Played, Replicas, StageReplica
 from atoll.plan import Plan
 from atoll.plan.division import pair_counts, route
 from atoll.plan.schedule_policy import device_limits

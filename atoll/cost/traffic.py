@@ -1,16 +1,16 @@
 """Bytes a step puts on every link, by the plan alone."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 from atoll.cluster import Device
 from atoll.codec import codec_spec
-from atoll.cost.communication import collective_bytes, span_of
-from atoll.cost.context import DevicePlace, PricingContext
+from atoll.cost.communication import Group, collective_bytes, span_of
+from atoll.cost.context import DevicePlace, Memo, PricingContext
+from atoll.cost.pipeline import Counts
 from atoll.cost.synchronisation import ReductionWork, Synchronisation
 from atoll.cost.transfer import Transfers
-from atoll.cost.workers import Counts
 from atoll.plan import Plan, Replica, Stage
 from atoll.plan.division import pair_counts
 
@@ -39,9 +39,10 @@ class Traffic:
         carried: dict[str, float] = {}
         for stage, place, row in zip(plan.stages, places, works, strict=True):
             for work in row:
-                _add_sync(plan, work, carried)
+                _add_groups(carried, work.groups, work.nbytes)
             self._inside.add(plan, stage, place, carried)
-        self._add_tied(plan, places, tied_volumes, carried)
+        for homes, nbytes in tied_volumes:
+            _add_groups(carried, self._synchronisation.tied_groups([places[s] for s in homes]), nbytes)
         if len(places) > 1:
             self._add_boundaries(plan, places, counts, carried)
         return {name: nbytes for name, nbytes in carried.items() if nbytes}
@@ -51,15 +52,6 @@ class Traffic:
         boundaries = zip(pairwise(places), pairwise(counts), strict=True)
         ways = [self._times_by_link(*both, *rows) for both, rows in boundaries]
         return {link for times in ways for (link, between_sites), count in times.items() if between_sites and count}
-
-    def _add_tied(
-        self, plan: Plan, places: Sequence[DevicePlace], volumes: Sequence[tuple[list[int], float]], carried: dict[str, float]
-    ) -> None:
-        """Gradients of parameters that several stages hold copies of."""
-        for homes, nbytes in volumes:
-            for group in self._synchronisation.tied_groups([places[s] for s in homes]):
-                for name, amount in collective_bytes(group.span, nbytes, 2.0).items():
-                    carried[name] = carried.get(name, 0.0) + amount * group.times
 
     def _add_boundaries(self, plan: Plan, places: Sequence[DevicePlace], counts: Counts, carried: dict[str, float]) -> None:
         """Activations forth and gradients back, along the routes of the micro-batches."""
@@ -79,17 +71,17 @@ class Traffic:
                 times[link] = sum([before[column] for column in columns])
             return times
         for (i, j), count in pair_counts(tuple(before), tuple(after)).items():
-            path = self._transfers.path(here, i, there, j)
+            path = self._transfers.both_ways(here, there, i, j)[0]
             if path.link:
                 link = (path.link, path.between_sites)
                 times[link] = times.get(link, 0) + count
         return times
 
 
-def _add_sync(plan: Plan, work: ReductionWork, carried: dict[str, float]) -> None:
-    """Gradients among replicas."""
-    for group in work.groups:
-        for name, amount in collective_bytes(group.span, work.nbytes, 2.0).items():
+def _add_groups(carried: dict[str, float], groups: Sequence[Group], nbytes: float) -> None:
+    """What groups that agree on gradients of so many bytes put on links."""
+    for group in groups:
+        for name, amount in collective_bytes(group.span, nbytes, 2.0).items():
             carried[name] = carried.get(name, 0.0) + amount * group.times
 
 
@@ -102,9 +94,7 @@ class InsideTraffic:
 
     def __init__(self, setting: PricingContext) -> None:
         self._setting = setting
-        self._along_lanes: dict[DevicePlace, _Alike] = {}
-        self._across_lanes: dict[DevicePlace, _Alike] = {}
-        self._whole: dict[DevicePlace, _Alike] = {}
+        self._alike = Memo(self._per_byte)
 
     def add(self, plan: Plan, stage: Stage, place: DevicePlace, carried: dict[str, float]) -> None:
         """Adds the traffic of a stage that lives at `place`."""
@@ -120,12 +110,7 @@ class InsideTraffic:
 
     def _add_tensor(self, stage: Stage, place: DevicePlace, carried: dict[str, float]) -> None:
         """All-reduces forward and backward, and again where forward is recomputed."""
-        alike = self._along_lanes.get(place)
-        if alike is None:
-            lanes = [
-                ((i, lane), members) for i, group in enumerate(place.groups) for lane, members in enumerate(_lanes(group, place.tensor))
-            ]
-            alike = self._along_lanes[place] = self._per_byte(lanes, 2.0)
+        alike = self._alike[place, True, 2.0]
         amounts = self._setting.amounts.tensor_bytes
         again = self._setting.recomputed_stop(stage)
         nbytes = 2 * (amounts[stage.stop] - amounts[stage.start]) + (amounts[again] - amounts[stage.start])
@@ -136,33 +121,30 @@ class InsideTraffic:
 
     def _add_gathers(self, plan: Plan, stage: Stage, place: DevicePlace, carried: dict[str, float]) -> None:
         """Parameters in forward and in backward, and their gradients scattered, for every micro-batch."""
-        alike = self._across_lanes.get(place)
-        if alike is None:
-            tensor = place.tensor
-            groups = [((i, position), group[position::tensor]) for i, group in enumerate(place.groups) for position in range(tensor)]
-            alike = self._across_lanes[place] = self._per_byte(groups, 1.0)
         held = self._setting.held_with(stage, 1 / stage.tensor, stage.lanes)
         nbytes = held.dense * (2 * self._setting.element_bytes + self._setting.calibration.gradient_bytes)
         rounds = [-(-replica.total_samples // plan.micro_batch_size) for replica in stage.replicas]
-        for per_byte, groups_alike in alike:
+        for per_byte, groups_alike in self._alike[place, False, 1.0]:
             _add(carried, per_byte, nbytes * sum([rounds[i] for i, _ in groups_alike]))
 
     def _add_split(self, stage: Stage, place: DevicePlace, carried: dict[str, float]) -> None:
         """What lanes exchange for the layers they divide: in each pass (and again where forward is recomputed) as much as an all-reduce."""
-        alike = self._whole.get(place)
-        if alike is None:
-            alike = self._whole[place] = self._per_byte([((i, 0), group) for i, group in enumerate(place.groups)], 2.0)
         again = self._setting.recomputed_stop(stage)
         nbytes = sum(self._setting.graph.layers[number].tensor_bytes * (3 if number < again else 2) for number in stage.split)
-        for per_byte, groups_alike in alike:
+        for per_byte, groups_alike in self._alike[place, False, 2.0]:
             _add(carried, per_byte, nbytes * sum(stage.replicas[i].total_samples for i, _ in groups_alike))
 
-    def _per_byte(self, groups: Iterable[tuple[tuple[int, int], tuple[str, ...]]], passes: float) -> _Alike:
-        setting = self._setting
+    def _per_byte(self, key: tuple[DevicePlace, bool, float]) -> _Alike:
+        """The groups along the lanes of a place, or across them, for a collective of so many passes."""
+        place, along, passes = key
+        setting, tensor = self._setting, place.tensor
         alike: dict[tuple[tuple[str, float], ...], list[tuple[int, int]]] = {}
-        for who, names in groups:
-            span = span_of(setting.cluster, [[setting.devices[name] for name in names]], setting.calibration)
-            alike.setdefault(tuple(collective_bytes(span, 1.0, passes).items()), []).append(who)
+        for i, names in enumerate(place.groups):
+            devices = [setting.devices[name] for name in names]
+            lanes = [devices[first : first + tensor] for first in range(0, len(devices), tensor)]
+            for number, group in enumerate(lanes if along else zip(*lanes, strict=True)):
+                span = span_of(setting.cluster, [group], setting.calibration)
+                alike.setdefault(tuple(collective_bytes(span, 1.0, passes).items()), []).append((i, number))
         return [(dict(per_byte), who) for per_byte, who in alike.items()]
 
     def _add_exchanges(self, stage: Stage, carried: dict[str, float]) -> None:
@@ -170,10 +152,6 @@ class InsideTraffic:
             devices = [self._setting.devices[name] for name in replica.devices]
             for position in range(stage.tensor):
                 _add_exchange(self._setting, stage, replica, devices[position :: stage.tensor], carried)
-
-
-def _lanes(group: tuple[str, ...], tensor: int) -> list[tuple[str, ...]]:
-    return [group[first : first + tensor] for first in range(0, len(group), tensor)]
 
 
 def _add(carried: dict[str, float], per_byte: _PerByte, nbytes: float) -> None:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from atoll.cluster import Device
 from atoll.cluster.cluster import site_index
 from atoll.codec import codec_spec
-from atoll.cost.context import DevicePlace, PricingContext
-from atoll.cost.workers import Hop
+from atoll.cost.context import DevicePlace, Memo, PricingContext
+from atoll.cost.pipeline import Hop
 from atoll.plan import Plan, Stage
 
 __all__ = ["Boundary", "Path", "SharedLinks", "Transfers"]
@@ -48,60 +48,48 @@ class Transfers:
 
     def __init__(self, setting: PricingContext) -> None:
         self._setting = setting
-        self._known: dict[tuple[tuple[str, ...], tuple[str, ...]], Path] = {}
+        self._known = Memo(self._slowest_way)
         self._equal: dict[Path, Path] = {}
-        self._ways: dict[tuple[DevicePlace, DevicePlace], dict[tuple[int, int], tuple[Path, Path]]] = {}
-        self._boundaries: dict[tuple[DevicePlace, DevicePlace], Boundary] = {}
-
-    def path(self, here: DevicePlace, i: int, there: DevicePlace, j: int) -> Path:
-        """The way from replica `i` of a stage to replica `j` of its neighbour."""
-        return self.both_ways(here, there, i, j)[0]
+        self._ways = Memo(self._both_ways)
+        self._boundaries = Memo(self._boundary)
 
     def both_ways(self, here: DevicePlace, there: DevicePlace, i: int, j: int) -> tuple[Path, Path]:
         """The way from replica `i` of a stage to replica `j` of its neighbour, and the way back."""
-        ways = self._ways.get((here, there))
-        if ways is None:
-            ways = self._ways[here, there] = {}
-        found = ways.get((i, j))
-        if found is None:
-            senders, receivers = here.groups[i][:: here.tensor], there.groups[j][:: there.tensor]  # the first of each lane
-            found = ways[i, j] = (self._between(senders, receivers), self._between(receivers, senders))
-        return found
+        return self._ways[here, there, i, j]
 
-    def _between(self, senders: tuple[str, ...], receivers: tuple[str, ...]) -> Path:
-        found = self._known.get((senders, receivers))
-        if found is None:
-            found = self._slowest_way(senders, receivers)
-            found = self._known[senders, receivers] = self._equal.setdefault(found, found)
-        return found
+    def _both_ways(self, key: tuple[DevicePlace, DevicePlace, int, int]) -> tuple[Path, Path]:
+        here, there, i, j = key
+        senders, receivers = here.groups[i][:: here.tensor], there.groups[j][:: there.tensor]  # the first of each lane
+        return self._known[senders, receivers], self._known[receivers, senders]
 
     def boundary(self, here: DevicePlace, there: DevicePlace) -> Boundary:
         """The ways between replica i of a stage and replica i of the next, for every i."""
-        found = self._boundaries.get((here, there))
-        if found is None:
-            columns = [self.both_ways(here, there, i, i) for i in range(len(here.groups))]
-            onward, back = tuple([forth for forth, _ in columns]), tuple([returning for _, returning in columns])
-            kinds = tuple([(id(forth), id(returning)) for forth, returning in zip(onward, back, strict=True)])
-            queued: dict[tuple[int, Path], list[int]] = {}
-            for direction, row in enumerate((onward, back)):
-                for i, path in enumerate(row):
-                    if path.resource:
-                        queued.setdefault((direction, path), []).append(i)
-            users = tuple([(direction, path, tuple(users)) for (direction, path), users in queued.items()])
-            between = any(path.between_sites for path in onward)
-            links: dict[tuple[str, bool], list[int]] = {}
-            for i, path in enumerate(onward):
-                if path.link:
-                    links.setdefault((path.link, path.between_sites), []).append(i)
-            taken = tuple([(link, tuple(columns)) for link, columns in links.items()])
-            found = self._boundaries[here, there] = Boundary(onward, back, kinds, len(set(kinds)) == 1, users, between, taken)
-        return found
+        return self._boundaries[here, there]
 
-    def _slowest_way(self, senders: tuple[str, ...], receivers: tuple[str, ...]) -> Path:
-        """Of the ways the pieces take from the first devices of lanes to those of other lanes."""
+    def _boundary(self, both: tuple[DevicePlace, DevicePlace]) -> Boundary:
+        columns = [self.both_ways(*both, i, i) for i in range(len(both[0].groups))]
+        onward, back = tuple([forth for forth, _ in columns]), tuple([returning for _, returning in columns])
+        kinds = tuple([(id(forth), id(returning)) for forth, returning in columns])
+        queued: dict[tuple[int, Path], list[int]] = {}
+        links: dict[tuple[str, bool], list[int]] = {}
+        for direction, row in enumerate((onward, back)):
+            for i, path in enumerate(row):
+                if path.resource:
+                    queued.setdefault((direction, path), []).append(i)
+                if path.link and row is onward:
+                    links.setdefault((path.link, path.between_sites), []).append(i)
+        users = tuple([(direction, path, tuple(users)) for (direction, path), users in queued.items()])
+        taken = tuple([(link, tuple(columns)) for link, columns in links.items()])
+        between = any(path.between_sites for path in onward)
+        return Boundary(onward, back, kinds, len(set(kinds)) == 1, users, between, taken)
+
+    def _slowest_way(self, ends: tuple[tuple[str, ...], tuple[str, ...]]) -> Path:
+        """Of the ways the pieces take from the first devices of lanes to those of other lanes; equal ones are one object."""
+        senders, receivers = ends
         pieces = max(len(senders), len(receivers))
         if pieces == 1:
-            return self._way(self._setting.devices[senders[0]], self._setting.devices[receivers[0]], 1.0, 1.0)
+            way = self._way(self._setting.devices[senders[0]], self._setting.devices[receivers[0]], 1.0, 1.0)
+            return self._equal.setdefault(way, way)
         ways: dict[tuple[str, ...], Path] = {}
         for piece in range(pieces):
             names = senders[piece * len(senders) // pieces], receivers[piece * len(receivers) // pieces]
@@ -110,7 +98,8 @@ class Transfers:
             queue = way.resource or names  # a wire between two devices is theirs alone
             before = ways.get(queue)
             ways[queue] = way if before is None else way._replace(part=way.part + before.part)
-        return max(ways.values(), key=lambda way: (way.part / way.bytes_per_s, way.latency))
+        slowest = max(ways.values(), key=lambda way: (way.part / way.bytes_per_s, way.latency))
+        return self._equal.setdefault(slowest, slowest)
 
     def _way(self, sender: Device, receiver: Device, part: float, coded: float) -> Path:
         calibration = self._setting.calibration
@@ -134,11 +123,11 @@ class Transfers:
         boundary = self._setting.graph.layers[after.stop - 1]
         return boundary.output_bytes * plan.micro_batch_size, boundary.gradient_bytes * plan.micro_batch_size
 
-    def hop(self, plan: Plan, path: Path, nbytes: float, link: int = -1) -> Hop:
+    def hop(self, plan: Plan, path: Path, nbytes: float) -> Hop:
         """What a micro-batch of `nbytes` holds of the path, where nobody else uses it."""
         if path.between_sites and plan.codecs:
             nbytes *= codec_spec(plan.codecs.get(path.link, "none")).ratio(self._setting.element_bytes)
-        return Hop(nbytes * path.part / path.bytes_per_s, path.latency, link)
+        return Hop(nbytes * path.part / path.bytes_per_s, path.latency, -1)
 
     def codec_seconds(self, plan: Plan, path: Path, nbytes: float) -> float:
         """What sender and receiver spend on encoding and decoding a micro-batch of `nbytes`."""

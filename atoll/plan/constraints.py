@@ -12,8 +12,7 @@ from math import lcm, prod
 
 from atoll.graph import Graph
 from atoll.graph.graph import Constraint
-from atoll.plan.plan import Plan, Stage
-from atoll.plan.problem import Mark, Problem
+from atoll.plan.plan import Mark, Plan, Problem, Stage
 
 __all__ = ["constraint_problems", "copies_asked", "micro_batches_asked", "stage_problems"]
 

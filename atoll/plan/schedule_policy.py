@@ -3,7 +3,7 @@
 A worker does a forward while there are some left and there is room, else a backward, waiting for either if need be. Room is what a schedule
 allows it to hold at once, and therefore what memory must hold. That alone decides the order in a column of stages, whatever tasks take. The
 schedules that runtimes follow (`runtime/modes/lockstep/schedule_builder.py`) and the cost model's engines (`cost/pipeline.py`) are played
-by it; `cost/column.py` is the recurrence that it comes to in a column, under a test that compares the two.
+by it; `cost/columns.py` has the recurrence that it comes to in a column, under a test that compares the two.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
 """A plan as a plain table in which one cell can be marked: what a `PlanError` shows under its sentence."""
 
 from atoll.plan.names import shorten
-from atoll.plan.plan import Plan, Replica, Stage
-from atoll.plan.problem import Mark
+from atoll.plan.plan import Mark, Plan, Replica, Stage
 from atoll.plan.text import numbers_text, replica_groups, samples_text
 
 __all__ = ["inside_text", "stage_table"]

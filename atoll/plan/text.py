@@ -1,4 +1,4 @@
-"""The text form of a Plan: short enough to read with a thousand devices, and it parses back equal.
+"""The text form of a Plan: short enough to read with a thousand devices, and it parses back equal. Files hold it, or JSON.
 
 ```
 plan v1 graph=gpt2 cluster=two-sites mode=lockstep schedule=1f1b batch=256 micro_batch=8
@@ -13,16 +13,19 @@ are otherwise alike; `@3:1` gives unequal tensor shares. Names with unusual char
 indented line continues the one before.
 """
 
+import os
 import re
+import tempfile
 from itertools import groupby
+from pathlib import Path
 from typing import cast, get_args
 
-from atoll.plan.cursor import Cursor
+from atoll.errors import PlanError
 from atoll.plan.modes import default_rules, mode_names
-from atoll.plan.names import quote, shorten
+from atoll.plan.names import Cursor, quote, ranges_text, shorten
 from atoll.plan.plan import CodecName, Plan, Replica, Schedule, Stage
 
-__all__ = ["numbers_text", "parse_plan", "replica_groups", "samples_text", "to_text"]
+__all__ = ["load_plan", "numbers_text", "parse_plan", "replica_groups", "samples_text", "save_plan", "to_text"]
 
 _WIDTH = 110  # replicas that would make a line longer than this continue on the next
 _VERSION = 1
@@ -58,13 +61,7 @@ def samples_text(samples: tuple[int, ...]) -> str:
 
 def numbers_text(numbers: tuple[int, ...]) -> str:
     """`(3, 4, 5, 9)` → `"3-5,9"`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return ranges_text(map(str, numbers))
 
 
 def _stage_text(index: int, stage: Stage) -> str:
@@ -178,16 +175,8 @@ def _stage(cursor: Cursor, index: int) -> Stage:
     replicas: list[Replica] = []
     while not cursor.at_line_end:
         replicas += _replicas(cursor)
-    return Stage(
-        start=first,
-        stop=last + 1,
-        replicas=tuple(replicas),
-        tensor=tensor,
-        sharded="sharded" in flags,
-        expert="expert" in flags,
-        recompute="recompute" in flags,
-        split=split,
-    )
+    on = {flag: flag in flags for flag in _FLAGS}
+    return Stage(start=first, stop=last + 1, replicas=tuple(replicas), tensor=tensor, split=split, **on)
 
 
 def _stage_options(cursor: Cursor) -> tuple[int, tuple[int, ...], set[str]]:
@@ -268,3 +257,41 @@ def _shares(cursor: Cursor) -> tuple[int, ...]:
     while cursor.take_if(":"):
         shares.append(cursor.take_number("a tensor share"))
     return tuple(shares)
+
+
+def load_plan(path: "str | Path") -> Plan:
+    """Read a plan from a JSON or text file; errors name the file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"{path}: cannot read the plan: {(error.strerror or str(error)).lower()}") from None
+    except UnicodeDecodeError:
+        raise PlanError(f"{path}: cannot read the plan: the file is not UTF-8 text") from None
+    if text.lstrip().startswith("{"):
+        return Plan.from_json(text, str(path))
+    return parse_plan(text, str(path))
+
+
+def save_plan(plan: Plan, path: "str | Path") -> None:
+    """Write a plan, as text when the name ends in `.txt` or `.plan` and as JSON otherwise. The file is whole or untouched."""
+    target = Path(path)
+    content = to_text(plan) if target.suffix in (".txt", ".plan") else plan.to_json() + "\n"
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(content)
+            os.chmod(temporary, 0o666 & ~_umask())
+            os.replace(temporary, target)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise PlanError(f"{path}: cannot write the plan: {(error.strerror or str(error)).lower()}") from None
+
+
+def _umask() -> int:
+    """The process's file mode mask, which can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -6,7 +6,7 @@ Decisions the rules rest on:
 - All replicas of a stage have the same `lanes × tensor`. A lane may take no samples (it still holds its shard), a replica may not.
 - With several stages a replica takes whole micro-batches; when `batch_size` is not a multiple, one replica takes the smaller last one.
 - Under tensor parallelism, layers that cannot be split are repeated on every device; a stage with nothing to split is an error.
-- Tensor shares deal out whole units (`plan/units.py`): where a layer's units do not divide by `tensor`, a replica must say its shares.
+- Tensor shares deal out whole units (`plan/division.py`): where a layer's units do not divide by `tensor`, a replica must say its shares.
 - Lanes split a layer in parts as equal as its units allow; they do so only where `tensor` is 1, and not where they divide its experts.
 - A plan says only what its mode can run (`plan/modes/`).
 - Memory is not a rule but a prediction: `Cost.over_memory` says what does not fit.
@@ -21,18 +21,20 @@ from atoll.cluster.cluster import device_index
 from atoll.errors import PlanError
 from atoll.graph import Graph
 from atoll.plan.constraints import constraint_problems
+from atoll.plan.division import even_shares, split_units
 from atoll.plan.modes import mode_rules
-from atoll.plan.plan import Plan, Stage
-from atoll.plan.problem import Mark, Problem
+from atoll.plan.plan import Mark, Plan, Problem, Stage
 from atoll.plan.table import stage_table
 from atoll.plan.text import numbers_text
-from atoll.plan.units import even_shares, split_units
 
 __all__ = ["parallelism_problems", "share_problems", "validate"]
 
 
-def validate(plan: Plan, graph: Graph | None = None, cluster: Cluster | None = None) -> None:
-    """Raise `PlanError` for the first rule the plan breaks, by itself and, where they are given, with its graph and cluster."""
+def validate(plan: Plan, graph: Graph | None = None, cluster: Cluster | None = None, *, source: object = None) -> None:
+    """Raise `PlanError` for the first rule the plan breaks, by itself and, where they are given, with its graph and cluster.
+
+    It begins with `source`, the file the plan is from, if that is given.
+    """
     checks: list[Callable[[], Iterable[Problem]]] = [
         lambda: _fields(plan),
         lambda: _layers(plan),
@@ -46,7 +48,8 @@ def validate(plan: Plan, graph: Graph | None = None, cluster: Cluster | None = N
         checks += [lambda: _against_graph(plan, graph), lambda: constraint_problems(plan, graph), lambda: _whole_units(plan, graph)]
     for check in checks:  # each may rely on those before it having found nothing
         for problem in check():
-            raise PlanError(f"{problem.sentence}\n\n{stage_table(plan, problem.mark)}")
+            where = f"{source}: " if source is not None else ""
+            raise PlanError(f"{where}{problem.sentence}\n\n{stage_table(plan, problem.mark)}")
 
 
 def _fields(plan: Plan) -> Iterator[Problem]:

@@ -14,10 +14,10 @@ from msgspec.structs import replace
 
 from atoll.cost import Evaluator
 from atoll.graph import Graph
-from atoll.plan import Plan, Stage
+from atoll.plan import Plan
 from atoll.plan.constraints import copies_asked
-from atoll.plan.units import even_shares, split_units
-from atoll.planner.balance import shares
+from atoll.plan.division import even_shares, split_units
+from atoll.planner.balance import lane_samples
 from atoll.planner.rules import Rules
 from atoll.planner.timing import Inside
 
@@ -252,48 +252,16 @@ def _plan(evaluator: Evaluator, rules: Rules, layout: _Layout, batch_size: int) 
     """The layout with shares by speed, recomputing only where it would not fit otherwise; None where shares cannot be."""
     stages = []
     for (start, stop), shape, groups in zip(pairwise(layout.bounds), layout.shapes, layout.groups, strict=True):
-        any_share = rules.any_share(len(layout.shapes))
-        made = _stage(evaluator, shape.inside, start, stop, groups, layout.micro_batch_size, batch_size, any_share)
-        if made is None:
+        inside, micro = shape.inside, layout.micro_batch_size
+        bare = inside.stage(start, stop, tuple(inside.replica(group) for group in groups), False)
+        seconds = [evaluator.replica_seconds(bare, replica, float(micro)) for replica in bare.replicas]
+        speeds = [1.0 / (each.forward + each.backward) for each in seconds]
+        rows = lane_samples(batch_size, micro, inside.lanes, speeds, rules.any_share(len(layout.shapes)))
+        if rows is None:
             return None
-        stages.append(made)
-    plan = Plan(
-        graph=evaluator.graph.name,
-        cluster=evaluator.cluster.name,
-        batch_size=batch_size,
-        micro_batch_size=layout.micro_batch_size,
-        stages=tuple(stages),
-        mode=rules.execution.name,
-        codecs=dict(rules.codecs),
-    )
+        shared = (replace(replica, samples=samples) for replica, samples in zip(bare.replicas, rows, strict=True))
+        stages.append(replace(bare, replicas=tuple(shared)))
+    plan = rules.make_plan(evaluator.cluster, batch_size, layout.micro_batch_size, stages)
     if evaluator.fits(plan):
         return plan
     return replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
-
-
-def _stage(
-    evaluator: Evaluator,
-    inside: Inside,
-    start: int,
-    stop: int,
-    groups: Sequence[tuple[str, ...]],
-    micro: int,
-    batch_size: int,
-    any_share: bool,
-) -> Stage | None:
-    lanes = inside.lanes
-    bare = inside.stage(start, stop, tuple(inside.replica(group) for group in groups), False)
-    seconds = [evaluator.replica_seconds(bare, replica, float(micro)) for replica in bare.replicas]
-    counts = shares(batch_size if any_share else batch_size // micro, [1.0 / (each.forward + each.backward) for each in seconds])
-    if counts is None or (not any_share and batch_size % micro):
-        return None
-    rows = []
-    for replica, count in zip(bare.replicas, counts, strict=True):
-        samples = _even(count, lanes) if any_share else tuple(count * part for part in _even(micro, lanes))
-        rows.append(replace(replica, samples=samples))
-    return replace(bare, replicas=tuple(rows))
-
-
-def _even(total: int, parts: int) -> tuple[int, ...]:
-    """`total` in `parts` whole numbers as equal as can be."""
-    return tuple(total * (i + 1) // parts - total * i // parts for i in range(parts))

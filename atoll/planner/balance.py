@@ -1,6 +1,6 @@
 """Balance: shares of a batch for unequal replicas, and cuts of the layers for unequal stages. Pure functions.
 
-`shares` is Whale's hardware-aware balance: load in proportion to speed, within each device's memory. `balanced_cuts` gives every stage the
+`shares` is Whale's hardware-aware balance: load in proportion to speed. `balanced_cuts` gives every stage the
 same time by bisection on that time.
 """
 
@@ -9,31 +9,43 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-__all__ = ["balanced_cuts", "shares"]
+__all__ = ["balanced_cuts", "lane_samples", "shares"]
 
 
-def shares(total: int, speeds: Sequence[float], limits: Sequence[int] | None = None) -> list[int] | None:
-    """Whole numbers summing to `total` that minimise the largest share ÷ speed; every replica gets at least one; None if that cannot be.
-
-    `limits` bound each share (what fits in memory).
-    """
+def shares(total: int, speeds: Sequence[float]) -> list[int] | None:
+    """Whole numbers summing to `total` that minimise the largest share ÷ speed; every replica gets at least one; None if that cannot be."""
     n = len(speeds)
-    bound = list(limits) if limits is not None else [total] * n
-    if total < n or sum(bound) < total or min(bound) < 1:
+    if total < n:
         return None
     fastest = sum(speeds)
-    taken = [min(bound[i], max(1, int(total * speeds[i] / fastest))) for i in range(n)]
+    taken = [max(1, int(total * speed / fastest)) for speed in speeds]
     while sum(taken) > total:  # the ones that were lifted to 1 took too much: the most loaded gives
         worst = max((i for i in range(n) if taken[i] > 1), key=lambda i: (taken[i] / speeds[i], i))
         taken[worst] -= 1
-    heap = [((taken[i] + 1) / speeds[i], i) for i in range(n) if taken[i] < bound[i]]
+    heap = [((taken[i] + 1) / speeds[i], i) for i in range(n)]
     heapq.heapify(heap)
     for _ in range(total - sum(taken)):
-        _, i = heapq.heappop(heap)
+        _, i = heap[0]
         taken[i] += 1
-        if taken[i] < bound[i]:
-            heapq.heappush(heap, ((taken[i] + 1) / speeds[i], i))
+        heapq.heapreplace(heap, ((taken[i] + 1) / speeds[i], i))
     return taken
+
+
+def lane_samples(batch_size: int, micro: int, lanes: int, speeds: Sequence[float], any_share: bool) -> list[tuple[int, ...]] | None:
+    """Samples of each lane of replicas of these speeds: any number of them, else whole micro-batches.
+
+    None where the batch cannot be divided so, or a lane would not have a sample of every micro-batch.
+    """
+    unit = 1 if any_share else micro
+    counts = shares(batch_size // unit, speeds)
+    if counts is None or batch_size % unit or (any_share and min(counts) < lanes):
+        return None
+    return [_even(count, lanes) if any_share else tuple(count * part for part in _even(micro, lanes)) for count in counts]
+
+
+def _even(total: int, parts: int) -> tuple[int, ...]:
+    """`total` in `parts` whole numbers as equal as can be."""
+    return tuple(total * (i + 1) // parts - total * i // parts for i in range(parts))
 
 
 def balanced_cuts(

@@ -16,12 +16,11 @@ from msgspec.structs import replace
 from atoll.cluster import Device
 from atoll.cost import Evaluator
 from atoll.plan import Plan, Replica, Stage
+from atoll.plan.division import even_shares, split_units
 from atoll.plan.modes import ModeRules, default_rules
-from atoll.plan.units import even_shares, split_units
 from atoll.planner.balance import shares
 from atoll.planner.rules import Rules
-from atoll.planner.search import Found
-from atoll.planner.tally import Tally
+from atoll.planner.search import Found, Tally
 
 __all__ = ["baselines", "best_baselines"]
 
@@ -29,6 +28,7 @@ _ROUNDS = (1, 2, 3, 4, 6, 8, 16)
 _MOST_DIVISORS = 12  # of the batch that are tried as micro-batches of a pipeline
 Group = tuple[Device, ...]
 Speed = Callable[[Device], float]
+_Divide = Callable[[int, Sequence[float]], list[int] | None]
 
 
 class _Layout(NamedTuple):
@@ -181,11 +181,10 @@ def _with_shares(evaluator: Evaluator, layout: _Layout, batch_size: int, unit: i
     for divide in (shares, _rounded):
         stages = []
         for (start, stop), groups in zip(pairwise(layout.bounds), layout.stages, strict=True):
+            units = split_units(evaluator.graph.layers[start:stop])
             counts = divide(batch_size // unit, [sum(map(speed, group)) for group in groups])
-            replicas = [
-                _replica(evaluator, layout, start, stop, group, count * unit, speed, divide)
-                for group, count in zip(groups, counts or (), strict=False)
-            ]
+            pairs = zip(groups, counts or (), strict=False)
+            replicas = [_replica(layout, units, group, count * unit, speed, divide) for group, count in pairs]
             if not replicas or None in replicas:
                 break
             stages.append(
@@ -195,19 +194,9 @@ def _with_shares(evaluator: Evaluator, layout: _Layout, batch_size: int, unit: i
             yield tuple(stages)
 
 
-def _replica(
-    evaluator: Evaluator,
-    layout: _Layout,
-    start: int,
-    stop: int,
-    group: Group,
-    samples: int,
-    speed: Speed,
-    divide: Callable[..., list[int] | None],
-) -> Replica | None:
+def _replica(layout: _Layout, units: list[int], group: Group, samples: int, speed: Speed, divide: _Divide) -> Replica | None:
     speeds = [speed(device) for device in group]
     lanes = divide(samples, speeds) if layout.sharded else [samples]
-    units = split_units(evaluator.graph.layers[start:stop])
     parts = even_shares(units, layout.tensor) if len(set(speeds)) == 1 or not units else divide(gcd(*units), speeds)
     if not samples or lanes is None or (layout.tensor > 1 and (parts is None or 0 in parts)):
         return None

@@ -14,11 +14,11 @@ from msgspec.structs import replace
 
 from atoll.cost import Evaluator
 from atoll.plan import CodecName, Plan, Replica, Schedule, Stage
-from atoll.plan.units import even_shares, split_units
-from atoll.planner.balance import balanced_cuts, shares
-from atoll.planner.classes import Slot
+from atoll.plan.division import even_shares, split_units
+from atoll.planner.arrange import Slot
+from atoll.planner.balance import balanced_cuts, lane_samples
 from atoll.planner.rules import Rules
-from atoll.planner.timing import Inside, SlotSeconds, SlotTimes
+from atoll.planner.timing import Inside, Prefix, SlotTimes
 
 __all__ = ["TOO_FEW", "Draft", "Drafted", "complete", "with_names"]
 
@@ -50,21 +50,15 @@ def complete(draft: Draft, timing: SlotTimes, rules: Rules, batch_size: int) -> 
     if (batch_size // draft.inside.lanes if free else micro_batches) < max(len(stage) for stage in draft.stages):
         return TOO_FEW
     kinds = [Counter(slot.kind for slot in stage) for stage in draft.stages]
-    times = [_slot_times(draft, timing, stage, batch_size) for stage in draft.stages]
-    bounds = _bounds(draft, timing, rules, kinds, batch_size, _memory_check(draft, timing, rules, micro_batches, batch_size))
+    bounds = _bounds(draft, timing, rules, kinds, batch_size)
     if isinstance(bounds, str):
         return bounds
+    times = [_slot_times(draft, timing, stage, batch_size) for stage in draft.stages]
     return Drafted(draft, tuple(bounds), _estimate(draft, timing, bounds, times, kinds, micro_batches))
 
 
-def _bounds(
-    draft: Draft,
-    timing: SlotTimes,
-    rules: Rules,
-    kinds: Sequence[Counter[int]],
-    batch_size: int,
-    fits: Callable[[int, int, int], bool],
-) -> Sequence[int] | str:
+def _bounds(draft: Draft, timing: SlotTimes, rules: Rules, kinds: Sequence[Counter[int]], batch_size: int) -> Sequence[int] | str:
+    fits = _memory_check(draft, timing, rules, -(-batch_size // draft.micro_batch_size), batch_size)
     if rules.bounds is not None:
         return rules.bounds if all(fits(s, a, b) for s, (a, b) in enumerate(pairwise(rules.bounds))) else "out of memory"
     ends = (*rules.cuts, len(timing.evaluator.graph.layers))
@@ -79,7 +73,7 @@ def _bounds(
     return bounds if bounds is not None else "out of memory"
 
 
-def _slot_times(draft: Draft, timing: SlotTimes, stage: Sequence[Slot], batch_size: int) -> dict[int, SlotSeconds]:
+def _slot_times(draft: Draft, timing: SlotTimes, stage: Sequence[Slot], batch_size: int) -> dict[int, Prefix]:
     micro = _micro_samples(draft, batch_size)
     first = {slot.kind: slot for slot in reversed(stage)}
     return {kind: timing.slot(slot, draft.inside, micro, draft.recompute) for kind, slot in first.items()}
@@ -123,15 +117,15 @@ def _estimate(
     draft: Draft,
     timing: SlotTimes,
     bounds: Sequence[int],
-    times: Sequence[dict[int, SlotSeconds]],
+    times: Sequence[dict[int, Prefix]],
     kinds: Sequence[Counter[int]],
     micro_batches: int,
 ) -> float:
     """The longer of the bottleneck stage and the busiest link between sites; filling and draining the pipeline; synchronisation."""
     busiest, fill, longest = 0.0, 0.0, 0.0
     for s, (start, stop) in enumerate(pairwise(bounds)):
-        rate = sum(number / times[s][kind].of(start, stop) for kind, number in kinds[s].items())
-        alone = min(times[s][kind].of(start, stop) for kind in kinds[s])
+        rate = sum(number / (times[s][kind][stop] - times[s][kind][start]) for kind, number in kinds[s].items())
+        alone = min((times[s][kind][stop] - times[s][kind][start]) for kind in kinds[s])
         count = micro_batches if len(draft.stages) > 1 else max(micro_batches, len(draft.stages[0]))
         busiest = max(busiest, count / rate)
         longest = max(longest, alone)
@@ -196,40 +190,15 @@ def with_names(drafted: Drafted, timing: SlotTimes, rules: Rules, batch_size: in
     for s, (start, stop) in enumerate(pairwise(bounds)):
         slots = draft.stages[s]
         times = _slot_times(draft, timing, slots, batch_size)
-        speeds = [1.0 / times[slot.kind].of(start, stop) for slot in slots]
+        speeds = [1.0 / (times[slot.kind][stop] - times[slot.kind][start]) for slot in slots]
         divided = even_shares(split_units(evaluator.graph.layers[start:stop]), draft.inside.tensor)
-        replicas = _replicas(draft, slots, speeds, batch_size, rules.any_share(len(draft.stages)))
-        if replicas is None or divided is None:
+        rows = lane_samples(batch_size, draft.micro_batch_size, draft.inside.lanes, speeds, rules.any_share(len(draft.stages)))
+        if rows is None or divided is None:
             return None
-        replicas = tuple(replace(replica, tensor_shares=divided) for replica in replicas)
+        pairs = zip(slots, rows, strict=True)
+        replicas = tuple(Replica(devices=slot.devices, samples=samples, tensor_shares=divided) for slot, samples in pairs)
         has_experts = any(layer.experts for layer in evaluator.graph.layers[start:stop])
         inside = draft.inside if has_experts else draft.inside._replace(expert=False)
         stages.append(inside.stage(start, stop, replicas, draft.recompute))
-    return Plan(
-        graph=evaluator.graph.name,
-        cluster=evaluator.cluster.name,
-        batch_size=batch_size,
-        micro_batch_size=draft.micro_batch_size,
-        stages=tuple(stages),
-        mode=rules.execution.name,
-        schedule=draft.schedule,
-        codecs=codecs,
-    )
-
-
-def _replicas(draft: Draft, slots: Sequence[Slot], speeds: Sequence[float], batch_size: int, any_share: bool) -> tuple[Replica, ...] | None:
-    lanes = draft.inside.lanes
-    unit = 1 if any_share else draft.micro_batch_size
-    counts = shares(batch_size // unit, speeds)
-    if counts is None or batch_size % unit or (any_share and min(counts) < lanes):  # a lane has a sample of every micro-batch
-        return None
-    replicas = []
-    for slot, count in zip(slots, counts, strict=True):
-        samples = tuple(_even(count, lanes)) if any_share else tuple(count * size for size in _even(draft.micro_batch_size, lanes))
-        replicas.append(Replica(devices=slot.devices, samples=samples))
-    return tuple(replicas)
-
-
-def _even(total: int, parts: int) -> list[int]:
-    """`total` in `parts` whole numbers as equal as can be."""
-    return [total * (i + 1) // parts - total * i // parts for i in range(parts)]
+    plan = rules.make_plan(evaluator.cluster, batch_size, draft.micro_batch_size, stages, draft.schedule)
+    return replace(plan, codecs=codecs)

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from atoll.codec import codec_spec
 from atoll.cost import Evaluator
 from atoll.plan import CodecName, Plan, Replica, Stage
-from atoll.plan.units import even_shares, split_units
+from atoll.plan.division import even_shares, split_units
 from atoll.planner.balance import shares
 from atoll.planner.rules import Rules
 
@@ -185,20 +185,9 @@ class Exact:
         for option in chosen:
             rows.append(list(self._shares(option, micro, fill, any_share)))
             fill = fill.plus(option.least)
-        for pick in product(*rows):
-            stages = tuple(pick)
+        for stages in product(*rows):
             for schedule in self.rules.execution.schedules if len(chosen) > 1 else ("1f1b",):
-                plan = self._fitting(
-                    Plan(
-                        graph=self.evaluator.graph.name,
-                        cluster=self.evaluator.cluster.name,
-                        batch_size=self.batch_size,
-                        micro_batch_size=micro,
-                        stages=stages,
-                        mode=self.rules.execution.name,
-                        schedule=schedule,
-                    )
-                )
+                plan = self._fitting(self.rules.make_plan(self.evaluator.cluster, self.batch_size, micro, stages, schedule))
                 if plan is not None:
                     self._try(plan)
 

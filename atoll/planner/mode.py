@@ -47,7 +47,7 @@ def choose_mode(
     if not better:
         return ModeChoice(own.found.plan, _why_not_others(own, [best for best, _ in others], evaluator))
     best, fastest = min(better, key=lambda one: one[0].seconds)
-    return ModeChoice(best.found.plan, _why_not_default(best, own, evaluator) + _not_faster(best, fastest))
+    return ModeChoice(best.found.plan, f"{best.rules.name}: {_steps(best, own.rules, own.seconds, evaluator)}" + _not_faster(best, fastest))
 
 
 def _best(rules: ModeRules, found: Sequence[Found], evaluator: Evaluator) -> _Candidate | None:
@@ -83,10 +83,6 @@ def _asked_for(own: _Candidate, evaluator: Evaluator) -> str:
     if not own.rules.survives(own.found.plan):
         reason += "; a stage on a single host has to be restored from a checkpoint when it dies"
     return reason
-
-
-def _why_not_default(best: _Candidate, own: _Candidate, evaluator: Evaluator) -> str:
-    return f"{best.rules.name}: {_steps(best, own.rules, own.seconds, evaluator)}"
 
 
 def _steps(one: _Candidate, other: ModeRules, seconds: float, evaluator: Evaluator) -> str:

@@ -4,7 +4,6 @@ Small problems are solved exactly; larger ones by a broad search with balanced c
 """
 
 import time
-from collections.abc import Callable
 from itertools import islice
 
 import msgspec
@@ -16,24 +15,22 @@ from atoll.cost import Calibration, Cost, Evaluator
 from atoll.errors import NoPlanError
 from atoll.graph import Graph
 from atoll.plan import CodecName, Mode, Plan
-from atoll.plan.modes import ModeRules, default_rules, installed_modes, mode_rules
+from atoll.plan.modes import default_rules, installed_modes, mode_rules
 from atoll.planner.annotated import annotated_plans
+from atoll.planner.arrange import device_classes
 from atoll.planner.baselines import best_baselines
-from atoll.planner.classes import device_classes
 from atoll.planner.draft import TOO_FEW
 from atoll.planner.exact import Exact, is_small
 from atoll.planner.mode import choose_mode
 from atoll.planner.reasons import bottleneck, plan_reasons, relief, what_would_help
 from atoll.planner.refine import climb
 from atoll.planner.rules import Rules, rules_of
-from atoll.planner.search import FEW_DEVICES, Found, micro_batch_sizes, search
-from atoll.planner.tally import Tally
+from atoll.planner.search import FEW_DEVICES, BroadSearch, Found, Progress, Tally, micro_batch_sizes
 from atoll.planner.timing import SlotTimes
 from atoll.units import format_bytes
 
 __all__ = ["Candidate", "Planned", "plan"]
 
-Progress = Callable[[str, int, int], None]
 MOST_SAMPLES = 2**20  # of a global batch: more is surely a slip of the pen, and takes long to share out
 
 
@@ -84,17 +81,8 @@ def plan(
     if not 1 <= batch_size <= MOST_SAMPLES:
         raise NoPlanError(f"batch size: must be from 1 to {MOST_SAMPLES:,}, got {batch_size:,}")
     started = time.perf_counter()
-    planner = _Planner(graph, cluster, batch_size, mode, optimizer, calibration, codecs, max_priced, progress or _silent)
-    return planner.run(top, started)
-
-
-def _prices(devices: int) -> int:
-    """How many plans are priced in full: fewer of the large ones, which take longer each."""
-    return 400 if devices <= 64 else 200 if devices <= 256 else 60
-
-
-def _silent(what: str, done: int, total: int) -> None:
-    """No progress display."""
+    evaluator = Evaluator(graph, cluster, optimizer=optimizer, calibration=calibration)
+    return _Planner(evaluator, batch_size, mode, codecs, max_priced, progress or (lambda what, done, total: None)).run(top, started)
 
 
 class _Search:
@@ -123,21 +111,16 @@ class _Search:
         """What links send with in drafts: as it is, and in the fewest bits; where one codec was asked for, that."""
         if self.rules.codecs or not self.codecs:
             return [dict(self.rules.codecs)]
-        return [
-            {},
-            {
-                link: min((name for name in names if name != "none"), key=lambda name: CODECS[name].bits)
-                for link, names in self.codecs.items()
-            },
-        ]
+        coding = {link: [name for name in names if name != "none"] for link, names in self.codecs.items()}
+        return [{}, {link: min(names, key=lambda name: CODECS[name].bits) for link, names in coding.items()}]
 
     def _searched(self, codec_sets: list[dict[str, CodecName]], keep: int) -> list[Found]:
         """On all devices of a kind that the mode may use; where they are more than a batch has micro-batches for, on some of them."""
-        about = self.timing, self.rules, self.batch_size, codec_sets, keep, self.max_priced // 2, self.tally, self.progress
-        execution = self.rules.execution
-        found = search(*about, most_devices=execution.most_devices)
+        broad = BroadSearch(self.timing, self.rules, self.batch_size, codec_sets, self.tally, self.progress)
+        execution, prices = self.rules.execution, self.max_priced // 2
+        found = broad.run(keep, prices, execution.most_devices)
         too_many = not found and execution.whole_micro_batches and self.tally.ruled_out[TOO_FEW]
-        return search(*about, most_devices=self.batch_size) if too_many else found
+        return broad.run(keep, prices, self.batch_size) if too_many else found
 
     def _annotated(self, keep: int) -> list[Found]:
         """The best of the plans in which every stage follows its own annotations."""
@@ -173,35 +156,29 @@ class _Search:
 class _Planner:
     def __init__(
         self,
-        graph: Graph,
-        cluster: Cluster,
+        evaluator: Evaluator,
         batch_size: int,
         mode: Mode | None,
-        optimizer: str,
-        calibration: Calibration | None,
         codecs: tuple[CodecName, ...],
-        max_priced: int | None,
+        prices: int | None,
         progress: Progress,
     ) -> None:
-        self.evaluator = Evaluator(graph, cluster, optimizer=optimizer, calibration=calibration)
-        self.batch_size = batch_size
-        self.mode = mode
-        self.progress = progress
-        self.max_priced = max_priced or _prices(len(cluster.devices))
+        self.evaluator, self.batch_size, self.mode, self.codecs, self.progress = evaluator, batch_size, mode, codecs, progress
+        cluster = evaluator.cluster
+        devices = len(cluster.devices)
+        prices = prices or (400 if devices <= 64 else 200 if devices <= 256 else 60)  # fewer of the large plans, which take longer each
         execution = default_rules() if mode is None else mode_rules(mode)
         others = installed_modes() if mode is None else ()
-        rivals = [other for other in others if other is not execution and other.is_candidate(cluster)]
-        self.rules = rules_of(graph, len(cluster.devices), execution)
+        self.rules = rules_of(evaluator.graph, devices, execution)
         self.classes = device_classes(cluster)
-        self.codecs = codecs
         if len(codecs) == 1 and codecs != ("none",):
             self.rules = self.rules._replace(codecs=tuple((link.name, codecs[0]) for link in cluster.links))
-        self.main = self._search(self.rules, self.max_priced)
-        self.rivals = [self._search(self._rules_of_rival(rival), self.max_priced // 2) for rival in rivals]
-
-    def _rules_of_rival(self, rival: ModeRules) -> Rules:
-        """Plans with which it keeps what it is chosen for."""
-        return self.rules._replace(execution=rival, hosts=rival.hosts_per_stage)
+        self.main = self._search(self.rules, prices)
+        self.rivals = [  # plans with which they keep what they are chosen for
+            self._search(self.rules._replace(execution=rival, hosts=rival.hosts_per_stage), prices // 2)
+            for rival in others
+            if rival is not execution and rival.is_candidate(cluster)
+        ]
 
     def _search(self, rules: Rules, prices: int) -> _Search:
         element = 4.0 if self.evaluator.graph.precision == "fp32" else 2.0

@@ -111,13 +111,8 @@ def plan_reasons(plan: Plan, cost: Cost, evaluator: Evaluator) -> tuple[str, ...
         reasons.append(f"shares are unequal because {why}: each in proportion to its speed")
     if len(plan.stages) > 1:
         busy = [stage.busy_seconds for stage in cost.stages]
-        even = min(busy) > 0.8 * max(busy)
-        how = (
-            "cut so that each takes about as long as the others"
-            if even
-            else "cut so that the slowest is as fast as memory and legal cuts allow"
-        )
-        reasons.append(f"{len(plan.stages)} stages, {how}")
+        even = "each takes about as long as the others" if min(busy) > 0.8 * max(busy) else ""
+        reasons.append(f"{len(plan.stages)} stages, cut so that {even or 'the slowest is as fast as memory and legal cuts allow'}")
     if plan.stages[0].tensor > 1:
         reasons.append(f"tensors are split {plan.stages[0].tensor} ways inside hosts, where links are fast")
     if any(stage.sharded for stage in plan.stages):

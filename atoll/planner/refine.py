@@ -8,10 +8,9 @@ from msgspec.structs import replace
 from atoll.cost import Evaluator
 from atoll.plan import CodecName, Plan, Replica, Stage
 from atoll.plan.modes import mode_rules
-from atoll.planner.balance import shares
+from atoll.planner.balance import lane_samples
 from atoll.planner.rules import Rules
-from atoll.planner.search import Found
-from atoll.planner.tally import Tally
+from atoll.planner.search import Found, Tally
 
 __all__ = ["climb", "reshared"]
 
@@ -124,27 +123,23 @@ def _less_recomputation(plan: Plan) -> Iterator[Plan]:
             yield _with_stages(plan, {s: replace(stage, recompute=False)})
 
 
-def reshared(plan: Plan, evaluator: Evaluator, micro_batch_size: int) -> Plan | None:
-    """The same layout with another micro-batch, shares balanced anew."""
+def reshared(plan: Plan, evaluator: Evaluator, micro_batch_size: int) -> Iterator[Plan]:
+    """The same layout with another micro-batch, shares balanced anew, if they can be."""
     free = _any_share(plan)
     stages = []
     for stage in plan.stages:
         lanes = stage.lanes
-        unit = 1 if free else micro_batch_size
-        if plan.batch_size % unit or (micro_batch_size % lanes and not free):
-            return None
-        seconds = [evaluator.replica_seconds(stage, _even_lanes(replica, lanes), float(micro_batch_size)) for replica in stage.replicas]
-        counts = shares(plan.batch_size // unit, [1.0 / (each.forward + each.backward) for each in seconds])
-        if counts is None or (free and min(counts) < lanes):
-            return None
-        rows = zip(stage.replicas, counts, strict=True)
-        replicas = (replace(r, samples=_in_proportion((1,) * lanes, count * unit)) for r, count in rows)
+        if micro_batch_size % lanes and not free:
+            return
+        even = [replace(replica, samples=(1,) * lanes) for replica in stage.replicas]
+        seconds = [evaluator.replica_seconds(stage, replica, float(micro_batch_size)) for replica in even]
+        speeds = [1.0 / (each.forward + each.backward) for each in seconds]
+        rows = lane_samples(plan.batch_size, micro_batch_size, lanes, speeds, free)
+        if rows is None:
+            return
+        replicas = (replace(replica, samples=samples) for replica, samples in zip(even, rows, strict=True))
         stages.append(replace(stage, replicas=tuple(replicas)))
-    return replace(plan, micro_batch_size=micro_batch_size, stages=tuple(stages))
-
-
-def _even_lanes(replica: Replica, lanes: int) -> Replica:
-    return replace(replica, samples=(1,) * lanes)
+    yield replace(plan, micro_batch_size=micro_batch_size, stages=tuple(stages))
 
 
 def _other_micro_batches(plan: Plan, evaluator: Evaluator) -> Iterator[Plan]:
@@ -156,9 +151,7 @@ def _other_micro_batches(plan: Plan, evaluator: Evaluator) -> Iterator[Plan]:
     smaller = [b for b in divisors if b < plan.micro_batch_size][-2:]
     larger = [b for b in divisors if b > plan.micro_batch_size][:2]
     for size in (*reversed(smaller), *larger):
-        found = reshared(plan, evaluator, size)
-        if found is not None:
-            yield found
+        yield from reshared(plan, evaluator, size)
 
 
 def _other_schedules(plan: Plan) -> Iterator[Plan]:
@@ -190,9 +183,7 @@ def _moved_replicas(plan: Plan, evaluator: Evaluator) -> Iterator[Plan]:
                     changed[t] = replace(other, replicas=(*other.replicas, stage.replicas[index]))
                 elif t != s:
                     continue
-                found = reshared(_with_stages(plan, changed), evaluator, plan.micro_batch_size)
-                if found is not None:
-                    yield found
+                yield from reshared(_with_stages(plan, changed), evaluator, plan.micro_batch_size)
 
 
 def _added_replicas(plan: Plan, evaluator: Evaluator) -> Iterator[Plan]:
@@ -210,9 +201,7 @@ def _added_replicas(plan: Plan, evaluator: Evaluator) -> Iterator[Plan]:
                     continue
                 more = replace(stage.replicas[0], devices=tuple(names[:size]), samples=(1,) * stage.lanes)
                 changed = _with_stages(plan, {s: replace(stage, replicas=(*stage.replicas, more))})
-                found = reshared(changed, evaluator, plan.micro_batch_size)
-                if found is not None:
-                    yield found
+                yield from reshared(changed, evaluator, plan.micro_batch_size)
 
 
 def _regrouped(plan: Plan) -> Iterator[Plan]:

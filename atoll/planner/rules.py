@@ -1,12 +1,14 @@
 """Rules: what the annotations leave open to the planner."""
 
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
+from atoll.cluster import Cluster
 from atoll.errors import AnnotationError
 from atoll.graph import Constraint, Graph, check_constraints
 from atoll.graph.constraints import describe
-from atoll.plan import CodecName, Plan, Stage
+from atoll.plan import CodecName, Plan, Schedule, Stage
 from atoll.plan.constraints import constraint_problems, micro_batches_asked, stage_problems
 from atoll.plan.modes import ModeRules, hosts_of
 from atoll.plan.validate import parallelism_problems, share_problems
@@ -29,6 +31,21 @@ class Rules(NamedTuple):
     said: tuple[str, ...] = ()  # what was asked, for the reasons
     hosts: int = 1  # that every stage must be on at least
     codecs: tuple[tuple[str, CodecName], ...] = ()  # of all links between sites, where one was asked for
+
+    def make_plan(
+        self, cluster: Cluster, batch_size: int, micro_batch_size: int, stages: Iterable[Stage], schedule: Schedule = "1f1b"
+    ) -> Plan:
+        """A plan of the mode asked for, with the codecs asked for."""
+        return Plan(
+            graph=self.graph.name,
+            cluster=cluster.name,
+            batch_size=batch_size,
+            micro_batch_size=micro_batch_size,
+            stages=tuple(stages),
+            mode=self.execution.name,
+            schedule=schedule,
+            codecs=dict(self.codecs),
+        )
 
     def any_share(self, stages: int) -> bool:
         """Whether replicas may take any number of samples: with one stage nothing is routed, but some modes hand out micro-batches."""

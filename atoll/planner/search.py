@@ -10,18 +10,41 @@ from itertools import combinations
 from typing import NamedTuple
 
 from atoll.plan import CodecName, Plan
+from atoll.plan.division import even_shares, split_units
 from atoll.plan.modes import hosts_of
-from atoll.plan.units import even_shares, split_units
-from atoll.planner.arrange import arrange, site_columns
-from atoll.planner.classes import DeviceClass, Slot, slots_of
+from atoll.planner.arrange import DeviceClass, Slot, arrange, site_columns, slots_of
 from atoll.planner.draft import Draft, Drafted, complete, with_names
 from atoll.planner.rules import Rules
-from atoll.planner.tally import Tally
 from atoll.planner.timing import Inside, SlotTimes
 
-__all__ = ["Found", "insides", "micro_batch_sizes", "search", "stage_counts"]
+__all__ = ["BroadSearch", "Found", "Tally", "micro_batch_sizes"]
+
+
+class Tally:
+    """What became of every plan looked at: priced in full, or ruled out before, by reason. Each is counted once, so the numbers add up."""
+
+    def __init__(self) -> None:
+        self.priced = 0
+        self.ruled_out: Counter[str] = Counter()
+
+    @property
+    def considered(self) -> int:
+        """All of them."""
+        return self.priced + self.ruled_out.total()
+
+    def reasons(self) -> str:
+        """The three for which most were ruled out, where nothing was found."""
+        return ", ".join(f"{reason} ({count:,})" for reason, count in self.ruled_out.most_common(3) if count) or "no layout is possible"
+
+    def lines(self, chosen: bool, why_not: str) -> tuple[str, ...]:
+        """A line for each reason, most first; of those priced, all but the one chosen, if it was among them, were not taken: `why_not`."""
+        rest = self.priced - chosen
+        lines = [f"{count:,} × {reason}" for reason, count in self.ruled_out.most_common() if count]
+        return (*lines, f"{rest:,} × {why_not}") if rest else tuple(lines)
+
 
 Progress = Callable[[str, int, int], None]
+_Slots = tuple[tuple[Slot, ...], ...]  # by stage
 FEW_DEVICES = 64  # up to which even small parts of a cluster are tried
 
 
@@ -173,134 +196,112 @@ def _could_fit(timing: SlotTimes, classes: Sequence[DeviceClass], inside: Inside
     return state <= max(each.device.memory_bytes for each in classes)
 
 
-def search(
-    timing: SlotTimes,
-    rules: Rules,
-    batch_size: int,
-    codec_sets: Sequence[dict[str, CodecName]],
-    keep: int,
-    budget: int,
-    tally: Tally,
-    progress: Progress,
-    most_devices: int | None = None,
-) -> list[Found]:
-    """The best plans found, best first; at most `budget` are priced in full. `most_devices` bounds those that a plan may use."""
-    drafted: list[Drafted] = []
-    sets = _kind_sets(timing)
-    if most_devices is not None:
-        sets = list(dict.fromkeys(_first_hosts(part, most_devices) for chosen in sets for part in (chosen, *((one,) for one in chosen))))
-    layouts = list(_layouts(timing, rules, tally, sets))
-    for number, (inside, stages) in enumerate(layouts):
-        progress("drafting", number, len(layouts))
-        drafted.extend(_drafts(timing, rules, batch_size, inside, stages, tally))
-    drafted.sort(key=lambda each: each.estimate)
-    return _price(drafted, timing, rules, batch_size, codec_sets, keep, budget, tally, progress)
+class BroadSearch(NamedTuple):
+    """A search of the family, and what became of those looked at."""
 
+    timing: SlotTimes
+    rules: Rules
+    batch_size: int
+    codec_sets: Sequence[dict[str, CodecName]]
+    tally: Tally
+    progress: Progress
 
-def _layouts(
-    timing: SlotTimes, rules: Rules, tally: Tally, sets: Sequence[tuple[DeviceClass, ...]]
-) -> Iterator[tuple[Inside, tuple[tuple[Slot, ...], ...]]]:
-    layers = len(timing.evaluator.graph.layers)
-    seen: set[tuple[Inside, tuple[tuple[Slot, ...], ...]]] = set()
-    for inside in insides(timing, rules):
-        for chosen in sets:
-            slots = slots_of(chosen, inside.size)
-            if rules.execution.whole_stages:
-                slots = [slot for slot in slots if len(hosts_of(slot.devices)) == 1]
-            if not slots:
+    def run(self, keep: int, budget: int, most_devices: int | None) -> list[Found]:
+        """The best plans found, best first; at most `budget` are priced in full. `most_devices` bounds those that a plan may use."""
+        drafted: list[Drafted] = []
+        sets = _kind_sets(self.timing)
+        if most_devices is not None:
+            some = (part for chosen in sets for part in (chosen, *((one,) for one in chosen)))
+            sets = list(dict.fromkeys(_first_hosts(part, most_devices) for part in some))
+        layouts = list(self._layouts(sets))
+        for number, (inside, stages) in enumerate(layouts):
+            self.progress("drafting", number, len(layouts))
+            drafted.extend(self._drafts(inside, stages))
+        return self._priced(sorted(drafted, key=lambda each: each.estimate), keep, budget)
+
+    def _layouts(self, sets: Sequence[tuple[DeviceClass, ...]]) -> Iterator[tuple[Inside, _Slots]]:
+        timing, rules = self.timing, self.rules
+        layers = len(timing.evaluator.graph.layers)
+        seen: set[tuple[Inside, _Slots]] = set()
+        for inside in insides(timing, rules):
+            for chosen in sets:
+                slots = slots_of(chosen, inside.size)
+                if rules.execution.whole_stages:
+                    slots = [slot for slot in slots if len(hosts_of(slot.devices)) == 1]
+                if not slots:
+                    continue
+                possible = stage_counts(len(slots), layers, rules)
+                counts = [n for n in possible if _could_fit(timing, chosen, inside, n)]
+                self.tally.ruled_out["out of memory"] += len(possible) - len(counts)
+                if inside.lanes > 1:
+                    counts = [n for n in counts if n <= 8 or rules.bounds]  # sharding replaces stages more than it joins them
+                for layout in self._arrangements(slots, inside, counts):
+                    if (inside, layout) not in seen and (rules.hosts == 1 or all(map(_on_several_hosts, layout))):
+                        seen.add((inside, layout))
+                        yield inside, layout
+
+    def _arrangements(self, slots: Sequence[Slot], inside: Inside, counts: Sequence[int]) -> Iterator[_Slots]:
+        timing = self.timing
+        first = {slot.kind: slot for slot in reversed(slots)}
+        layers = len(timing.evaluator.graph.layers)
+        times = {kind: timing.slot(slot, inside, 1.0 * inside.lanes, False)[layers] for kind, slot in first.items()}
+        sites = sorted({timing.classes[slot.kind].device.site for slot in slots})
+        ways = [way for way in site_columns(timing.evaluator.cluster, sites) if len(way) in (1, 2, 4, len(sites))]
+        several = len(first) > len(sites)
+        for stages in counts:
+            for columns in ways if stages > 1 else ways[:1]:
+                for mixed in (False, True) if several and stages > 1 else (False,):
+                    for reverse in (False, True) if several and stages > 1 and not mixed else (False,):
+                        found = arrange(slots, timing.classes, columns, stages, lambda kind: 1 / times[kind], mixed, reverse)
+                        if found is not None:
+                            yield tuple(tuple(stage) for stage in found)
+
+    def _drafts(self, inside: Inside, stages: _Slots) -> Iterator[Drafted]:
+        for micro in micro_batch_sizes(self.batch_size, self.rules, len(stages[0]) if self.rules.any_share(len(stages)) else 0):
+            if micro < inside.lanes:
                 continue
-            possible = stage_counts(len(slots), layers, rules)
-            counts = [n for n in possible if _could_fit(timing, chosen, inside, n)]
-            tally.ruled_out["out of memory"] += len(possible) - len(counts)
-            if inside.lanes > 1:
-                counts = [n for n in counts if n <= 8 or rules.bounds]  # sharding replaces stages more than it joins them
-            for layout in _arrangements(timing, slots, inside, counts):
-                if (inside, layout) not in seen and (rules.hosts == 1 or all(map(_on_several_hosts, layout))):
-                    seen.add((inside, layout))
-                    yield inside, layout
+            for recompute in (False, True):
+                outcome = complete(Draft(inside, stages, micro, recompute), self.timing, self.rules, self.batch_size)
+                if isinstance(outcome, Drafted):
+                    yield outcome
+                    break  # it fits without recomputation: recomputing would only be slower
+                self.tally.ruled_out[outcome] += 1
+                if outcome != "out of memory" or recompute:
+                    return  # larger micro-batches only need more memory, or leave fewer of them
+
+    def _priced(self, drafted: Sequence[Drafted], keep: int, budget: int) -> list[Found]:
+        found: list[Found] = []
+        evaluator, tally = self.timing.evaluator, self.tally
+        tried = 0
+        for number, each in enumerate(drafted):
+            if tried >= budget:
+                tally.ruled_out["a worse estimate than those priced"] += len(drafted) - number
+                break
+            if len(found) >= keep and each.estimate > 1.3 * found[keep - 1].seconds:
+                tally.ruled_out["an estimate a third above the best prices"] += len(drafted) - number
+                break
+            self.progress("pricing", number, min(budget, len(drafted)))
+            for codecs in self.codec_sets:
+                plan = with_names(each, self.timing, self.rules, self.batch_size, codecs)
+                if plan is None:
+                    tally.ruled_out["shares do not divide"] += 1
+                    break
+                if (why_not := self.rules.why_not(plan)) is not None:
+                    tally.ruled_out[why_not] += 1
+                    break
+                tried += 1
+                if not evaluator.fits(plan):
+                    tally.ruled_out["out of memory"] += 1
+                    break
+                tally.priced += 1
+                found.append(Found(evaluator.seconds(plan), plan))
+                if len({evaluator.devices[name].site for stage in plan.stages for name in stage.devices}) == 1:
+                    break
+            found.sort(key=lambda one: one.seconds)
+        return found
 
 
 def _on_several_hosts(slots: Sequence[Slot]) -> bool:
     """Of slots that are on one host each."""
     (first,) = hosts_of(slots[0].devices)
     return any(first not in hosts_of(slot.devices) for slot in slots)
-
-
-def _arrangements(
-    timing: SlotTimes, slots: Sequence[Slot], inside: Inside, counts: Sequence[int]
-) -> Iterator[tuple[tuple[Slot, ...], ...]]:
-    first = {slot.kind: slot for slot in reversed(slots)}
-    layers = len(timing.evaluator.graph.layers)
-    times = {kind: timing.slot(slot, inside, 1.0 * inside.lanes, False).of(0, layers) for kind, slot in first.items()}
-    sites = sorted({timing.classes[slot.kind].device.site for slot in slots})
-    ways = [way for way in site_columns(timing.evaluator.cluster, sites) if len(way) in (1, 2, 4, len(sites))]
-    several = len(first) > len(sites)
-    for stages in counts:
-        for columns in ways if stages > 1 else ways[:1]:
-            for mixed in (False, True) if several and stages > 1 else (False,):
-                for reverse in (False, True) if several and stages > 1 and not mixed else (False,):
-                    found = arrange(slots, timing.classes, columns, stages, lambda kind: 1 / times[kind], mixed, reverse)
-                    if found is not None:
-                        yield tuple(tuple(stage) for stage in found)
-
-
-def _drafts(
-    timing: SlotTimes, rules: Rules, batch_size: int, inside: Inside, stages: tuple[tuple[Slot, ...], ...], tally: Tally
-) -> Iterator[Drafted]:
-    for micro in micro_batch_sizes(batch_size, rules, len(stages[0]) if rules.any_share(len(stages)) else 0):
-        if micro < inside.lanes:
-            continue
-        for recompute in (False, True):
-            outcome = complete(Draft(inside, stages, micro, recompute), timing, rules, batch_size)
-            if isinstance(outcome, Drafted):
-                yield outcome
-                break  # it fits without recomputation: recomputing would only be slower
-            tally.ruled_out[outcome] += 1
-            if outcome != "out of memory" or recompute:
-                return  # larger micro-batches only need more memory, or leave fewer of them
-
-
-def _price(
-    drafted: Sequence[Drafted],
-    timing: SlotTimes,
-    rules: Rules,
-    batch_size: int,
-    codec_sets: Sequence[dict[str, CodecName]],
-    keep: int,
-    budget: int,
-    tally: Tally,
-    progress: Progress,
-) -> list[Found]:
-    found: list[Found] = []
-    tried = 0
-    for number, each in enumerate(drafted):
-        if tried >= budget:
-            tally.ruled_out["a worse estimate than those priced"] += len(drafted) - number
-            break
-        if len(found) >= keep and each.estimate > 1.3 * found[keep - 1].seconds:
-            tally.ruled_out["an estimate a third above the best prices"] += len(drafted) - number
-            break
-        progress("pricing", number, min(budget, len(drafted)))
-        for codecs in codec_sets:
-            plan = with_names(each, timing, rules, batch_size, codecs)
-            if plan is None:
-                tally.ruled_out["shares do not divide"] += 1
-                break
-            if (why_not := rules.why_not(plan)) is not None:
-                tally.ruled_out[why_not] += 1
-                break
-            tried += 1
-            if not timing.evaluator.fits(plan):
-                tally.ruled_out["out of memory"] += 1
-                break
-            tally.priced += 1
-            found.append(Found(timing.evaluator.seconds(plan), plan))
-            if not _crosses_sites(plan, timing):
-                break
-        found.sort(key=lambda one: one.seconds)
-    return found
-
-
-def _crosses_sites(plan: Plan, timing: SlotTimes) -> bool:
-    devices = timing.evaluator.devices
-    return len({devices[name].site for stage in plan.stages for name in stage.devices}) > 1

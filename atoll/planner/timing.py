@@ -7,10 +7,11 @@ from typing import NamedTuple
 from atoll.cost import Evaluator
 from atoll.cost.communication import Span, all_gather_seconds, all_reduce_seconds, all_to_all_seconds, span_of
 from atoll.cost.compute import ComputeTimes
+from atoll.cost.context import Memo
 from atoll.plan import Replica, Stage
-from atoll.planner.classes import DeviceClass, Slot
+from atoll.planner.arrange import DeviceClass, Slot
 
-__all__ = ["Inside", "SlotSeconds", "SlotTimes"]
+__all__ = ["Inside", "Prefix", "SlotTimes"]
 
 
 class Inside(NamedTuple):
@@ -51,22 +52,15 @@ class Inside(NamedTuple):
         )
 
 
-class SlotSeconds(NamedTuple):
-    """Prefix sums over layers of one micro-batch on one slot: forward, backward, and what neither hides of gathering shards."""
-
-    total: tuple[float, ...]
-
-    def of(self, start: int, stop: int) -> float:
-        """Forward and backward of layers `start` to `stop`."""
-        return self.total[stop] - self.total[start]
+Prefix = tuple[float, ...]  # sums over the layers before each: layers a…b-1 take `prefix[b] - prefix[a]`
 
 
 class SlotMemory(NamedTuple):
     """What a device of a slot holds, as prefix sums over layers: a straight line in the samples in flight."""
 
     fixed: float
-    state: tuple[float, ...]
-    kept: tuple[float, ...]  # activations of one sample in flight
+    state: Prefix
+    kept: Prefix  # activations of one sample in flight
     once: float  # activations of one sample that exist once, while a layer is recomputed
 
     def of(self, start: int, stop: int, held_samples: float, micro_samples: float) -> float:
@@ -84,12 +78,12 @@ class SlotTimes:
         self.wan_ratio = wan_ratio
         self.classes = classes
         self._compute = ComputeTimes(evaluator.graph, evaluator.calibration, evaluator.optimizer.update_bytes)
-        self._found: dict[tuple[int, Inside, float, bool], SlotSeconds] = {}
+        self._found: dict[tuple[int, Inside, float, bool], Prefix] = {}
         self._together: dict[tuple[object, ...], Sequence[float]] = {}
-        self._memory: dict[tuple[Inside, bool, bool], SlotMemory] = {}
+        self._memory = Memo(self._read_memory)
 
-    def slot(self, slot: Slot, inside: Inside, micro_samples: float, recompute: bool) -> SlotSeconds:
-        """Times of a slot; all slots of its class are alike."""
+    def slot(self, slot: Slot, inside: Inside, micro_samples: float, recompute: bool) -> Prefix:
+        """Forward and backward of one micro-batch, with what they do not hide of gathering shards; all slots of a class are alike."""
         key = (slot.kind, inside, micro_samples, recompute)
         found = self._found.get(key)
         if found is None:
@@ -103,20 +97,17 @@ class SlotTimes:
         key = (frozenset(numbers.items()), inside, micro, recompute)
         found = self._together.get(key)
         if found is None:
-            totals = [self.slot(slot, inside, micro, recompute).total for slot in slots.values()]
+            totals = [self.slot(slot, inside, micro, recompute) for slot in slots.values()]
             rows = [[numbers[kind] / max(value, 1e-12) for value in total] for kind, total in zip(slots, totals, strict=True)]
             found = self._together[key] = [0.0, *(1.0 / sum(rates) for rates in list(zip(*rows, strict=True))[1:])]
         return found
 
     def memory(self, inside: Inside, recompute: bool, is_cpu: bool) -> SlotMemory:
         """Memory of a device, read off the cost model at a few points of what is a sum over layers."""
-        key = (inside, recompute, is_cpu)
-        found = self._memory.get(key)
-        if found is None:
-            found = self._memory[key] = self._read_memory(inside, recompute, is_cpu)
-        return found
+        return self._memory[inside, recompute, is_cpu]
 
-    def _read_memory(self, inside: Inside, recompute: bool, is_cpu: bool) -> SlotMemory:
+    def _read_memory(self, key: tuple[Inside, bool, bool]) -> SlotMemory:
+        inside, recompute, is_cpu = key
         layers = len(self.evaluator.graph.layers)
 
         def total(start: int, stop: int, held: int, again: bool) -> float:
@@ -130,7 +121,7 @@ class SlotTimes:
         kept = [total(0, i, 1, recompute) - total(0, i, 0, recompute) for i in range(1, layers + 1)]
         return SlotMemory(fixed, (0.0, *(value - fixed for value in whole)), (0.0, *kept), once)
 
-    def _build(self, slot: Slot, inside: Inside, micro_samples: float, recompute: bool) -> SlotSeconds:
+    def _build(self, slot: Slot, inside: Inside, micro_samples: float, recompute: bool) -> Prefix:
         evaluator, amounts = self.evaluator, self.evaluator.amounts
         device = self.classes[slot.kind].device
         samples = micro_samples / inside.lanes
@@ -159,7 +150,7 @@ class SlotTimes:
         hidden, both = 0.0 if device.kind.cpu else evaluator.calibration.sync_overlap, 1 + evaluator.calibration.gradient_bytes / element
         rows = zip(range(len(forward)), forward, backward, gather, strict=True)
         total = [f + max(0.0, g - hidden * f) + b + max(0.0, both * g - hidden * b) + i * packing for i, f, b, g in rows]
-        return SlotSeconds(tuple(total))
+        return tuple(total)
 
     def _collectives(self, slot: Slot, inside: Inside, samples: float) -> list[float]:
         """Tensor and expert exchanges of the forward pass, as a prefix sum."""

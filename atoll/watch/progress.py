@@ -11,9 +11,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from atoll.events import AnyEvent, CheckpointSaved, CoordinatorStarted, RunFinished, RunStarted, StageLost, StepFinished, WorkerFailed
+from atoll.plan.modes import starts_in_first_step
 from atoll.units import format_bytes, format_clock, plural
 from atoll.watch.describe import describe_event, importance
-from atoll.watch.run_events import starts_in_first_step
 
 __all__ = ["Progress"]
 

@@ -68,7 +68,7 @@ def write_script(wrong: str = "", value: str = "") -> None:
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("atoll.cli.status._PATIENCE_SECONDS", 3600.0)  # on a busy machine it would say what it is doing
+    monkeypatch.setattr("atoll.cli.output._PATIENCE_SECONDS", 3600.0)  # on a busy machine it would say what it is doing
     Path("tiny.toml").write_text(TINY)
 
 

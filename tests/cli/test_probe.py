@@ -72,9 +72,10 @@ def test_what_was_measured_is_shown(capsys):
         assert piece in shown
 
 
-def test_json_has_the_cluster_and_the_peers():
+def test_json_has_the_cluster_and_the_peers(capsys):
     here = parse_cluster(HERE)
-    document = json.loads(command._json(here, [LINK]))
+    command.print_json(command._document(here, [LINK]))
+    document = json.loads(capsys.readouterr().out)
     assert Cluster.from_json(json.dumps(document["cluster"])) == here
     assert document["peers"] == [
         {"address": "node:7", "round_trip_seconds": 0.04, "there_bytes_per_second": 25e6, "back_bytes_per_second": 5e6}

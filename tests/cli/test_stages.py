@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from atoll.cli.stages import StagesTable
+from atoll.cli.render import StagesTable
 from atoll.cluster import make_cluster, make_site
 from atoll.cost import cost
 from atoll.graph import dense_transformer

@@ -1,12 +1,16 @@
 """Tables of layer times: matched to layers and kinds, used by the cost of a plan on mixed GPUs, wrong lines named."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from layer_times import kind_named, read_layer_times
+
 from atoll.cluster import make_cluster, make_site
-from atoll.cost import Calibration, Evaluator, read_layer_times
-from atoll.cost.layer_times import kind_named
+from atoll.cost import Calibration, Evaluator
 from atoll.errors import PlanError
 from atoll.graph import dense_transformer
 from atoll.plan import Plan, Replica, Stage

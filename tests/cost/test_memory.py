@@ -147,7 +147,7 @@ def test_experts_are_divided_by_lanes_and_the_rest_by_tensor(tensor: int, lanes:
     names = tuple(device.name for device in cluster.devices)[: tensor * lanes]
     replica = Replica(devices=names, samples=(1,) * lanes)
     stage = Stage(start=0, stop=4, replicas=(replica,), tensor=tensor, expert=lanes > 1)
-    held = Evaluator(graph, cluster).held(stage, replica, 0)
+    held = Evaluator(graph, cluster).context.held(stage, replica, 0)
     experts = sum(layer.expert_parameters for layer in graph.layers)
     split = sum(layer.split_parameters for layer in graph.layers)
     assert held.expert == pytest.approx(experts / lanes)  # tensor parallelism does not divide experts

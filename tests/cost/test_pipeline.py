@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.cost.column import column_seconds
-from atoll.cost.pipeline import simulate
-from atoll.cost.workers import Hop, StageReplica, Timeline
+from atoll.cost.columns import column_seconds
+from atoll.cost.pipeline import Hop, StageReplica, Timeline, simulate
 from atoll.plan.schedule_policy import interleaved_limits
 
 seconds = st.floats(0.01, 10.0)

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.cost.pipeline import simulate
-from atoll.cost.workers import Hop, Hops, StageReplica
+from atoll.cost.pipeline import Hop, Hops, StageReplica, simulate
 from atoll.plan.division import route
 
 seconds = st.floats(0.01, 10.0)

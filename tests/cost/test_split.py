@@ -44,7 +44,7 @@ def test_each_lane_holds_its_part_and_need_not_exchange_it() -> None:
     cluster, graph = make_cluster(hosts=1, devices=4), classifier()
     evaluator = Evaluator(graph, cluster)
     plan = lanes_plan(cluster, (2, 2, 2, 2), (1,))
-    held = evaluator.held(plan.stages[0], plan.stages[0].replicas[0], 0)
+    held = evaluator.context.held(plan.stages[0], plan.stages[0].replicas[0], 0)
     assert (held.dense, held.divided) == (10_000, 250_000)
     volumes = dict(evaluator.sync_volumes(plan.stages[0]))
     assert volumes[True] == 4 * 10_000  # between lanes, the backbone alone

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, embedding, scaled_dot_product_att
 
 from atoll.graph.capture import Captured, capture_program
 from atoll.graph.sharding_rewrites import ByDepth, Cut, DivideLoss, Lookup, Operand, Scale, deal
-from atoll.plan.units import unit_runs
+from atoll.plan.division import unit_runs
 
 CLASSES = 96
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from atoll.errors import PlanError
 from atoll.graph import Graph, Layer, preset
 from atoll.plan import parse_plan, part_of, unit_runs, validate
-from atoll.plan.units import even_shares
+from atoll.plan.division import even_shares
 from tests.plan.strategies import make_cluster
 
 

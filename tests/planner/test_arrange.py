@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.cluster import Cluster, make_cluster, make_site
-from atoll.planner.arrange import arrange, site_columns
-from atoll.planner.classes import device_classes, slots_of
+from atoll.planner.arrange import arrange, device_classes, site_columns, slots_of
 
 KINDS = ("A100-40GB", "V100-32GB", "RTX-3090")
 

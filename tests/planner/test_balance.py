@@ -28,21 +28,6 @@ def test_shares_minimise_the_longest_time(given_speeds: list[float], total: int)
     assert longest <= best * (1 + 1e-9)
 
 
-@given(speeds, st.integers(1, 8), st.data())
-def test_shares_stay_within_their_limits(given_speeds: list[float], total: int, data: st.DataObject) -> None:
-    limits = data.draw(st.lists(st.integers(1, 5), min_size=len(given_speeds), max_size=len(given_speeds)))
-    found = shares(total, given_speeds, limits)
-    possible = [c for c in divisions(total, len(given_speeds)) if all(n <= limit for n, limit in zip(c, limits, strict=True))]
-    if not possible:
-        assert found is None
-        return
-    assert found is not None
-    assert tuple(found) in possible
-    longest = max(n / v for n, v in zip(found, given_speeds, strict=True))
-    best = min(max(n / v for n, v in zip(counts, given_speeds, strict=True)) for counts in possible)
-    assert longest <= best * (1 + 1e-9)
-
-
 @given(st.data())
 def test_cuts_minimise_the_slowest_stage(data: st.DataObject) -> None:
     layers = data.draw(st.integers(1, 7))

@@ -6,7 +6,7 @@ from atoll.cluster import Cluster, make_cluster, make_site
 from atoll.graph import dense_transformer
 from atoll.plan import Mode
 from atoll.planner import Planned, plan
-from atoll.planner.tally import Tally
+from atoll.planner.search import Tally
 
 GRAPH = dense_transformer(name="d", layers=4, hidden=1024, heads=16, sequence=256, vocabulary=8192)
 TIGHT = make_site("a", kind="A100-40GB", hosts=2, devices=4, memory="3 GB")

@@ -3,7 +3,7 @@
 import pytest
 
 from atoll.control import Settings
-from atoll.cost.swarm import overlapped_ending
+from atoll.cost.synchronisation import overlapped_ending
 from atoll.simulate.peers import PeerModel, PeerSwarm
 
 STEPS, SETTLED = 12, 4

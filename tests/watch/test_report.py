@@ -40,8 +40,7 @@ from atoll.runtime.modes.lockstep.measurement import (
     write_measured,
 )
 from atoll.runtime.run_directory import RunDirectory, RunSettings
-from atoll.watch.report import RunReport, read_report
-from atoll.watch.run_events import is_silent
+from atoll.watch.report import RunReport, is_silent, read_report
 
 KEYS = {"mode", "steps", "losses", "samples", "step_seconds", "link_bytes", "events"}
 BATCH = 8

@@ -9,9 +9,12 @@ from importlib.metadata import entry_points
 from pkgutil import resolve_name
 
 from atoll.errors import PlanError
-from atoll.plan.modes.rules import Failures, ModeRules, NoOptions, hosts_of
+from atoll.plan.modes.rules import Failures, ModeRules, hosts_of
 
-__all__ = ["Failures", "ModeRules", "NoOptions", "default_rules", "find_rules", "hosts_of", "installed_modes", "mode_names", "mode_rules"]
+__all__ = [
+    "Failures", "ModeRules", "default_rules", "find_rules", "hosts_of", "installed_modes", "mode_names", "mode_rules",
+    "starts_in_first_step",
+]  # fmt: skip
 
 _GROUP = "atoll.modes"
 _DEFAULT = "lockstep"
@@ -54,6 +57,12 @@ def find_rules(name: str) -> ModeRules | None:
         return mode_rules(name)
     except PlanError:
         return None
+
+
+def starts_in_first_step(mode: str) -> bool:
+    """Whether a mode's first step lasts from the start of the run, so that it tells no speed."""
+    rules = find_rules(mode)
+    return rules is not None and rules.starts_in_first_step
 
 
 def default_rules() -> ModeRules:

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from atoll.plan.modes.rules import ModeRules
-from atoll.plan.plan import Plan
-from atoll.plan.problem import Mark, Problem
+from atoll.plan.plan import Mark, Plan, Problem
 
 __all__ = ["ALONE", "Alone"]
 

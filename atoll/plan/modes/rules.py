@@ -11,8 +11,7 @@ from typing import ClassVar, NamedTuple
 import msgspec
 
 from atoll.cluster import Cluster
-from atoll.plan.plan import Plan, Replica, Schedule, Stage
-from atoll.plan.problem import Mark, Problem
+from atoll.plan.plan import Mark, Plan, Problem, Replica, Schedule, Stage
 
 __all__ = ["Failures", "ModeRules", "NoOptions", "hosts_of"]
 

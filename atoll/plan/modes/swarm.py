@@ -13,8 +13,7 @@ from msgspec import Meta
 
 from atoll.cluster import Cluster
 from atoll.plan.modes.rules import REPLACEMENT_SECONDS, Failures, ModeRules, hosts_of
-from atoll.plan.plan import Plan, Stage
-from atoll.plan.problem import Mark, Problem
+from atoll.plan.plan import Mark, Plan, Problem, Stage
 from atoll.units import plural
 
 __all__ = ["SWARM", "Swarm", "SwarmOptions"]

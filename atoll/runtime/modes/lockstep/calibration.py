@@ -13,9 +13,9 @@ import msgspec
 
 from atoll.cluster import Cluster, Device
 from atoll.cost import Calibration, Evaluator
-from atoll.cost.amounts import tensor_fraction
 from atoll.cost.calibration import KindFactor, LayerTime
 from atoll.cost.compute import ComputeTimes, LayerSeconds
+from atoll.cost.context import tensor_fraction
 from atoll.graph import Graph, Layer
 from atoll.plan import Plan, Replica, Stage
 from atoll.runtime.modes.lockstep.exchange_times import measure_links

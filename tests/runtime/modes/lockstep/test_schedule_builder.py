@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops, _get_warmup_ops
 
-from atoll.cost.pipeline import simulate
-from atoll.cost.workers import NO_HOP, StageReplica
+from atoll.cost.pipeline import NO_HOP, StageReplica, simulate
 from atoll.errors import ScheduleError
 from atoll.plan import Plan, Replica, Stage
 from atoll.plan.division import micro_batch_counts, route

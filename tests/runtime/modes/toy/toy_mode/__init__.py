@@ -8,7 +8,7 @@ import msgspec
 from atoll.cluster import Cluster
 from atoll.plan import Plan
 from atoll.plan.modes import Failures, ModeRules
-from atoll.plan.problem import Mark, Problem
+from atoll.plan.plan import Mark, Problem
 
 __all__ = ["TOY", "ToyOptions"]
 

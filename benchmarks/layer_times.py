@@ -16,7 +16,7 @@ from atoll.cost.calibration import LayerTime
 from atoll.errors import PlanError
 from atoll.graph import Graph
 
-__all__ = ["LayerTimes", "kind_named", "read_layer_times"]
+__all__ = ["kind_named", "read_layer_times"]
 
 COLUMNS = ("model", "gpu", "micro_batch", "tp", "layer", "fwd_s", "bwd_s", "update_s")
 _PREFIXES = {"GH-": "GH200-"}  # a product line's short name

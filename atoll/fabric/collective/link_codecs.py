@@ -114,11 +114,11 @@ _UNKNOWN_CODEC_BYTES_PER_S = 8e9  # a plain copy on one core, until encoding was
 
 
 class LinkCodecs:
-    """How chunks are encoded. `near`: the receiver is in the sender's site."""
+    """How chunks are encoded."""
 
     needs_feedback = False  # some of them leave out so much that only error feedback makes up for it
 
-    def towards(self, peer: str, *, near: bool) -> Codec:
+    def towards(self, peer: str) -> Codec:
         """For what goes to one peer."""
         raise NotImplementedError
 
@@ -134,15 +134,15 @@ class LinkCodecs:
 
 
 class FixedCodecs(LinkCodecs):
-    """One codec between sites and for results, another (or the same) inside a site."""
+    """One codec for everything."""
 
-    def __init__(self, codec: str = "int8", inside: str | None = None) -> None:
-        self._codec, self._inside = make_codec(codec), make_codec(codec if inside is None else inside)
-        self.needs_feedback = _need_feedback((codec, inside or codec))
+    def __init__(self, codec: str = "int8") -> None:
+        self._codec = make_codec(codec)
+        self.needs_feedback = _need_feedback((codec,))
 
-    def towards(self, peer: str, *, near: bool) -> Codec:
+    def towards(self, peer: str) -> Codec:
         """The fixed one."""
-        return self._inside if near else self._codec
+        return self._codec
 
     def for_all(self, peers: Sequence[str]) -> Codec:
         """The fixed one."""
@@ -182,7 +182,7 @@ class AdaptiveCodecs(LinkCodecs):
         self._rates: dict[str, BusyRate] = {}
         self._codec_bytes_per_s = _UNKNOWN_CODEC_BYTES_PER_S
 
-    def towards(self, peer: str, *, near: bool) -> Codec:
+    def towards(self, peer: str) -> Codec:
         """What the link's controller says now."""
         return self._decide(peer, [peer])
 

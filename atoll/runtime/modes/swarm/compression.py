@@ -127,7 +127,7 @@ class AdaptiveCompression:
             self._codecs[role] = AdaptiveCodecs(
                 self._estimate, self._clock, self._observer, role=role, nbytes=float(max(nbytes, 1)), first="none"
             )
-        codec = self._codecs[role].towards(to, near=False)
+        codec = self._codecs[role].towards(to)
         return None if codec.name == "none" else codec
 
 

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 import msgspec
 import torch
 
-from atoll.codec.base import Codec, Given, Parts
-from atoll.codec.encoded import EncodedPart, Header
-from atoll.codec.spec import CodecSpec
+from atoll.codec import CodecSpec
+from atoll.codec.base import Codec, EncodedPart, Given, Header, Parts
 from atoll.errors import CodecError, NonFiniteTensorError
 
 __all__ = ["LowRank"]
@@ -31,7 +30,6 @@ class LowRank(Codec):
     """
 
     name = "low-rank"
-    local = False
 
     def __init__(self, rank: int) -> None:
         if not 1 <= rank <= _MAX_RANK:

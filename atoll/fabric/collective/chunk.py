@@ -8,8 +8,7 @@ from typing import TypeAlias
 import msgspec
 import torch
 
-from atoll.codec.base import Codec
-from atoll.codec.encoded import Encoded, Header
+from atoll.codec.base import Codec, Encoded, Header
 from atoll.codec.registry import decode
 
 __all__ = ["CellProgress", "EncodedChunk", "Failed", "Item", "PullChunks", "Scratch", "Summand", "make_chunk", "open_chunk", "weighted_sum"]

@@ -4,8 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from atoll.codec.base import Codec
-from atoll.codec.encoded import Role
+from atoll.codec.base import Codec, Role
 from atoll.codec.link_controller import LinkController, LinkState, TensorMessage
 from atoll.codec.registry import make_codec
 from atoll.errors import CodecError

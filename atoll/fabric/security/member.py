@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from atoll.errors import FabricError, RefusedError
 from atoll.events import AnyEvent, CertificateIssued, CertificateRevoked, Observer, PeerChanged, PeerRefused, RenewalFailed
 from atoll.fabric.connection import ConnectionSettings
-from atoll.fabric.deadline import Backoff, DeadlineRule
+from atoll.fabric.deadline import Backoff
 from atoll.fabric.fabric import Fabric
 from atoll.fabric.frame import Hello
 from atoll.fabric.relay import Relay, RelayEnd
@@ -43,7 +43,6 @@ from atoll.fabric.security.certificates import (
 from atoll.fabric.security.credentials import Credentials
 from atoll.fabric.security.enrolment import Door
 from atoll.fabric.service import CallingPeer, allowed, authorisation, roles_table
-from atoll.fabric.shaped import ShapedLink
 from atoll.fabric.tcp import TcpCarrier
 
 __all__ = ["AuthorityService", "RunMember", "MemberService", "Renewal", "serve"]
@@ -106,36 +105,29 @@ class RunMember:
         observer: Observer | None = None,
         fingerprint: dict[str, str] | None = None,
         relay: Relay | None = None,
-        settings: ConnectionSettings | None = None,
-        deadlines: DeadlineRule | None = None,
         backoff: Backoff | None = None,
-        link: ShapedLink | None = None,
         authority: Authority | None = None,
-        seed: int | None = None,
     ) -> None:
         self.credentials = credentials
         self.revocations = Revocations()
         self._since = time.time()  # when the certificate in use came
         self._signed: SignedRevocations | None = None
         self._observer, self._authority = observer, authority
-        carrier = self._carrier(link)
+        carrier = self._carrier()
         self._end, self.relay = RelayEnd(carrier), relay
         own: list[object] = [MemberService(self._learn), self._end]
         own += [] if authority is None else [self._service(authority)]
         own += [] if relay is None else [relay]
-        identity = {"name": credentials.name, "role": credentials.role, "fingerprint": fingerprint or {}}
         self.fabric = Fabric(
             credentials.name,
             services=[*own, *services],
             carrier=carrier,
-            settings=msgspec.structs.replace(settings or ConnectionSettings(name=credentials.name), **identity),
-            deadlines=deadlines,
+            settings=ConnectionSettings(name=credentials.name, role=credentials.role, fingerprint=fingerprint or {}),
             backoff=backoff,
             observer=self._observe,
             identify=self._identify,
             authorise=authorisation(roles_table([*own, *services])),
             role_message_bytes=_ROLE_BYTES,
-            seed=seed,
         )
         self._end.fabric = self.fabric
         if relay is not None:
@@ -166,14 +158,14 @@ class RunMember:
 
     # ---- who may connect
 
-    def _carrier(self, link: ShapedLink | None) -> TcpCarrier:
+    def _carrier(self) -> TcpCarrier:
         def client() -> ssl.SSLContext:
             return self.credentials.client_context
 
         if self._authority is None:
-            return TcpCarrier(client=client, server=lambda: self.credentials.server_context, link=link)
+            return TcpCarrier(client=client, server=lambda: self.credentials.server_context)
         door = Door(self._authority, lambda certified: self._issued(certified, "enrolled"), lambda *what: self._refused("enrolment", *what))
-        return TcpCarrier(client=client, server=lambda: self.credentials.door_context, link=link, door=door)
+        return TcpCarrier(client=client, server=lambda: self.credentials.door_context, door=door)
 
     def _service(self, authority: Authority) -> AuthorityService:
         return AuthorityService(
@@ -306,27 +298,22 @@ def serve(
     authority: Authority,
     address: str,
     *,
-    name: str = "coordinator",
     services: Sequence[object] = (),
     observer: Observer | None = None,
     fingerprint: dict[str, str] | None = None,
     relay: Relay | None = None,
-    settings: ConnectionSettings | None = None,
-    seed: int | None = None,
 ) -> tuple[RunMember, str]:
     """The run's coordinator, accepting members and those with tokens at one address; returns it and the address to dial.
 
     It relays between members that cannot be dialled, unless given a Relay with other limits.
     """
     member = RunMember(
-        authority.credentials(name),
+        authority.credentials(),
         services=services,
         observer=observer,
         fingerprint=fingerprint,
         relay=relay or Relay(),
-        settings=settings,
         authority=authority,
-        seed=seed,
     )
     try:
         listening = member.fabric.listen(address)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from atoll.codec import CodecChoice
-from atoll.codec.base import Codec
-from atoll.codec.encoded import Encoded, Header, Role
+from atoll.codec.base import Codec, Encoded, Header, Role
 from atoll.codec.registry import decode, make_codec
 from atoll.control.messages import Backward, Forward, Message
 from atoll.errors import CodecError, RefusedError

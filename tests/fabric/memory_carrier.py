@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from atoll.errors import FabricError, FrameError, PeerLostError, RefusedError
-from atoll.fabric.carrier import Accept, Listener, Outlet, Wire
+from atoll.fabric.carrier import Accept, Listener, Wire
 from atoll.fabric.connection import Connection
 from atoll.fabric.shaped import ShapedLink, ShapedOutlet
 from tests.fabric.parsing import feed_in_pieces
@@ -80,7 +80,7 @@ class _MemoryWire:
         self.connection = connection
         self.other: _MemoryWire | None = None
         self._loop = loop
-        self._outlet: Outlet = connection if link is None else ShapedOutlet(connection, link, loop.time)
+        self._outlet = connection if link is None else ShapedOutlet(connection, link, loop.time)
         self._dial = dial
         self._actions: deque[Callable[[], None]] = deque()
         self._on_the_way = 0

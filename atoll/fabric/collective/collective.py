@@ -13,6 +13,7 @@ import asyncio
 import concurrent.futures
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -20,8 +21,7 @@ from atoll.errors import FabricError, RefusedError
 from atoll.events import Observer, ReductionFinished
 from atoll.fabric.collective.chunk import CellProgress, EncodedChunk, Item, PullChunks
 from atoll.fabric.collective.link_codecs import AdaptiveCodecs, LinkCodecs, RateWindow
-from atoll.fabric.collective.parts import PeerRates
-from atoll.fabric.collective.plan import RoundPlan
+from atoll.fabric.collective.plan import PeerRates, RoundPlan
 from atoll.fabric.collective.pull import LONGEST_SECONDS, Pulling
 from atoll.fabric.collective.result import ReductionResult, SumFeedback
 from atoll.fabric.collective.round import Peers, Round
@@ -55,8 +55,7 @@ class RoundTable:
     def refuse(self, round_id: str, reason: str) -> None:
         """It cannot begin here as it was asked for: whoever waits for it is told."""
         self._refused[round_id] = reason
-        while len(self._refused) > _MOST_ENDED:
-            del self._refused[next(iter(self._refused))]
+        _forget_oldest(self._refused)
         self._wake()
 
     def _wake(self) -> None:
@@ -71,11 +70,9 @@ class RoundTable:
     def end(self, round_id: str) -> None:
         """It ended; the oldest that did is forgotten."""
         self._ended[round_id] = None
-        kept = [one for one in self.known if one in self._ended]
-        for one in kept[: max(0, len(kept) - _KEEP_ROUNDS)]:
+        for one in [one for one in self.known if one in self._ended][:-_KEEP_ROUNDS]:
             del self.known[one]
-        while len(self._ended) > _MOST_ENDED:
-            del self._ended[next(iter(self._ended))]
+        _forget_oldest(self._ended)
 
     async def get(self, round_id: str) -> Round:
         """A round; it may begin here a little later than elsewhere."""
@@ -91,6 +88,11 @@ class RoundTable:
         except TimeoutError:
             raise RefusedError(f"round {round_id} was not begun here within {_BEGIN_SECONDS:g} s") from None
         return self.known[round_id]
+
+
+def _forget_oldest(table: dict[str, Any]) -> None:
+    while len(table) > _MOST_ENDED:
+        del table[next(iter(table))]
 
 
 class Reductions:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from atoll.errors import FabricError, RefusedError
@@ -45,19 +44,13 @@ from atoll.fabric.security.enrolment import Door
 from atoll.fabric.service import CallingPeer, allowed, authorisation, roles_table
 from atoll.fabric.tcp import TcpCarrier
 
-__all__ = ["AuthorityService", "RunMember", "MemberService", "Renewal", "serve"]
+__all__ = ["AuthorityService", "RunMember", "MemberService", "serve"]
 
 _WATCH_SECONDS = 0.5  # between looks at the ledger for what other processes did
 _LONGEST_NAP_SECONDS = 30.0  # a machine may sleep: wall clocks go on, timers do not
 _PASS_ON_ATTEMPTS = 5
 _ROLE_BYTES = {"observer": 1 << 20}  # who only looks has nothing large to say
 _RENEWALS = Backoff(first_seconds=1.0, largest_seconds=60.0, attempts=1 << 30)  # it ends when the certificate does
-
-
-class Renewal(msgspec.Struct, frozen=True):
-    """A certificate in place of one that ends."""
-
-    certificate: bytes
 
 
 class AuthorityService:
@@ -67,15 +60,15 @@ class AuthorityService:
         self._authority, self._issued, self._refused = authority, issued, refused
 
     @allowed(*ROLES)
-    async def renew(self, request: bytes, peer: CallingPeer) -> Renewal:
-        """A new certificate for the same member, for the key of a signing request. Name and role are those of the certificate it showed."""
+    async def renew(self, request: bytes, peer: CallingPeer) -> bytes:
+        """A certificate (DER) for the same member and the key of a signing request. Name and role are those of the one it showed."""
         try:
             certified = await asyncio.to_thread(self._authority.renew, peer.name, peer.role, request)
         except RefusedError as error:
             self._refused(peer.name, str(error))
             raise
         self._issued(certified)
-        return Renewal(certified.certificate)
+        return certified.certificate
 
 
 class MemberService:
@@ -139,7 +132,7 @@ class RunMember:
         `backoff` says how long it is dialled again when it is lost; others are dialled as the member was told.
         """
         remote = self.fabric.connect(address, role="coordinator", backoff=backoff)
-        self.fabric.submit(self._keep_fresh(lambda request: self._renew_at(remote, request), lambda: remote.name))
+        self.fabric.submit(self._keep_fresh(lambda request: remote.call(AuthorityService.renew, request), lambda: remote.name))
         return remote
 
     def reach(self, name: str, relay: Remote) -> Remote:
@@ -219,9 +212,6 @@ class RunMember:
             self.fabric.submit(self._pass_on(self.fabric.peer(event.peer)))
 
     # ---- renewal
-
-    async def _renew_at(self, remote: Remote, request: bytes) -> bytes:
-        return (await remote.call(AuthorityService.renew, request)).certificate
 
     async def _keep_fresh(self, renew: Callable[[bytes], Coroutine[Any, Any, bytes]], whom: Callable[[], str]) -> None:
         """Renews at half of the certificate's time, and until its end if need be. Connections that exist go on whatever happens."""

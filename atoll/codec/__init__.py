@@ -1,8 +1,8 @@
 """Codec: what a tensor looks like on a link.
 
 Here is what codecs promise to the cost model: how small they make a tensor, what that costs and what it loses. Planning needs only these
-statements, and no PyTorch; the codecs themselves are in `atoll.codec.registry` and what it names. Codecs with a strength (`top-k:0.01`,
-`low-rank:4`) make their own: `make_codec(text).spec`.
+statements, and no PyTorch; the codecs themselves are in `atoll.codec.registry` and what it names. A codec with a strength
+(`top-k:0.01`) makes its own: `make_codec(text).spec`.
 """
 
 from typing import Literal, TypeAlias

@@ -59,8 +59,6 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     shape: tuple[int, ...]
     exact_blocks: int = 0  # blocks a block-wise codec sends as they are
     kept: int = 0  # values top-k sends
-    rank: int = 0  # columns low-rank sends of either factor
-    scale: float = 0.0  # of low-rank's product of integers
 
     @property
     def elements(self) -> int:
@@ -133,7 +131,6 @@ class ErrorFeedback:
 
     def __init__(self) -> None:
         self.residual: torch.Tensor | None = None  # in fp32, or fp64 for fp64 tensors
-        self.basis: torch.Tensor | None = None  # where low-rank starts its next search
         self.relative_error = 0.0  # of the last encoding: root mean square of what stayed here over that of what was to be sent
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -181,10 +178,9 @@ def one_thread() -> Iterator[None]:
 
 
 class Given(NamedTuple):
-    """What an encoder works on: a contiguous tensor, the caller's feedback if any, and memory that may be written again."""
+    """What an encoder works on: a contiguous tensor, and memory that may be written again."""
 
     tensor: torch.Tensor
-    feedback: ErrorFeedback | None
     spare: tuple[torch.Tensor, ...]
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -227,9 +223,9 @@ class Codec(ABC):
         with torch.no_grad(), one_thread():
             tensor = tensor.detach()
             if feedback is None or tensor.dtype not in _NARROWED:
-                return self._encode_one(tensor.contiguous(), feedback, reuse)
+                return self._encode_one(tensor.contiguous(), reuse)
             total = feedback.total(tensor)
-            encoded = self._encode_one(_as_dtype(total, tensor.dtype).contiguous(), feedback, reuse)
+            encoded = self._encode_one(_as_dtype(total, tensor.dtype).contiguous(), reuse)
             feedback.keep(total, self.decode(encoded).to(total.device))
             return encoded
 
@@ -252,11 +248,11 @@ class Codec(ABC):
         header = self._ordinary_header(shape, str(dtype).removeprefix("torch."))
         return header if header and sum(part.nbytes for part in self.parts(header)) < header.decoded_bytes else None
 
-    def _encode_one(self, tensor: torch.Tensor, feedback: ErrorFeedback | None, reuse: Encoded | None) -> Encoded:
+    def _encode_one(self, tensor: torch.Tensor, reuse: Encoded | None) -> Encoded:
         header = self.header_of(tuple(tensor.shape), tensor.dtype)
         if header is None:
             return _encode_exactly(tensor)
-        header, found = self._encode(header, Given(tensor, feedback, reuse.parts if reuse else ()))
+        header, found = self._encode(header, Given(tensor, reuse.parts if reuse else ()))
         return Encoded(header, [found[part.name].reshape(-1).cpu() for part in self.parts(header)])
 
     @abstractmethod

@@ -25,13 +25,9 @@ __all__ = ["CODECS_FOR", "Decision", "LinkController", "LinkState", "TensorMessa
 CODECS_FOR: Mapping[Role, tuple[str, ...]] = {
     "activation": ("none", "bf16", "int8", "int4"),
     "parameter": ("none", "bf16", "int8"),
-    "gradient": (
-        "none", "bf16", "int8", "int4",
-        "top-k:0.1", "top-k:0.03", "top-k:0.01", "top-k:0.003",
-        "low-rank:16", "low-rank:8", "low-rank:4", "low-rank:2",
-    ),
-}  # fmt: skip
-"""Sparse and low-rank codecs leave so much out that only error feedback makes up for it, and only gradients may come late."""
+    "gradient": ("none", "bf16", "int8", "int4", "top-k:0.1", "top-k:0.03", "top-k:0.01", "top-k:0.003"),
+}
+"""Sparse codecs leave so much out that only error feedback makes up for it, and only gradients may come late."""
 
 ERROR_BUDGETS: Mapping[Role, float] = {"activation": 0.01, "parameter": 0.002, "gradient": 0.2}
 """Relative errors allowed where the user says nothing: int8 for activations, bf16 for parameters, int4 with feedback for gradients."""

@@ -7,29 +7,25 @@ import torch
 
 from atoll.codec.base import Codec, Encoded, EncodedPart, Header, NoCodec, dtype_of, one_thread
 from atoll.codec.blocks import BLOCK, Bf16, BlockCodec, Fp16, Int4, Int8
-from atoll.codec.low_rank import LowRank
 from atoll.codec.top_k import TopK
 from atoll.errors import CodecError
 
 __all__ = ["FixedSizeCodec", "decode", "encoded_from", "make_codec", "parts_of", "relative_error"]
 
-_FORMATS: Mapping[str, type[Codec]] = {codec.name: codec for codec in (NoCodec, Bf16, Fp16, Int8, Int4, TopK, LowRank)}
+_FORMATS: Mapping[str, type[Codec]] = {codec.name: codec for codec in (NoCodec, Bf16, Fp16, Int8, Int4, TopK)}
 
 
 def make_codec(text: str) -> Codec:
-    """The codec a text names: `none`, `bf16`, `fp16`, `int8`, `int4`, `top-k:0.01` (the share kept), `low-rank:4` (the rank)."""
+    """The codec a text names: `none`, `bf16`, `fp16`, `int8`, `int4`, `top-k:0.01` (the share kept)."""
     name, colon, strength = text.partition(":")
-    try:
-        if name == "top-k" and colon:
-            return TopK(float(strength))
-        if name == "low-rank" and colon:
-            return LowRank(int(strength))
-    except CodecError:
-        raise
-    except ValueError:
-        raise CodecError(f"codec {text!r}: {strength!r} is not a number; write top-k:0.01 or low-rank:4") from None
-    if colon or name not in _FORMATS or name in ("top-k", "low-rank"):
-        raise CodecError(f"there is no codec {text!r}; write none, bf16, fp16, int8, int4, top-k:0.01 or low-rank:4")
+    if name == "top-k" and colon:
+        try:
+            share = float(strength)
+        except ValueError:
+            raise CodecError(f"codec {text!r}: {strength!r} is not a number; write top-k:0.01") from None
+        return TopK(share)
+    if colon or name not in _FORMATS or name == "top-k":
+        raise CodecError(f"there is no codec {text!r}; write none, bf16, fp16, int8, int4 or top-k:0.01")
     return _FORMATS[name]()
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from atoll.codec.base import Codec, Role
 from atoll.codec.link_controller import LinkController, LinkState, TensorMessage
 from atoll.codec.registry import make_codec
-from atoll.errors import CodecError
 from atoll.events import CodecChosen, Observer
 from atoll.fabric.deadline import LinkEstimate
 
@@ -105,7 +104,7 @@ SUMMED_CODECS = ("none", "bf16", "int8", "int4")
 """What a sum may be sent as by itself."""
 
 FED_BACK_CODECS = (*SUMMED_CODECS, "top-k:0.1", "top-k:0.03", "top-k:0.01", "top-k:0.003")
-"""What a sum may be sent as with error feedback. Low rank is not among them: parts of a flat row have no rows and columns of a matrix."""
+"""What a sum may be sent as with error feedback."""
 
 _ALL = "all receivers"
 _OBSERVE_SECONDS = 0.25
@@ -239,8 +238,4 @@ class AdaptiveCodecs(LinkCodecs):
 
 
 def _need_feedback(codecs: Sequence[str]) -> bool:
-    """Whether one of them does; CodecError for one that no sum can be sent as."""
-    for text in codecs:
-        if text.startswith("low-rank"):
-            raise CodecError(f"a collective cannot use {text!r}: its parts are runs of a flat row, which have no rank; use top-k:0.01")
     return any(text.startswith("top-k") for text in codecs)

@@ -2,7 +2,8 @@
 
 Three settings, made by `atoll lab` (network namespaces; needs root and Linux), one process a host:
 
-- link: hosts of a site are 10 Gbit/s apart; the two sites share one link of 200 Mbit/s and 20 ms. Also what the cost model predicts.
+- link: hosts of a site are 10 Gbit/s apart; the two sites share one link of 200 Mbit/s and 20 ms. Hosts of a site sum with Gloo, one of
+  each site meets the other over the fabric, and passes the result on. Also what the cost model predicts.
 - interfaces: every host has an interface of 200 Mbit/s for everything; sites are 20 ms apart.
 - quarter: as interfaces, and one host has a quarter of that. The linear program's bound says what could be reached.
 
@@ -12,6 +13,7 @@ All processes start at an agreed time; a round lasts until the last one has its 
 """
 
 import argparse
+import hashlib
 import os
 import statistics
 import subprocess
@@ -29,12 +31,13 @@ from atoll.codec import codec_spec
 from atoll.cost.calibration import Calibration
 from atoll.cost.communication import all_reduce_seconds, span_of
 from atoll.fabric import Fabric
-from atoll.fabric.collective import Collective, FixedCodecs, Network, PeerRates, RoundMember, RoundPlan, WireRatios, make_plan
+from atoll.fabric.collective import Collective, FixedCodecs, Network, PeerRates, RoundMember, RoundPlan, make_plan
 from atoll.lab import Lab
 
 ELEMENTS = 25_000_000
 MBIT = 1e6 / 8
-WAN, LAN = 200 * MBIT, 10_000 * MBIT
+WAN = 200 * MBIT
+HOSTS_OF_A_SITE = 2
 SLOW_HOST, SLOWNESS = "rome-1", 4
 CLUSTER = """
 [[site]]
@@ -65,7 +68,6 @@ class Task(msgspec.Struct, frozen=True):
     addresses: tuple[str, ...]
     plan: RoundPlan
     codec: str
-    inside: str
     rounds: int
     gloo_rounds: int
 
@@ -133,10 +135,9 @@ def run(lab: Lab, setting: str, codec: str, rounds: int) -> tuple[list[Times], R
     """A process on each host, until all are done."""
     hosts = lab.hosts
     plan = plan_for(setting, hosts, codec)
-    inside = "none" if setting == "link" else codec
     processes = []
     for rank, host in enumerate(hosts):
-        task = Task(rank, hosts, tuple(map(lab.address, hosts)), plan, codec, inside, rounds + 1, 0 if setting == "quarter" else 3)
+        task = Task(rank, hosts, tuple(map(lab.address, hosts)), plan, codec, rounds + 1, 0 if setting == "quarter" else 3)
         command = [sys.executable, os.path.abspath(__file__), "--task", msgspec.json.encode(task).decode()]
         processes.append(lab.start(host, command, stdout=subprocess.PIPE))
     outputs = [process.communicate(600)[0] for process in processes]
@@ -146,17 +147,12 @@ def run(lab: Lab, setting: str, codec: str, rounds: int) -> tuple[list[Times], R
 
 
 def plan_for(setting: str, hosts: tuple[str, ...], codec: str) -> RoundPlan:
-    """Parts by the rates the lab was given."""
-    ratio = codec_spec(codec).ratio(4)
+    """Parts by the rates the lab was given; of sites that share a link only the first host takes part."""
+    hosts = hosts[::HOSTS_OF_A_SITE] if setting == "link" else hosts
     members = [RoundMember(name=host) for host in hosts]
-    if setting == "link":
-        peers = tuple(PeerRates(name=host, site=host.partition("-")[0], up_bytes_per_s=LAN, down_bytes_per_s=LAN) for host in hosts)
-        links = {("oslo", "rome"): WAN, ("rome", "oslo"): WAN}
-        ratios = WireRatios(inside=1.0, outside=ratio, reduced=ratio)
-        return make_plan("round", ELEMENTS, members, Network(peers=peers, links_bytes_per_s=links), ratios=ratios)
     rates = {host: WAN / (SLOWNESS if setting == "quarter" and host == SLOW_HOST else 1) for host in hosts}
     peers = tuple(PeerRates(name=host, up_bytes_per_s=rate, down_bytes_per_s=rate) for host, rate in rates.items())
-    return make_plan("round", ELEMENTS, members, Network(peers=peers), ratios=WireRatios(inside=ratio, reduced=ratio))
+    return make_plan("round", ELEMENTS, members, Network(peers=peers), element_bytes=4 * codec_spec(codec).ratio(4))
 
 
 def predict(cluster: Cluster, codec: str) -> float:
@@ -175,7 +171,9 @@ def work(task: Task) -> Times:
     exact = sum(contributions[1:], contributions[0].clone()).double()
     buffer = contributions[task.rank]
     del contributions
-    collective = Collective(name, codecs=FixedCodecs(task.codec, task.inside))
+    gateways = [task.hosts.index(member.name) for member in task.plan.members]
+    sites = [dist.new_group([first, first + 1]) for first in gateways] if len(gateways) < len(task.hosts) else []
+    collective = Collective(name, codecs=FixedCodecs(task.codec))
     with Fabric(name, services=[collective.service]) as fabric:
         collective.attach(fabric)
         fabric.listen(f"{task.addresses[task.rank]}:7000")
@@ -184,15 +182,22 @@ def work(task: Task) -> Times:
             fabric.run(fabric.connect(f"{address}:7000").connected(30))
         dist.barrier()
         seconds, digests, error = [], [], 0.0
-        out = torch.empty(ELEMENTS)
+        out, summed = torch.empty(ELEMENTS), torch.empty(ELEMENTS)
         before = time.process_time()
         for number in range(task.rounds):
             plan = msgspec.structs.replace(task.plan, id=f"round {number}")
             start = agree()
-            reduction = collective.reduce_soon(plan, buffer, out).result()
+            if sites:
+                site, gateway = sites[task.rank // HOSTS_OF_A_SITE], gateways[task.rank // HOSTS_OF_A_SITE]
+                dist.reduce(summed.copy_(buffer), gateway, group=site)
+                if task.rank == gateway:
+                    collective.reduce_soon(plan, summed, out).result().require_complete()
+                dist.broadcast(out, gateway, group=site)
+            else:
+                collective.reduce_soon(plan, buffer, out).result().require_complete()
             seconds.append(time.time() - start)
-            error = float((reduction.require_complete().double() - exact).norm() / exact.norm()) if number == 0 else error
-            digests.append(str(reduction.digest))
+            error = float((out.double() - exact).norm() / exact.norm()) if number == 0 else error
+            digests.append(hashlib.sha256(out.numpy()).hexdigest())
         processor = (time.process_time() - before) / task.rounds
         rates = collective.rates()
         dist.barrier()

@@ -1,24 +1,126 @@
-"""Codec: the interface all codecs share, the one that leaves tensors as they are, and feedback of what was left out.
+"""Codec: the interface all codecs share, what they make of a tensor, and feedback of what they left out.
 
-Error feedback: what an encoding left out is added to the next tensor, so that over time everything arrives.
+A tensor travels as a small typed header and a few flat tensors whose bytes follow it. The header alone tells how many bytes follow and of
+what kind, so that a receiver checks its limits before it allocates, and receives straight into the parts. Bytes are little-endian, as on
+every processor PyTorch runs on.
 
-Sums of gradients then converge to the sums of what was computed, however coarse the codec (Seide et al., "1-bit stochastic gradient
-descent", 2014; Karimireddy et al., "Error feedback fixes SignSGD", 2019).
+Error feedback: what an encoding left out is added to the next tensor, so that over time everything arrives. Sums of gradients then converge
+to the sums of what was computed, however coarse the codec (Seide et al., "1-bit stochastic gradient descent", 2014; Karimireddy et al.,
+"Error feedback fixes SignSGD", 2019).
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
+import msgspec
 import torch
 
-from atoll.codec.encoded import DTYPES, Encoded, EncodedPart, Header, dtype_of
-from atoll.codec.spec import CODECS, CodecSpec
+from atoll.codec import CODECS, CodecSpec
 from atoll.errors import CodecError
 
-__all__ = ["Codec", "ErrorFeedback", "Given", "NoCodec", "Parts", "one_thread"]
+__all__ = [
+    "DTYPES",
+    "Codec",
+    "Encoded",
+    "EncodedPart",
+    "ErrorFeedback",
+    "Given",
+    "Header",
+    "NoCodec",
+    "Parts",
+    "Role",
+    "dtype_of",
+    "one_thread",
+]
+
+Role: TypeAlias = Literal["activation", "gradient", "parameter"]
+"""What a tensor is for: gradients may be sent late (error feedback), activations and parameters are lost where they are not sent."""
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16,
+        torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+        torch.complex128, torch.complex64, torch.complex32, torch.bool,
+        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8,
+    )
+}  # fmt: skip
+"""The element types that travel, by their name in headers."""
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What was encoded, and how: enough to know the size and type of every part."""
+
+    codec: str  # the wire format, such as "int8"; "none" where the codec asked for would not have helped
+    dtype: str
+    shape: tuple[int, ...]
+    exact_blocks: int = 0  # blocks a block-wise codec sends as they are
+    kept: int = 0  # values top-k sends
+
+    @property
+    def elements(self) -> int:
+        """How many values the tensor has."""
+        return math.prod(self.shape)
+
+    @property
+    def decoded_bytes(self) -> int:
+        """What the tensor takes in memory: check it against a limit before decoding into a new tensor."""
+        return self.elements * dtype_of(self).itemsize
+
+
+class EncodedPart(msgspec.Struct, frozen=True):
+    """One of the flat tensors that follow a header: what it holds, its element type and number of elements."""
+
+    name: str
+    dtype: torch.dtype
+    elements: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes on the wire."""
+        return self.elements * self.dtype.itemsize
+
+
+class Encoded:
+    """A header and its parts: contiguous one-dimensional CPU tensors, those with the widest elements first.
+
+    Parts may share memory with the tensor that was encoded (codec `none`): send them before it changes.
+    """
+
+    def __init__(self, header: Header, parts: Sequence[torch.Tensor]) -> None:
+        self.header = header
+        self.parts = tuple(parts)
+
+    def __repr__(self) -> str:
+        return f"Encoded({self.header}, {self.nbytes} bytes)"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts together; the header adds a few dozen."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def ratio(self) -> float:
+        """Bytes on the wire over bytes in memory."""
+        return self.nbytes / self.header.decoded_bytes if self.header.decoded_bytes else 1.0
+
+    def buffers(self) -> list[memoryview]:
+        """The bytes of every part without a copy: for a socket to send from, or to receive into."""
+        return [part.view(torch.uint8).numpy().data for part in self.parts]
+
+
+def dtype_of(header: Header) -> torch.dtype:
+    """The element type of the tensor a header is about, after the header's own numbers were checked."""
+    if header.dtype not in DTYPES:
+        raise CodecError(f"a header names the element type {header.dtype!r}; known are {', '.join(DTYPES)}")
+    if any(size < 0 for size in header.shape):
+        raise CodecError(f"a header has the shape {list(header.shape)}: sizes must not be negative")
+    if header.elements >= 2**62:
+        raise CodecError(f"a header has the shape {list(header.shape)}: more values than any memory holds")
+    return DTYPES[header.dtype]
 
 
 class ErrorFeedback:
@@ -29,7 +131,6 @@ class ErrorFeedback:
 
     def __init__(self) -> None:
         self.residual: torch.Tensor | None = None  # in fp32, or fp64 for fp64 tensors
-        self.basis: torch.Tensor | None = None  # where low-rank starts its next search
         self.relative_error = 0.0  # of the last encoding: root mean square of what stayed here over that of what was to be sent
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -47,23 +148,9 @@ class ErrorFeedback:
     def keep(self, total: torch.Tensor, arrived: torch.Tensor) -> None:
         """What of the total did not arrive is owed from now on. Takes `arrived` over, never `total`: an encoding may share its memory."""
         out = arrived if arrived.dtype == total.dtype else None
-        self.residual = _forget_non_finite(torch.sub(total, arrived, out=out))
+        self.residual = torch.sub(total, arrived, out=out).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         norm = torch.linalg.vector_norm(total)
         self.relative_error = float(torch.linalg.vector_norm(self.residual) / norm) if norm else 0.0
-
-    def undelivered(self, arrived: torch.Tensor) -> None:
-        """An encoding that was made never reached the peer: what it decodes to is owed again."""
-        if self.residual is not None:
-            self.residual.add_(_forget_non_finite(arrived.to(self.residual.dtype, copy=True)))
-
-    def reset(self) -> None:
-        """Nothing is owed: the peer got the whole state some other way."""
-        self.residual = self.basis = None
-        self.relative_error = 0.0
-
-
-def _forget_non_finite(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 Parts = Mapping[str, torch.Tensor]
@@ -91,10 +178,9 @@ def one_thread() -> Iterator[None]:
 
 
 class Given(NamedTuple):
-    """What an encoder works on: a contiguous tensor, the caller's feedback if any, and memory that may be written again."""
+    """What an encoder works on: a contiguous tensor, and memory that may be written again."""
 
     tensor: torch.Tensor
-    feedback: ErrorFeedback | None
     spare: tuple[torch.Tensor, ...]
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -112,7 +198,6 @@ class Codec(ABC):
     """
 
     name: ClassVar[str]  # the wire format's
-    local: ClassVar[bool] = True  # a part of a tensor is encoded much like the whole
 
     def __repr__(self) -> str:
         return f"<codec {self.text}>"
@@ -138,9 +223,9 @@ class Codec(ABC):
         with torch.no_grad(), one_thread():
             tensor = tensor.detach()
             if feedback is None or tensor.dtype not in _NARROWED:
-                return self._encode_one(tensor.contiguous(), feedback, reuse)
+                return self._encode_one(tensor.contiguous(), reuse)
             total = feedback.total(tensor)
-            encoded = self._encode_one(_as_dtype(total, tensor.dtype).contiguous(), feedback, reuse)
+            encoded = self._encode_one(_as_dtype(total, tensor.dtype).contiguous(), reuse)
             feedback.keep(total, self.decode(encoded).to(total.device))
             return encoded
 
@@ -163,11 +248,11 @@ class Codec(ABC):
         header = self._ordinary_header(shape, str(dtype).removeprefix("torch."))
         return header if header and sum(part.nbytes for part in self.parts(header)) < header.decoded_bytes else None
 
-    def _encode_one(self, tensor: torch.Tensor, feedback: ErrorFeedback | None, reuse: Encoded | None) -> Encoded:
+    def _encode_one(self, tensor: torch.Tensor, reuse: Encoded | None) -> Encoded:
         header = self.header_of(tuple(tensor.shape), tensor.dtype)
         if header is None:
             return _encode_exactly(tensor)
-        header, found = self._encode(header, Given(tensor, feedback, reuse.parts if reuse else ()))
+        header, found = self._encode(header, Given(tensor, reuse.parts if reuse else ()))
         return Encoded(header, [found[part.name].reshape(-1).cpu() for part in self.parts(header)])
 
     @abstractmethod

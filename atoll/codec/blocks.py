@@ -1,21 +1,13 @@
-"""Block-wise codecs: bf16, fp16, int8 and int4.
-
-Chunks: a tensor as rows of one block each, taken a cacheful at a time.
-
-Every step of a codec is one PyTorch operator. Over a whole tensor each would read and write main memory; over a chunk that stays in cache
-only the first read and the last write do. A chunk is large enough that the operators' own start-up costs little.
-
-Block-wise codecs: 256 elements at a time, and blocks that a narrow type cannot hold travel exactly.
+"""Block-wise codecs, 256 elements at a time: bf16, fp16, int8 and int4.
 
 A block with NaN, Inf or values outside the codec's range goes beside the others as it is: nothing is poisoned, nothing is lost.
 
-bf16 and fp16: half of fp32's bytes, rounded to nearest, ties to even.
+bf16 and fp16: half of fp32's bytes, rounded to nearest, ties to even. |x - x̂| ≤ 2⁻⁸·|x| for bf16; for fp16 ≤ max(2⁻¹¹·|x|, 2⁻²⁵), because
+fp16 is even in steps below 6·10⁻⁵. int8 and int4: every block becomes small integers and one fp32 scale. With m the largest magnitude of a
+block, |x - x̂| ≤ m/254 for int8 and m/14 for int4 (and float rounding: a factor of 1 + 2⁻¹⁶).
 
-|x - x̂| ≤ 2⁻⁸·|x| for bf16; for fp16 ≤ max(2⁻¹¹·|x|, 2⁻²⁵), because fp16 is even in steps below 6·10⁻⁵.
-
-int8 and int4: every block of 256 elements becomes small integers and one fp32 scale.
-
-With m the largest magnitude of a block, |x - x̂| ≤ m/254 for int8 and m/14 for int4 (and float rounding: a factor of 1 + 2⁻¹⁶).
+Every step of a codec is one PyTorch operator. Over a whole tensor each would read and write main memory; over a chunk of rows, one block
+each, that stays in cache only the first read and the last write do. A chunk is large enough that the operators' own start-up costs little.
 """
 
 from abc import abstractmethod
@@ -25,8 +17,7 @@ from typing import ClassVar
 import msgspec
 import torch
 
-from atoll.codec.base import Codec, Given, Parts
-from atoll.codec.encoded import EncodedPart, Header, dtype_of
+from atoll.codec.base import Codec, EncodedPart, Given, Header, Parts, dtype_of
 from atoll.errors import CodecError
 
 __all__ = ["Bf16", "Fp16", "Int4", "Int8"]

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from atoll.codec.encoded import Role
+from atoll.codec import CodecSpec
+from atoll.codec.base import Role
 from atoll.codec.registry import make_codec
-from atoll.codec.spec import CodecSpec
 from atoll.errors import CodecError
 from atoll.units import format_bytes, format_rate, format_seconds
 
@@ -25,13 +25,9 @@ __all__ = ["CODECS_FOR", "Decision", "LinkController", "LinkState", "TensorMessa
 CODECS_FOR: Mapping[Role, tuple[str, ...]] = {
     "activation": ("none", "bf16", "int8", "int4"),
     "parameter": ("none", "bf16", "int8"),
-    "gradient": (
-        "none", "bf16", "int8", "int4",
-        "top-k:0.1", "top-k:0.03", "top-k:0.01", "top-k:0.003",
-        "low-rank:16", "low-rank:8", "low-rank:4", "low-rank:2",
-    ),
-}  # fmt: skip
-"""Sparse and low-rank codecs leave so much out that only error feedback makes up for it, and only gradients may come late."""
+    "gradient": ("none", "bf16", "int8", "int4", "top-k:0.1", "top-k:0.03", "top-k:0.01", "top-k:0.003"),
+}
+"""Sparse codecs leave so much out that only error feedback makes up for it, and only gradients may come late."""
 
 ERROR_BUDGETS: Mapping[Role, float] = {"activation": 0.01, "parameter": 0.002, "gradient": 0.2}
 """Relative errors allowed where the user says nothing: int8 for activations, bf16 for parameters, int4 with feedback for gradients."""
@@ -56,11 +52,6 @@ class LinkState(msgspec.Struct, frozen=True, kw_only=True):
     def valid(self) -> bool:
         """Whether these are numbers one can decide by."""
         return 0 < self.bytes_per_s < math.inf and 0 <= self.round_trip_s < math.inf and 0 < self.codec_bytes_per_s < math.inf
-
-
-def codec_specs(codecs: Sequence[str]) -> dict[str, CodecSpec]:
-    """The statements of codecs by their text."""
-    return {text: make_codec(text).spec for text in codecs}
 
 
 def message_seconds(spec: CodecSpec, message: TensorMessage, link: LinkState) -> float:
@@ -104,14 +95,14 @@ class LinkController:
         self.margin = margin
         self.forget_after_s = forget_after_s
         self.codec: str | None = None
-        self._specs: Mapping[str, CodecSpec] = codec_specs(CODECS_FOR[message.role] if codecs is None else codecs)
+        self._specs = {text: make_codec(text).spec for text in (CODECS_FOR[message.role] if codecs is None else codecs)}
         self._recent: deque[LinkState] = deque(maxlen=_WINDOW)
         self._errors: dict[str, tuple[float, float]] = {}  # codec → (error, when it was measured)
         self._asked: tuple[str, int] = ("", 0)  # the change under consideration and how often in a row it was
         self._check()
 
     def observe(self, at_s: float, link: LinkState, errors: Mapping[str, float] | None = None) -> Decision:
-        """What was measured just now, with errors by codec where measured (`sampled_error`, `ErrorFeedback.relative_error`).
+        """What was measured just now, with errors by codec where measured (`ErrorFeedback.relative_error`).
 
         A codec measured to be over the budget is left at once; other changes wait for a second observation that asks for them.
         """

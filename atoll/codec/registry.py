@@ -5,32 +5,27 @@ from collections.abc import Mapping
 
 import torch
 
-from atoll.codec.base import Codec, NoCodec, one_thread
-from atoll.codec.blocks import Bf16, Fp16, Int4, Int8
-from atoll.codec.encoded import Encoded, EncodedPart, Header, dtype_of
-from atoll.codec.low_rank import LowRank
+from atoll.codec.base import Codec, Encoded, EncodedPart, Header, NoCodec, dtype_of, one_thread
+from atoll.codec.blocks import BLOCK, Bf16, BlockCodec, Fp16, Int4, Int8
 from atoll.codec.top_k import TopK
 from atoll.errors import CodecError
 
-__all__ = ["decode", "empty_encoded", "encoded_from", "make_codec", "parts_of", "relative_error", "sampled_error"]
+__all__ = ["FixedSizeCodec", "decode", "encoded_from", "make_codec", "parts_of", "relative_error"]
 
-_FORMATS: Mapping[str, type[Codec]] = {codec.name: codec for codec in (NoCodec, Bf16, Fp16, Int8, Int4, TopK, LowRank)}
+_FORMATS: Mapping[str, type[Codec]] = {codec.name: codec for codec in (NoCodec, Bf16, Fp16, Int8, Int4, TopK)}
 
 
 def make_codec(text: str) -> Codec:
-    """The codec a text names: `none`, `bf16`, `fp16`, `int8`, `int4`, `top-k:0.01` (the share kept), `low-rank:4` (the rank)."""
+    """The codec a text names: `none`, `bf16`, `fp16`, `int8`, `int4`, `top-k:0.01` (the share kept)."""
     name, colon, strength = text.partition(":")
-    try:
-        if name == "top-k" and colon:
-            return TopK(float(strength))
-        if name == "low-rank" and colon:
-            return LowRank(int(strength))
-    except CodecError:
-        raise
-    except ValueError:
-        raise CodecError(f"codec {text!r}: {strength!r} is not a number; write top-k:0.01 or low-rank:4") from None
-    if colon or name not in _FORMATS or name in ("top-k", "low-rank"):
-        raise CodecError(f"there is no codec {text!r}; write none, bf16, fp16, int8, int4, top-k:0.01 or low-rank:4")
+    if name == "top-k" and colon:
+        try:
+            share = float(strength)
+        except ValueError:
+            raise CodecError(f"codec {text!r}: {strength!r} is not a number; write top-k:0.01") from None
+        return TopK(share)
+    if colon or name not in _FORMATS or name == "top-k":
+        raise CodecError(f"there is no codec {text!r}; write none, bf16, fp16, int8, int4 or top-k:0.01")
     return _FORMATS[name]()
 
 
@@ -40,11 +35,6 @@ def parts_of(header: Header) -> tuple[EncodedPart, ...]:
         raise CodecError(f"a header names the codec {header.codec!r}; known are {', '.join(_FORMATS)}")
     dtype_of(header)
     return _FORMATS[header.codec].parts(header)
-
-
-def empty_encoded(header: Header) -> Encoded:
-    """Room to receive into: fill its `buffers()` in order, then decode it."""
-    return Encoded(header, [torch.empty(part.elements, dtype=part.dtype) for part in parts_of(header)])
 
 
 def encoded_from(header: Header, body: torch.Tensor) -> Encoded:
@@ -104,18 +94,45 @@ def relative_error(original: torch.Tensor, decoded: torch.Tensor) -> float:
     return math.sqrt(lost / whole) if whole else (0.0 if not lost else math.inf)
 
 
-def sampled_error(codec: Codec, tensor: torch.Tensor, elements: int = 2**16) -> float:
-    """The codec's error on some of the tensor, cheap enough to try codecs not in use: rows, or runs of blocks, spread evenly.
+class FixedSizeCodec:
+    """A block-wise codec (`bf16`, `fp16`, `int8` or `int4`) for messages whose length follows from the tensor's shape: both ends know it
+    beforehand, so a receive can be posted before anything is sent.
 
-    Low rank takes the whole tensor: a smaller matrix would flatter it.
+    A block-wise codec sends blocks it cannot encode beside the others, which makes its messages longer by what the values are. Here they
+    stay in their place: integers write a block with NaN, Inf or values beyond 2¹²⁶ as NaN all over (whoever computes with it notices, as
+    with the values themselves) and one whose largest magnitude is below 2⁻¹⁰⁰ as zeros; halves write every value as their own type does.
     """
-    sample = _sample(tensor.detach(), elements) if codec.local else tensor.detach()
-    return relative_error(sample, codec.decode(codec.encode(sample)))
 
+    def __init__(self, name: str) -> None:
+        codec = make_codec(name)
+        if not isinstance(codec, BlockCodec):
+            raise CodecError(f"codec {name!r}: its messages have no length that is known beforehand; take bf16, fp16, int8 or int4")
+        self.name = name
+        self._codec = codec
 
-def _sample(tensor: torch.Tensor, elements: int) -> torch.Tensor:
-    if tensor.numel() <= elements:
-        return tensor
-    rows = tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor[: tensor.numel() // 1024 * 1024].view(-1, 1024)
-    step = max(1, round(tensor.numel() / elements))
-    return rows[::step] if rows.shape[0] >= 2 * step else rows[:, : max(1, elements // rows.shape[0])]
+    def message_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
+        """How long the message of such a tensor is; None where it travels as it is, because the codec would not make it smaller."""
+        header = self._codec.header_of(shape, dtype)
+        return None if header is None else sum(part.nbytes for part in parts_of(header))
+
+    def encode(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The message: a flat tensor of bytes on the CPU. Only for tensors that have one (`message_bytes`)."""
+        encoded = self._codec.encode(tensor)
+        parts = {part.name: piece for part, piece in zip(parts_of(encoded.header), encoded.parts, strict=True)}
+        index, values = parts.pop("exact_index"), parts.pop("exact_values").view(-1, BLOCK)
+        if index.numel():
+            self._keep_in_place(parts, index, values)
+        return torch.cat([piece.view(torch.uint8) for piece in parts.values()])
+
+    def _keep_in_place(self, parts: dict[str, torch.Tensor], index: torch.Tensor, values: torch.Tensor) -> None:
+        """Write the blocks that the codec would send beside the others."""
+        if self._codec.scaled:  # their codes and scales are zeros
+            vanishing = values.abs().amax(1).to(torch.float64) < self._codec.smallest  # not so where it is NaN
+            parts["scales"][index[~vanishing]] = math.nan
+        else:
+            parts["codes"].view(-1, BLOCK)[index] = values.to(self._codec.code_dtype)
+
+    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the tensor that a message of its shape and type holds into `out`."""
+        header = Header(codec=self.name, dtype=str(out.dtype).removeprefix("torch."), shape=tuple(out.shape))
+        decode(encoded_from(header, message.cpu()), out)

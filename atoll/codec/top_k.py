@@ -9,9 +9,8 @@ import math
 import numpy as np
 import torch
 
-from atoll.codec.base import Codec, Given, Parts
-from atoll.codec.encoded import EncodedPart, Header, dtype_of
-from atoll.codec.spec import CodecSpec
+from atoll.codec import CodecSpec
+from atoll.codec.base import Codec, EncodedPart, Given, Header, Parts, dtype_of
 from atoll.errors import CodecError, NonFiniteTensorError
 
 __all__ = ["TopK"]

@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from atoll.fabric.connection import ConnectionSettings
     from atoll.fabric.deadline import Backoff, DeadlineRule, LinkEstimate
     from atoll.fabric.fabric import Fabric
-    from atoll.fabric.liveness import LivenessRule, PeerState
-    from atoll.fabric.memory_carrier import MemoryCarrier
+    from atoll.fabric.liveness import LivenessRule
     from atoll.fabric.remote import Remote
     from atoll.fabric.service import CallingPeer
     from atoll.fabric.shaped import ShapedLink
@@ -24,9 +23,7 @@ __all__ = [
     "Fabric",
     "LinkEstimate",
     "LivenessRule",
-    "MemoryCarrier",
     "CallingPeer",
-    "PeerState",
     "Remote",
     "ShapedLink",
     "TcpCarrier",
@@ -39,9 +36,7 @@ _HOME = {
     "Fabric": "atoll.fabric.fabric",
     "LinkEstimate": "atoll.fabric.deadline",
     "LivenessRule": "atoll.fabric.liveness",
-    "MemoryCarrier": "atoll.fabric.memory_carrier",
     "CallingPeer": "atoll.fabric.service",
-    "PeerState": "atoll.fabric.liveness",
     "Remote": "atoll.fabric.remote",
     "ShapedLink": "atoll.fabric.shaped",
     "TcpCarrier": "atoll.fabric.tcp",

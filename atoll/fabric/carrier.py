@@ -6,27 +6,7 @@ from typing import Protocol, TypeAlias
 
 from atoll.fabric.connection import Connection
 
-__all__ = ["Accept", "Carrier", "Listener", "Outlet", "Wire"]
-
-
-class Outlet(Protocol):
-    """Where a pump gets what it sends: a Connection, or a Connection behind a shaped link."""
-
-    @property
-    def waiting(self) -> bool:
-        """Whether something can be sent now."""
-
-    def due_seconds(self, now: float) -> float | None:
-        """In how long something can be sent; None: not before something else happens."""
-
-    def outgoing(self, size_bytes: int) -> list[memoryview]:
-        """What to send next; empty if nothing."""
-
-    def sent(self, count: int) -> None:
-        """So much of it went."""
-
-    def commit(self, count: int) -> None:
-        """So much of what is left of it goes next, whatever else there may be by then."""
+__all__ = ["Accept", "Carrier", "Listener", "Wire"]
 
 
 class Wire(Protocol):

@@ -145,13 +145,6 @@ class Connection:
         self.detector.heard(self._now)
         self._parser.filled(count)
 
-    def feed(self, data: bytes | memoryview) -> None:
-        """Bytes that were read elsewhere; as `filled`."""
-        self.received_bytes += len(data)
-        self._now = self._clock()
-        self.detector.heard(self._now)
-        self._parser.feed(data)
-
     @property
     def waiting(self) -> bool:
         """Whether there is something to send."""
@@ -259,11 +252,6 @@ class Connection:
         self._events.on_settled(at_once)
 
     # ---- for the layer above
-
-    @property
-    def open_streams(self) -> int:
-        """Calls under way, both ways."""
-        return len(self._streams)
 
     def open(self, method: str, timeout_seconds: float, payload: Payload, handler: StreamHandler, *, end: bool) -> int:
         """Begins a call; returns its stream. FabricError if the message cannot go."""

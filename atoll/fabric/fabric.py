@@ -27,9 +27,9 @@ from atoll.fabric.connection import Connection, ConnectionSettings
 from atoll.fabric.deadline import Backoff, DeadlineRule
 from atoll.fabric.fingerprint import check_fingerprint
 from atoll.fabric.frame import Hello
-from atoll.fabric.link import FabricLink, LinkOwner
+from atoll.fabric.link import FabricLink
 from atoll.fabric.liveness import Verdict
-from atoll.fabric.remote import Dial, Expected, Remote
+from atoll.fabric.remote import Dial, Remote
 from atoll.fabric.service import Method, methods_of, read_method, serve_call
 from atoll.fabric.stream import Inbox
 from atoll.fabric.tcp import TcpCarrier
@@ -42,7 +42,7 @@ _HELLO_SECONDS = 20.0  # the TLS hand-shake included
 _MOST_STRANGERS = 512
 
 
-class Fabric(LinkOwner):
+class Fabric:
     """This process among its peers. Close it (or use `with`): then no thread, task or file of it is left.
 
     `identify(hello, certificate)` may refuse a peer, `authorise(role, method)` a call; both raise RefusedError, must be quick,
@@ -122,7 +122,8 @@ class Fabric(LinkOwner):
             dial = self._in_turn([one.strip() for one in address.split(",") if one.strip()] or [address])
 
         async def connect() -> Remote:
-            remote = Remote(self, address, backoff or self._backoff, self._deadlines, expected=Expected(name, role), dial=dial)
+            again = backoff or self._backoff
+            remote = Remote(self, address, again, self._deadlines, expected_name=name, expected_role=role, dial=dial)
             self._spawn(remote.keep())
             return remote
 
@@ -268,13 +269,13 @@ class Fabric(LinkOwner):
         """In [0, 1)."""
         return self._random.random()
 
-    # ---- LinkOwner
+    # ---- for links
 
     def check_peer(self, link: FabricLink, hello: Hello) -> None:
         """May this peer connect?"""
         remote = self._remotes.get(link)
         if remote is not None:
-            remote.expected.check(hello.name, hello.role)
+            remote.check_expected(hello.name, hello.role)
         if self._identify is not None:
             self._identify(hello, None if link.wire is None else link.wire.certificate)
         check_fingerprint(self.settings.fingerprint, hello.fingerprint, hello.name)

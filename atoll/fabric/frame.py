@@ -149,18 +149,6 @@ class FrameParser:
         while self._next_frame():
             pass
 
-    def feed(self, data: bytes | bytearray | memoryview) -> None:
-        """Takes bytes that lie elsewhere, for carriers that cannot read in place."""
-        rest = memoryview(data).cast("B")
-        while len(rest):
-            count = 0
-            for buffer in self.buffers():
-                size = min(len(buffer), len(rest) - count)
-                buffer[:size] = rest[count : count + size]
-                count += size
-            rest = rest[count:]
-            self.filled(count)
-
     def _body_filled(self, count: int) -> int:
         """Takes what of `count` bytes belongs to the body; returns how many lie beyond it, in the scratch."""
         if self._skip:

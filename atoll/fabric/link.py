@@ -5,7 +5,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atoll.errors import FabricError, FrameError, RefusedError
 from atoll.fabric.carrier import Wire
@@ -15,38 +15,19 @@ from atoll.fabric.liveness import Verdict
 from atoll.fabric.payload import Payload
 from atoll.fabric.stream import Inbox, IncomingMessage
 
-__all__ = ["FabricLink", "LinkOwner"]
+if TYPE_CHECKING:
+    from atoll.fabric.fabric import Fabric
 
-
-class LinkOwner:
-    """What a fabric decides about its links. `check_*` run in the thread that drives the connection, the others in the loop."""
-
-    def check_peer(self, link: "FabricLink", hello: Hello) -> None:
-        """May this peer connect? RefusedError if not."""
-
-    def check_call(self, link: "FabricLink", method: str) -> None:
-        """May it call this? RefusedError if not."""
-
-    def greeted(self, link: "FabricLink") -> None:
-        """The peer is there."""
-
-    def called(self, link: "FabricLink", inbox: Inbox, method: str, timeout_seconds: float) -> None:
-        """The peer calls."""
-
-    def refused(self, link: "FabricLink", method: str, reason: str) -> None:
-        """A call of the peer's was refused."""
-
-    def judged(self, link: "FabricLink", verdict: Verdict) -> None:
-        """The peer's state changed."""
-
-    def closed(self, link: "FabricLink", error: FabricError) -> None:
-        """The link is over."""
+__all__ = ["FabricLink"]
 
 
 class FabricLink:
-    """One connection and its wire, for use in the event loop. Implements ConnectionEvents."""
+    """One connection and its wire, for use in the event loop. Implements ConnectionEvents.
 
-    def __init__(self, settings: ConnectionSettings, owner: LinkOwner, loop: asyncio.AbstractEventLoop, *, dialled: bool) -> None:
+    Its fabric's `check_*` run in the thread that drives the connection, all else it is told in the loop.
+    """
+
+    def __init__(self, settings: ConnectionSettings, owner: "Fabric", loop: asyncio.AbstractEventLoop, *, dialled: bool) -> None:
         self.loop = loop
         self.connection = Connection(settings, self, loop.time, dialled=dialled)
         self.wire: Wire | None = None  # set before anything moves

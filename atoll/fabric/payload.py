@@ -12,17 +12,11 @@ from typing import Any
 import msgspec
 import torch
 
+from atoll.codec.base import DTYPES
 from atoll.errors import FabricError, FrameError, RefusedError
 from atoll.fabric.frame import CallMessage, TensorHeader
 
-__all__ = ["DTYPES", "Payload", "allocate", "decode_payload", "encode_payload", "tensor_bytes", "tensor_header", "tensor_size"]
-
-_NAMES = (
-    "float32", "float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
-    "complex32", "complex64", "complex128", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool",
-)  # fmt: skip
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES if hasattr(torch, name)}
-"""What travels, by name."""
+__all__ = ["Payload", "allocate", "decode_payload", "encode_payload", "tensor_bytes", "tensor_header", "tensor_size"]
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

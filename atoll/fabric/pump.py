@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Callable
 
 from atoll.errors import FabricError, FrameError, PeerLostError, RefusedError
-from atoll.fabric.carrier import Outlet
 from atoll.fabric.connection import Connection
+from atoll.fabric.shaped import ShapedOutlet
 from atoll.fabric.tls import tls_failure
 
 __all__ = ["TcpPump", "prepare_socket"]
@@ -67,7 +67,7 @@ class TcpPump:
         connection: Connection,
         establish: Callable[["TcpPump"], socket.socket],
         clock: Callable[[], float],
-        outlet: Outlet | None = None,
+        outlet: ShapedOutlet | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self.connection = connection
@@ -75,7 +75,7 @@ class TcpPump:
         self.address = ""  # of the peer, once known
         self._establish = establish
         self._clock = clock
-        self._outlet: Outlet = outlet or connection
+        self._outlet = outlet or connection  # where to get what is sent
         self._actions: deque[Callable[[], None]] = deque()
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_reader, False)

@@ -25,12 +25,13 @@ from atoll.fabric.connection import Connection
 from atoll.fabric.fabric import Fabric
 from atoll.fabric.remote import Remote
 from atoll.fabric.service import CallingPeer, allowed
-from atoll.fabric.shaped import ShapedLink
 from atoll.fabric.tcp import TcpCarrier
 
 __all__ = ["RelayedPiece", "Relay", "RelayEnd"]
 
 _PIECE_BYTES = 256 * 1024
+_MOST_PAIRS = 256  # that one peer joins
+_MOST_RELAYED = 64  # connections of one end
 _OPEN_SECONDS = 20.0
 _LONG_SECONDS = 1e9  # a relayed connection lasts as long as its ends want
 _EVERYBODY = ("coordinator", "feeder", "observer", "worker")
@@ -44,11 +45,11 @@ class RelayedPiece(msgspec.Struct, array_like=True):
 
 
 class Relay:
-    """The service of a peer that forwards between others. At most so many pairs at once, and so many bytes a second for each direction."""
+    """The service of a peer that forwards between others, so many pairs for one of them at most."""
 
-    def __init__(self, *, pairs: int = 256, pairs_per_peer: int = 16, bytes_per_s: float | None = None) -> None:
+    def __init__(self, *, pairs_per_peer: int = 16) -> None:
         self.fabric: Fabric | None = None  # whose peers it joins; set once there is one
-        self._pairs, self._pairs_per_peer, self._bytes_per_s = pairs, pairs_per_peer, bytes_per_s
+        self._pairs_per_peer = pairs_per_peer
         self._open: Counter[str] = Counter()  # relayed connections by who asked
 
     @allowed(*_EVERYBODY)
@@ -70,7 +71,7 @@ class Relay:
 
     def _target(self, first: RelayedPiece, peer: CallingPeer) -> Remote:
         assert self.fabric is not None, "a relay is given its fabric"
-        if self._open.total() >= self._pairs or self._open[peer.name] >= self._pairs_per_peer:
+        if self._open.total() >= _MOST_PAIRS or self._open[peer.name] >= self._pairs_per_peer:
             raise RefusedError(f"{self.fabric.name} relays {self._open[peer.name]} connections for {peer.name} and accepts no more")
         remote = self.fabric.peer(first.name)
         if remote.state == "dead" or first.name == peer.name:
@@ -79,24 +80,19 @@ class Relay:
 
     async def _forward(self, pieces: AsyncIterator[RelayedPiece]) -> AsyncGenerator[RelayedPiece, None]:
         """One direction, within its limits."""
-        link = None if self._bytes_per_s is None else ShapedLink(self._bytes_per_s, 0.0)
-        loop = asyncio.get_running_loop()
         async for piece in pieces:
             if len(piece.data) > _PIECE_BYTES:
                 raise RefusedError(f"a piece of {len(piece.data)} bytes to relay; at most {_PIECE_BYTES}")
-            if link is not None:
-                await asyncio.sleep(link.entry_seconds(loop.time()))
-                link.enter(loop.time(), len(piece.data))
             yield piece
 
 
 class RelayEnd:
     """The service of a peer that can be reached through relays, and its way to reach others so."""
 
-    def __init__(self, carrier: TcpCarrier, *, connections: int = 64) -> None:
+    def __init__(self, carrier: TcpCarrier) -> None:
         self.fabric: Fabric | None = None  # whose connections these are; set once there is one
         self._carrier = carrier
-        self._connections, self._open = connections, 0
+        self._open = 0  # connections
         self._carrying: set[asyncio.Task[None]] = set()
 
     @allowed(*_EVERYBODY)
@@ -104,7 +100,7 @@ class RelayEnd:
         """A relay has somebody who wants to connect; its bytes are those of an ordinary connection."""
         first = await anext(pieces, RelayedPiece(b""))
         assert self.fabric is not None, "a relay's end is given its fabric"
-        if self._open >= self._connections:
+        if self._open >= _MOST_RELAYED:
             raise RefusedError(f"{self.fabric.name} has {self._open} relayed connections and accepts no more")
         near, ends = await _open_ends()
         self._open += 1

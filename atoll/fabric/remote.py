@@ -4,9 +4,7 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine
-from typing import Any, Protocol, TypeAlias, TypeVar, overload
-
-import msgspec
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
 from atoll.errors import DeadlineError, FabricError, FrameError, PeerLostError, RefusedError
 from atoll.fabric.carrier import Wire
@@ -20,51 +18,23 @@ from atoll.fabric.service import CallingPeer, Method
 from atoll.fabric.stream import IncomingMessage
 from atoll.units import format_bytes, format_seconds
 
-__all__ = ["Dial", "Expected", "Remote"]
+if TYPE_CHECKING:
+    from atoll.fabric.fabric import Fabric
 
-
-class Caller:
-    """Makes calls over links to one peer, and remembers how long its methods take."""
-
-    def __init__(self, rule: DeadlineRule) -> None:
-        self.rule = rule
-        self._services: dict[str, Smoothed] = {}
-
-    async def one(self, link: FabricLink, method: Method, request: object, timeout_seconds: float | None) -> Any:
-        """A call with one reply."""
-        call = _Call(self, link, method, request, timeout_seconds)
-        try:
-            value = await call.next()
-            if value is _END:
-                raise FabricError(f"{method.name} of {link.peer_name} ended without a reply")
-            return value
-        finally:
-            call.close()
-
-    async def many(self, link: FabricLink, method: Method, request: object, timeout_seconds: float | None) -> AsyncIterator[Any]:
-        """A call with many replies. The deadline is for each of them."""
-        call = _Call(self, link, method, request, timeout_seconds)
-        try:
-            while (value := await call.next()) is not _END:
-                yield value
-        finally:
-            call.close()
-
-    def service(self, method: str) -> Smoothed:
-        """How long a method takes by itself."""
-        return self._services.setdefault(method, Smoothed())
+__all__ = ["Dial", "Remote"]
 
 
 _END = object()
 
 
 class _Call:
-    """One call under way."""
+    """One call under way. `service`: how long the method takes by itself, which this call adds to."""
 
-    def __init__(self, caller: Caller, link: FabricLink, method: Method, request: object, timeout_seconds: float | None) -> None:
-        self._caller, self._link, self._method = caller, link, method
+    def __init__(
+        self, rule: DeadlineRule, service: Smoothed, link: FabricLink, method: Method, request: object, timeout_seconds: float | None
+    ) -> None:
+        self._rule, self._service, self._link, self._method = rule, service, link, method
         self._fixed_seconds = None if timeout_seconds is None else min(timeout_seconds, LONGEST_SECONDS)
-        self._service = caller.service(method.name)
         self._started = link.loop.time()
         self._done = False
         self._feeding: asyncio.Task[None] | None = None
@@ -130,12 +100,12 @@ class _Call:
 
     def _learn(self, size_bytes: int) -> None:
         """What of the time was neither the way there nor the way back was the method's own."""
-        now, rule = self._link.loop.time(), self._caller.rule
+        now = self._link.loop.time()
         nothing = Smoothed()
         nothing.mean = 0.0
         estimate = self._link.connection.estimate
         measured = estimate.round_trip.mean is not None and (estimate.outgoing_bytes_per_s or not self._sent_bytes)
-        travel = rule.expected_seconds(estimate, nothing, self._sent_bytes, size_bytes) if measured else 0.0
+        travel = self._rule.expected_seconds(estimate, nothing, self._sent_bytes, size_bytes) if measured else 0.0
         self._service.add(max(0.0, now - self._started - travel))
         self._started, self._sent_bytes = now, 0
 
@@ -143,10 +113,10 @@ class _Call:
         if self._fixed_seconds is not None:
             return self._fixed_seconds
         estimate = self._link.connection.estimate
-        return min(self._caller.rule.timeout_seconds(estimate, self._service, self._sent_bytes, incoming_bytes), LONGEST_SECONDS)
+        return min(self._rule.timeout_seconds(estimate, self._service, self._sent_bytes, incoming_bytes), LONGEST_SECONDS)
 
     def _expected(self) -> float:
-        return self._caller.rule.expected_seconds(self._link.connection.estimate, self._service, self._sent_bytes)
+        return self._rule.expected_seconds(self._link.connection.estimate, self._service, self._sent_bytes)
 
     def _late_text(self, timeout_seconds: float) -> str:
         why = "the limit its caller set" if self._fixed_seconds is not None else "derived from what was measured of the link and the method"
@@ -176,51 +146,10 @@ _NOTHING = Payload(b"")
 Service = TypeVar("Service")
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
-Result = TypeVar("Result")
-
-
-class RemoteOwner(Protocol):
-    """What a remote needs of its fabric."""
-
-    def method(self, function: Callable[..., Any]) -> Method:
-        """What a function's annotations say."""
-
-    def new_link(self, address: str, remote: "Remote") -> FabricLink:
-        """A link that begins to connect to a remote."""
-
-    def retried(self, peer: str, attempt: int, delay_seconds: float | None, reason: str) -> None:
-        """A peer is dialled again, or given up."""
-
-    def random(self) -> float:
-        """In [0, 1)."""
-
-    def submit(self, coroutine: Coroutine[Any, Any, Result]) -> "concurrent.futures.Future[Result]":
-        """Runs a coroutine in the fabric's loop."""
-
-    def result_of(self, future: "concurrent.futures.Future[Result]") -> Result:
-        """Waits for what `submit` gave."""
-
-    @property
-    def thread(self) -> threading.Thread:
-        """Where that loop runs."""
 
 
 Dial: TypeAlias = Callable[[Connection], Wire]
 """What makes a wire for a connection that begins."""
-
-
-class Expected(msgspec.Struct, frozen=True):
-    """Who must be at the other end of a connection this side makes; None: whoever may be a peer at all."""
-
-    name: str | None = None
-    role: str | None = None
-
-    def check(self, name: str, role: str) -> None:
-        """RefusedError if it is somebody else."""
-        if self.name not in (None, name):
-            raise RefusedError(f"{self.name} was to be reached there, but it is {name}")
-        if self.role not in (None, role):
-            raise RefusedError(f"the {self.role} was to be reached there, but it is {name} ({role})")
 
 
 class Remote:
@@ -231,16 +160,17 @@ class Remote:
 
     def __init__(
         self,
-        owner: RemoteOwner,
+        owner: "Fabric",
         address: str | None,
         backoff: Backoff,
         deadlines: DeadlineRule,
         *,
-        expected: Expected | None = None,
+        expected_name: str | None = None,
+        expected_role: str | None = None,
         dial: Dial | None = None,
     ) -> None:
         self.address = address  # None: the peer dialled us, and comes back by itself or not at all
-        self.expected = expected or Expected()
+        self._expected = expected_name, expected_role
         self.dial = dial  # how to get there, where that is not the carrier's own way
         self.name = address or ""
         self.role = ""
@@ -248,7 +178,8 @@ class Remote:
         self.lost_because = "not connected yet"
         self._owner = owner
         self._backoff = backoff
-        self._caller = Caller(deadlines)
+        self._deadlines = deadlines
+        self._services: dict[str, Smoothed] = {}  # how long its methods take
         self._link: FabricLink | None = None
         self._changed = asyncio.Event()
         self._given_up: FabricError | None = None
@@ -295,7 +226,14 @@ class Remote:
         Tensors of the request must not change until the reply is there. PeerLostError: whether the method ran is not known.
         """
         link = await self._connected(timeout_seconds)
-        return await self._caller.one(link, self._owner.method(method), request, timeout_seconds)
+        one = self._begin(link, self._owner.method(method), request, timeout_seconds)
+        try:
+            value = await one.next()
+            if value is _END:
+                raise FabricError(f"{self._owner.method(method).name} of {link.peer_name} ended without a reply")
+            return value
+        finally:
+            one.close()
 
     @overload
     def stream(
@@ -316,12 +254,16 @@ class Remote:
     async def stream(self, method: Callable[..., Any], request: object, *, timeout_seconds: float | None = None) -> AsyncIterator[Any]:
         """Calls a method and gives its replies as they come; the deadline is for each. Closing the iterator cancels the call."""
         link = await self._connected(timeout_seconds)
-        replies = self._caller.many(link, self._owner.method(method), request, timeout_seconds)
+        many = self._begin(link, self._owner.method(method), request, timeout_seconds)
         try:
-            async for reply in replies:
-                yield reply
+            while (value := await many.next()) is not _END:
+                yield value
         finally:
-            await replies.aclose()  # type: ignore[attr-defined]
+            many.close()
+
+    def _begin(self, link: FabricLink, method: Method, request: object, timeout_seconds: float | None) -> _Call:
+        service = self._services.setdefault(method.name, Smoothed())
+        return _Call(self._deadlines, service, link, method, request, timeout_seconds)
 
     async def connected(self, timeout_seconds: float | None = None) -> None:
         """Waits until the peer is there; PeerLostError if it was given up, DeadlineError if it takes too long."""
@@ -355,7 +297,7 @@ class Remote:
     async def _connected(self, timeout_seconds: float | None) -> FabricLink:
         if self._link is not None:
             return self._link
-        limit = self._caller.rule.unknown_service_seconds if timeout_seconds is None else timeout_seconds
+        limit = self._deadlines.unknown_service_seconds if timeout_seconds is None else timeout_seconds
         try:
             async with asyncio.timeout(limit):
                 while self._link is None:
@@ -410,6 +352,14 @@ class Remote:
         self.lost_because = reason
         if self._link is link:
             self._link = None
+
+    def check_expected(self, name: str, role: str) -> None:
+        """RefusedError if somebody else was to be at the other end of the connection this side makes."""
+        expected_name, expected_role = self._expected
+        if expected_name not in (None, name):
+            raise RefusedError(f"{expected_name} was to be reached there, but it is {name}")
+        if expected_role not in (None, role):
+            raise RefusedError(f"the {expected_role} was to be reached there, but it is {name} ({role})")
 
     def holds(self, link: FabricLink) -> bool:
         """Whether this is the link its calls go over."""

@@ -136,11 +136,6 @@ class SendQueue:
         return bool(self._urgent or self._small or self._turns)
 
     @property
-    def unsent_messages(self) -> int:
-        """Messages not wholly handed out yet, those without credit included."""
-        return sum(len(stream.queue) + (stream.sending is not None) for stream in self._streams.values()) + len(self._small)
-
-    @property
     def urgent_frames(self) -> int:
         """Frames of the protocol itself that wait."""
         return len(self._urgent)

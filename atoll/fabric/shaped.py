@@ -50,7 +50,7 @@ class ShapedLink:
 
 
 class ShapedOutlet:
-    """What a connection sends, late and at most so fast."""
+    """What a connection sends, late and at most so fast: has of Connection what a carrier needs to send."""
 
     def __init__(self, connection: Connection, link: ShapedLink, clock: Callable[[], float]) -> None:
         self._connection = connection

@@ -18,6 +18,8 @@ from atoll.fabric.tls import shake_hands
 
 __all__ = ["ContextSource", "TcpCarrier"]
 
+_CONNECT_SECONDS = 10.0  # and for the TLS handshake
+_USER_TIMEOUT_SECONDS = 20.0  # without an acknowledgement, after which the kernel ends a connection
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 ContextSource: TypeAlias = ssl.SSLContext | Callable[[], ssl.SSLContext] | None
@@ -38,13 +40,10 @@ class TcpCarrier:
         server_hostname: str | None = None,
         door: Callable[[ssl.SSLSocket], bool] | None = None,
         link: ShapedLink | LinkChoice | None = None,
-        connect_seconds: float = 10.0,
-        user_timeout_seconds: float = 20.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client, self._server, self._server_hostname = client, server, server_hostname
         self._link, self._clock, self._door = link, clock, door
-        self._connect_seconds, self._user_timeout_seconds = connect_seconds, user_timeout_seconds
 
     def dial(self, address: str, connection: Connection, loop: asyncio.AbstractEventLoop) -> Wire:
         """A wire to `"host:port"`."""
@@ -53,7 +52,7 @@ class TcpCarrier:
         def establish(pump: TcpPump) -> socket.socket:
             pump.address = address
             source = self._link.source_for(host) if isinstance(self._link, LinkChoice) else None
-            return self._shake(socket.create_connection((host, port), self._connect_seconds, source), self._client, host)
+            return self._shake(socket.create_connection((host, port), _CONNECT_SECONDS, source), self._client, host)
 
         return self._pump(connection, establish, loop, host)
 
@@ -111,8 +110,8 @@ class TcpCarrier:
 
     def _shake(self, sock: socket.socket, source: ContextSource, host: str | None) -> socket.socket:
         try:
-            sock.settimeout(self._connect_seconds)
-            prepare_socket(sock, self._user_timeout_seconds)
+            sock.settimeout(_CONNECT_SECONDS)
+            prepare_socket(sock, _USER_TIMEOUT_SECONDS)
             context = source if source is None or isinstance(source, ssl.SSLContext) else source()
             if context is None:
                 return sock

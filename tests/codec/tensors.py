@@ -3,9 +3,11 @@
 import torch
 from hypothesis import strategies as st
 
-__all__ = ["CODEC_TEXTS", "FLOATS", "tensors"]
+from atoll.codec.base import Encoded
 
-CODEC_TEXTS = ("none", "bf16", "fp16", "int8", "int4", "top-k:0.05", "top-k:0.5", "low-rank:1", "low-rank:3")
+__all__ = ["CODEC_TEXTS", "FLOATS", "body_of", "tensors"]
+
+CODEC_TEXTS = ("none", "bf16", "fp16", "int8", "int4", "top-k:0.05", "top-k:0.5")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 SHAPES = ((), (1,), (0,), (3, 0), (7,), (255,), (256,), (257,), (1000,), (16, 16), (33, 65), (5, 4, 129), (1, 700), (700, 1), (64, 64))
 
@@ -30,3 +32,8 @@ def tensors(draw: st.DrawFn, *, dtypes: tuple[torch.dtype, ...] = FLOATS, finite
         for value in draw(st.lists(st.sampled_from([float("nan"), float("inf"), -float("inf")]), max_size=3)):
             tensor.view(-1)[draw(st.integers(0, tensor.numel() - 1))] = value
     return tensor.t().contiguous().t() if tensor.dim() == 2 and draw(st.booleans()) else tensor
+
+
+def body_of(encoded: Encoded) -> bytes:
+    """All bytes that follow the header."""
+    return b"".join(map(bytes, encoded.buffers()))

@@ -24,7 +24,7 @@ def test_what_arrived_and_what_is_owed_is_what_was_given(text: str, seed: int, d
     assert relative_error(given_sum, arrived + feedback.residual) < 1e-5
 
 
-@pytest.mark.parametrize("text", ["bf16", "int8", "int4", "top-k:0.05", "low-rank:4"])
+@pytest.mark.parametrize("text", ["bf16", "int8", "int4", "top-k:0.05"])
 def test_sums_converge_to_the_true_sum(text: str) -> None:
     """The error of the mean falls like one over the number of steps; without feedback it stays."""
     codec, feedback = make_codec(text), ErrorFeedback()
@@ -36,14 +36,6 @@ def test_sums_converge_to_the_true_sum(text: str) -> None:
         errors[step] = relative_error(tensor, (total / step).float())
     assert errors[400] < alone / 20
     assert errors[400] < 0.4 * errors[100]
-
-
-def test_what_was_not_delivered_is_owed_again() -> None:
-    feedback, tensor = ErrorFeedback(), torch.randn(2000, generator=torch.Generator().manual_seed(7))
-    encoded = make_codec("int4").encode(tensor, feedback=feedback)
-    feedback.undelivered(decode(encoded))
-    assert feedback.residual is not None
-    assert torch.allclose(feedback.residual, tensor, atol=1e-6)
 
 
 @pytest.mark.parametrize("text", ["bf16", "int8", "int4", "none"])
@@ -66,11 +58,8 @@ def test_sums_beyond_fp16_are_cut_and_the_rest_is_owed() -> None:
     assert feedback.residual[:500].unique().tolist() == [54496, 60000]  # the first quarter was sent whole at first, the second one cut now
 
 
-def test_feedback_of_another_tensor_is_refused_and_can_be_reset() -> None:
+def test_feedback_of_another_tensor_is_refused() -> None:
     feedback = ErrorFeedback()
     make_codec("int8").encode(torch.ones(1000), feedback=feedback)
     with pytest.raises(CodecError, match="for each peer and tensor"):
         make_codec("int8").encode(torch.ones(1001), feedback=feedback)
-    feedback.reset()
-    make_codec("int8").encode(torch.ones(1001), feedback=feedback)
-    assert feedback.relative_error == pytest.approx(0.0, abs=1e-6)

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.codec.fixed_size import FixedSizeCodec
-from atoll.codec.registry import decode, make_codec
+from atoll.codec.registry import FixedSizeCodec, decode, make_codec
 from atoll.errors import CodecError
 from tests.codec.tensors import tensors
 

@@ -74,8 +74,8 @@ def listening_connection(**limits: int) -> tuple[Connection, Silent]:
     return connection, events
 
 
-def feed_in_pieces(parser: FrameParser | Connection, data: bytes, sizes: Iterable[int]) -> None:
-    """As a socket would: some bytes into the buffers, again and again."""
+def feed_in_pieces(parser: FrameParser | Connection, data: bytes, sizes: Iterable[int] = ()) -> None:
+    """As a socket would: some bytes into the buffers, again and again; all at once where there are no sizes."""
     sizes = iter(sizes)
     while data:
         size = max(1, next(sizes, len(data)))

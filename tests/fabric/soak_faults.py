@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol, Self, TypeVar
 import torch
 
 from atoll.errors import AtollError, FabricError
-from atoll.fabric import Backoff, Fabric, LivenessRule
+from atoll.fabric import Backoff, Fabric, LivenessRule, TcpCarrier
 from atoll.fabric.collective import Collective, FixedCodecs, RoundMember, equal_network, make_plan
 from atoll.fabric.connection import ConnectionSettings
 from atoll.fabric.security import Authority, Credentials, enrol, serve
@@ -50,9 +50,8 @@ class Peer:
         self.name = credentials.name
         self.collective = Collective(self.name, codecs=FixedCodecs("int8"), threads=1)
         settings = ConnectionSettings(name=self.name, liveness=LivenessRule(heartbeat_seconds=0.2))
-        self.fabric = Fabric(
-            self.name, services=[Store(), self.collective.service], carrier=credentials.carrier(), settings=settings, backoff=_BACKOFF
-        )
+        carrier = TcpCarrier(client=credentials.client_context, server=credentials.server_context)
+        self.fabric = Fabric(self.name, services=[Store(), self.collective.service], carrier=carrier, settings=settings, backoff=_BACKOFF)
         self.collective.attach(self.fabric)
         self.address = self.fabric.listen(address)
 

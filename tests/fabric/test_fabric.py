@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from atoll.errors import DeadlineError, FabricError, PeerLostError, RefusedError, RemoteError
-from atoll.fabric import ConnectionSettings, Fabric, MemoryCarrier, Remote, ShapedLink, TcpCarrier
+from atoll.fabric import ConnectionSettings, Fabric, Remote, ShapedLink, TcpCarrier
 from atoll.fabric.carrier import Carrier
+from tests.fabric.memory_carrier import MemoryCarrier
 from tests.fabric.services import Count, Named, Store
 
 Pair = tuple[Fabric, Remote, Store]
@@ -227,7 +228,7 @@ def test_calls_under_way_fail_when_the_peer_leaves(pair: Pair) -> None:
 
 
 def streams_of(fabric: Fabric) -> int:
-    return sum(link.connection.open_streams for link in list(fabric._links))
+    return sum(len(link.connection._streams) for link in list(fabric._links))
 
 
 def test_a_stream_goes_on_for_as_long_as_items_flow() -> None:

@@ -72,7 +72,7 @@ class _either:  # noqa: N801 - reads as a word
 )
 def test_what_is_wrong_is_said(prefix: bytes, said: str) -> None:
     with pytest.raises(FrameError, match=said):
-        FrameParser(Collector(), FrameLimits()).feed(prefix)
+        feed_in_pieces(FrameParser(Collector(), FrameLimits()), prefix)
 
 
 HELLO = encode_frame(Kind.HELLO, 0, Hello("oslo", "worker", 1 << 20, 1 << 20, 1 << 20, 1 << 20, 1.0))
@@ -115,11 +115,11 @@ def test_no_memory_is_set_aside_beyond_limits() -> None:
     connection, events = listening_connection()
     huge = CallMessage(0, (TensorHeader("float64", (2**40,)),))
     tracemalloc.start()
-    connection.feed(HELLO)
+    feed_in_pieces(connection, HELLO)
     for i in range(50):
-        connection.feed(encode_frame(Kind.OPEN, 1 + 2 * i, Open("m", 1.0, huge)))
+        feed_in_pieces(connection, encode_frame(Kind.OPEN, 1 + 2 * i, Open("m", 1.0, huge)))
     assert tracemalloc.get_traced_memory()[1] < 4 << 20
     tracemalloc.stop()
     assert not events.messages
-    assert connection.open_streams == 0
+    assert not connection._streams
     assert b"accepts at most 1.05 MB" in b"".join(connection.outgoing(1 << 20))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from atoll.errors import FrameError
 from atoll.fabric.frame import CallMessage, Hello, Kind, Open, TensorHeader, encode_frame
 from tests.fabric.frame_fuzz import run_input
-from tests.fabric.parsing import listening_connection
+from tests.fabric.parsing import feed_in_pieces, listening_connection
 
 
 @given(st.binary(max_size=600))
@@ -28,7 +28,7 @@ def test_more_of_them_drawn_at_random() -> None:
 def test_a_message_larger_than_any_number_of_the_protocol_is_refused() -> None:
     """Found by the fuzzer: the credit to give back for it could not be written."""
     connection, _ = listening_connection()
-    connection.feed(encode_frame(Kind.HELLO, 0, Hello("mallory", "worker", 1, 1, 1, 1, 1.0)))
+    feed_in_pieces(connection, encode_frame(Kind.HELLO, 0, Hello("mallory", "worker", 1, 1, 1, 1, 1.0)))
     endless = CallMessage(0, (TensorHeader("float32", (2**40, 2**40)),))
     with pytest.raises(FrameError, match="which no memory holds"):
-        connection.feed(encode_frame(Kind.OPEN, 1, Open("Store.echo", 1.0, endless)))
+        feed_in_pieces(connection, encode_frame(Kind.OPEN, 1, Open("Store.echo", 1.0, endless)))

@@ -43,7 +43,7 @@ def connections(rome: Fabric, remote: Remote) -> list[Connection]:
 def nothing_is_used_up(rome: Fabric, remote: Remote) -> None:
     def clean() -> bool:
         return all(
-            not one.open_streams
+            not one._streams
             and not any(window.used_bytes for window in one._unread.values())
             and not sum(window.used_bytes for window in one._queue._windows.values()) - one_owed(connections(rome, remote), one)
             for one in connections(rome, remote)

@@ -19,7 +19,8 @@ from atoll.events import AnyEvent, PeerChanged
 from atoll.fabric import Backoff, CallingPeer
 from atoll.fabric.address import split_address
 from atoll.fabric.relay import Relay, RelayedPiece
-from atoll.fabric.security import Authority, RunMember, allowed, enrol, serve
+from atoll.fabric.security import Authority, RunMember, enrol, serve
+from atoll.fabric.service import allowed
 from tests.fabric.services import Count, Named
 from tests.fabric.test_fabric import eventually
 
@@ -143,7 +144,7 @@ def test_a_relay_cannot_pass_itself_off_as_another(world: World, tmp_path: Path)
 def test_closing_leaves_nothing_of_relayed_connections(tmp_path: Path) -> None:
     before = threading.active_count(), len(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else 0
     for number in range(3):
-        world = World(tmp_path / str(number), Relay(bytes_per_s=50e6))
+        world = World(tmp_path / str(number), Relay())
         world.oslo.reach("rome", world.hub_of_oslo).call_sync(Store.echo, Named("x", [torch.zeros(100_000)]))
         world.close()
     eventually(lambda: threading.active_count() <= before[0])

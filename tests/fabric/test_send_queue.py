@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from atoll.fabric.connection import Connection, ConnectionSettings
 from atoll.fabric.payload import encode_payload
 from atoll.fabric.send_queue import INLINE_BYTES, OutgoingMessage, SendQueue
-from tests.fabric.parsing import Silent
+from tests.fabric.parsing import Silent, feed_in_pieces
 
 
 def message(stream: int, size: int, sent: list[tuple[int, int]], name: int) -> OutgoingMessage:
@@ -35,7 +35,7 @@ def test_everything_is_sent_once_in_its_streams_order_within_credit(messages: li
     for stream in range(1, 6):
         names = [name for other, name in sent if other == stream]
         assert names == sorted(names)
-    assert queue.unsent_messages == 0
+    assert not queue.waiting
 
 
 def connected() -> tuple[Connection, Connection, Silent, Silent]:
@@ -52,7 +52,7 @@ def exchange(one: Connection, two: Connection, size: int = 1 << 30) -> None:
         for sender, receiver in (one, two), (two, one):
             data = b"".join(sender.outgoing(size))[:size]
             sender.sent(len(data))
-            receiver.feed(data)
+            feed_in_pieces(receiver, data)
 
 
 def test_a_control_message_overtakes_a_large_tensor_that_was_begun() -> None:
@@ -62,7 +62,7 @@ def test_a_control_message_overtakes_a_large_tensor_that_was_begun() -> None:
     one.open("large", 60.0, encode_payload([torch.zeros(8_000_000)]), ours, end=True)
     part = b"".join(one.outgoing(1 << 20))[:300_000]
     one.sent(len(part))  # the large one is on its way, mid-frame
-    two.feed(part)
+    feed_in_pieces(two, part)
     one.open("small", 60.0, encode_payload(bytes(4096)), ours, end=True)
     exchange(one, two, 1 << 16)
     assert [len(message.payload) > 4000 for message in theirs.messages] == [True, False]
@@ -87,10 +87,11 @@ def test_a_cancelled_call_frees_its_stream_and_its_credit_on_both_sides() -> Non
         stream = one.open("m", 60.0, encode_payload([torch.zeros(16_000_000)]), ours, end=True)
         part = b"".join(one.outgoing(1 << 20))[:700_000]
         one.sent(len(part))
-        two.feed(part)
+        feed_in_pieces(two, part)
         one.cancel(stream, "no longer wanted")
         exchange(one, two)
-    assert one.open_streams == two.open_streams == 0
+    assert not one._streams
+    assert not two._streams
     assert len(theirs.failures) == 20
     assert not theirs.messages
     assert one.estimate.queued_bytes == 0

@@ -2,8 +2,7 @@
 
 from atoll.fabric.collective.collective import Collective
 from atoll.fabric.collective.link_codecs import FED_BACK_CODECS, SUMMED_CODECS, AdaptiveCodecs, FixedCodecs, LinkCodecs
-from atoll.fabric.collective.parts import Network, Parts, PeerRates, WireRatios, equal_network, parts
-from atoll.fabric.collective.plan import Cell, RoundMember, RoundPlan, make_plan
+from atoll.fabric.collective.plan import Cell, Network, Parts, PeerRates, RoundMember, RoundPlan, equal_network, make_plan, parts
 from atoll.fabric.collective.result import PartOutcome, ReductionResult, SumFeedback
 
 __all__ = [
@@ -22,7 +21,6 @@ __all__ = [
     "RoundMember",
     "RoundPlan",
     "SumFeedback",
-    "WireRatios",
     "equal_network",
     "make_plan",
     "parts",

@@ -13,15 +13,15 @@ import asyncio
 import concurrent.futures
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
-from atoll.errors import CollectiveError, FabricError, RefusedError
-from atoll.events import AnyEvent, Observer, ReductionFinished
+from atoll.errors import FabricError, RefusedError
+from atoll.events import Observer, ReductionFinished
+from atoll.fabric.collective.chunk import CellProgress, EncodedChunk, Item, PullChunks
 from atoll.fabric.collective.link_codecs import AdaptiveCodecs, LinkCodecs, RateWindow
-from atoll.fabric.collective.messages import CellProgress, Item, PullChunks, Settled
-from atoll.fabric.collective.parts import PeerRates
-from atoll.fabric.collective.plan import RoundPlan
+from atoll.fabric.collective.plan import PeerRates, RoundPlan
 from atoll.fabric.collective.pull import LONGEST_SECONDS, Pulling
 from atoll.fabric.collective.result import ReductionResult, SumFeedback
 from atoll.fabric.collective.round import Peers, Round
@@ -34,14 +34,14 @@ __all__ = ["Collective", "Reductions"]
 
 _BEGIN_SECONDS = 60.0
 _MOST_ENDED = 10_000
+_KEEP_ROUNDS = 2
 
 
 class RoundTable:
     """Rounds under way and those that ended last, by id. An id is never used twice."""
 
-    def __init__(self, keep: int) -> None:
+    def __init__(self) -> None:
         self.known: dict[str, Round] = {}
-        self._keep = keep
         self._ended: dict[str, None] = {}  # oldest first
         self._refused: dict[str, str] = {}  # why, oldest first
         self._begun = asyncio.Event()
@@ -55,8 +55,7 @@ class RoundTable:
     def refuse(self, round_id: str, reason: str) -> None:
         """It cannot begin here as it was asked for: whoever waits for it is told."""
         self._refused[round_id] = reason
-        while len(self._refused) > _MOST_ENDED:
-            del self._refused[next(iter(self._refused))]
+        _forget_oldest(self._refused)
         self._wake()
 
     def _wake(self) -> None:
@@ -71,11 +70,9 @@ class RoundTable:
     def end(self, round_id: str) -> None:
         """It ended; the oldest that did is forgotten."""
         self._ended[round_id] = None
-        kept = [one for one in self.known if one in self._ended]
-        for one in kept[: max(0, len(kept) - self._keep)]:
+        for one in [one for one in self.known if one in self._ended][:-_KEEP_ROUNDS]:
             del self.known[one]
-        while len(self._ended) > _MOST_ENDED:
-            del self._ended[next(iter(self._ended))]
+        _forget_oldest(self._ended)
 
     async def get(self, round_id: str) -> Round:
         """A round; it may begin here a little later than elsewhere."""
@@ -93,6 +90,11 @@ class RoundTable:
         return self.known[round_id]
 
 
+def _forget_oldest(table: dict[str, Any]) -> None:
+    while len(table) > _MOST_ENDED:
+        del table[next(iter(table))]
+
+
 class Reductions:
     """What members call on each other: a service of the fabric."""
 
@@ -100,8 +102,8 @@ class Reductions:
         self._rounds = rounds
 
     @allowed("worker", "coordinator")
-    async def contribution(self, request: PullChunks, peer: CallingPeer) -> AsyncIterator[Item]:
-        """A member's contribution to a cell, or its site's."""
+    async def contribution(self, request: PullChunks, peer: CallingPeer) -> AsyncIterator[EncodedChunk]:
+        """A member's contribution to a cell."""
         round_ = await self._rounds.get(request.round)
         async for item in round_.contributions(request, peer.name):
             yield item
@@ -121,31 +123,22 @@ class Reductions:
             return CellProgress(0, True)
         return round_.cells[request.cell].progress
 
-    @allowed("worker", "coordinator")
-    async def settled(self, request: Settled, peer: CallingPeer) -> Settled:
-        """How the round ended here, once it did."""
-        round_ = await self._rounds.get(request.round)
-        reduction = await asyncio.shield(round_.settled)
-        return Settled(request.round, reduction.digest)
-
 
 class Collective(Peers):
-    """One peer's part in reductions. Rounds may run side by side; `keep_rounds` of those that ended serve members that are late.
+    """One peer's part in reductions. Rounds may run side by side; the last two that ended serve members that are late.
 
     `codecs` None: adapted to each link, by `AdaptiveCodecs(self.estimate, self.clock)`; others may be set between rounds.
     `threads` encode, decode and sum; the fabric's loop never does.
     """
 
-    def __init__(
-        self, name: str, *, codecs: LinkCodecs | None = None, observer: Observer | None = None, threads: int = 2, keep_rounds: int = 2
-    ) -> None:
+    def __init__(self, name: str, *, codecs: LinkCodecs | None = None, observer: Observer | None = None, threads: int = 2) -> None:
         self.name = name
         self.codecs: LinkCodecs = codecs or AdaptiveCodecs(self.estimate, self.clock, observer)
         self.up, self.down = RateWindow(), RateWindow()
         self._observer = observer
         self._work = ThreadPoolExecutor(threads, thread_name_prefix=f"collective {name}")
         self._fabric: Fabric | None = None
-        self._rounds = RoundTable(keep_rounds)
+        self._rounds = RoundTable()
         self.service = Reductions(self._rounds)
         """What the fabric of this member must serve."""
 
@@ -185,7 +178,18 @@ class Collective(Peers):
             self._rounds.end(plan.id)
         self.up.end_round()
         self.down.end_round()
-        self._tell(plan, reduction, self.clock() - begin)
+        if self._observer is not None:
+            missing = reduction.missing
+            event = ReductionFinished(
+                at_seconds=self.clock(),
+                round=plan.id,
+                seconds=self.clock() - begin,
+                predicted_seconds=plan.bound_seconds,
+                complete=reduction.complete,
+                left_out=reduction.blamed,
+                message=missing[0].reason if missing else "",
+            )
+            self._observer(event)
         return reduction
 
     def reduce_soon(
@@ -199,33 +203,10 @@ class Collective(Peers):
         assert self._fabric is not None, "attach a fabric first"
         return self._fabric.submit(self.reduce(plan, buffer, out, feedback))
 
-    async def confirm(self, plan: RoundPlan, reduction: ReductionResult, timeout_seconds: float | None = None) -> frozenset[str]:
-        """Which receivers hold the very same result, this one included. Who is not in it holds another, or could not be asked.
-
-        CollectiveError if this member itself does not hold a whole result.
-        """
-        if reduction.digest is None:
-            raise CollectiveError(f"round {plan.id}: {self.name} holds no whole result", reduction.blamed)
-        limit = 4 * plan.stall_seconds if timeout_seconds is None else timeout_seconds
-        settled = Settled(plan.id, reduction.digest)
-
-        async def ask(name: str) -> str | None:
-            try:
-                reply = await self._remote(name).call(Reductions.settled, settled, timeout_seconds=limit)
-            except FabricError:
-                return None
-            return reply.digest
-
-        others = [name for name in plan.receivers if name != self.name]
-        answers = await asyncio.gather(*(ask(name) for name in others))
-        same = [name for name, digest in zip(others, answers, strict=True) if digest == reduction.digest]
-        return frozenset([self.name, *same])
-
-    def rates(self, site: str = "", default_bytes_per_s: float = 25e6) -> PeerRates:
+    def rates(self, default_bytes_per_s: float = 25e6) -> PeerRates:
         """What was measured of this member's interface in earlier rounds."""
         return PeerRates(
             name=self.name,
-            site=site,
             up_bytes_per_s=self.up.bytes_per_s or default_bytes_per_s,
             down_bytes_per_s=self.down.bytes_per_s or default_bytes_per_s,
         )
@@ -237,7 +218,7 @@ class Collective(Peers):
 
     # ---- Peers
 
-    def contributions(self, peer: str, pull: PullChunks) -> AsyncIterator[Item]:
+    def contributions(self, peer: str, pull: PullChunks) -> AsyncIterator[EncodedChunk]:
         """Asks a peer."""
         return self._remote(peer).stream(Reductions.contribution, pull, timeout_seconds=LONGEST_SECONDS)
 
@@ -271,23 +252,6 @@ class Collective(Peers):
         """Bytes came in."""
         self.down.add(begin, end, nbytes)
 
-    # ---- inside
-
     def _remote(self, name: str) -> Remote:
         assert self._fabric is not None, "attach a fabric first"
         return self._fabric.peer(name)
-
-    def _tell(self, plan: RoundPlan, reduction: ReductionResult, seconds: float) -> None:
-        if self._observer is None:
-            return
-        reasons = [part.reason for part in reduction.missing]
-        event: AnyEvent = ReductionFinished(
-            at_seconds=self.clock(),
-            round=plan.id,
-            seconds=seconds,
-            predicted_seconds=plan.bound_seconds,
-            complete=reduction.complete,
-            left_out=reduction.blamed,
-            message=reasons[0] if reasons else "",
-        )
-        self._observer(event)

@@ -4,11 +4,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from atoll.codec.base import Codec
-from atoll.codec.encoded import Role
+from atoll.codec.base import Codec, Role
 from atoll.codec.link_controller import LinkController, LinkState, TensorMessage
 from atoll.codec.registry import make_codec
-from atoll.errors import CodecError
 from atoll.events import CodecChosen, Observer
 from atoll.fabric.deadline import LinkEstimate
 
@@ -106,7 +104,7 @@ SUMMED_CODECS = ("none", "bf16", "int8", "int4")
 """What a sum may be sent as by itself."""
 
 FED_BACK_CODECS = (*SUMMED_CODECS, "top-k:0.1", "top-k:0.03", "top-k:0.01", "top-k:0.003")
-"""What a sum may be sent as with error feedback. Low rank is not among them: parts of a flat row have no rows and columns of a matrix."""
+"""What a sum may be sent as with error feedback."""
 
 _ALL = "all receivers"
 _OBSERVE_SECONDS = 0.25
@@ -114,11 +112,11 @@ _UNKNOWN_CODEC_BYTES_PER_S = 8e9  # a plain copy on one core, until encoding was
 
 
 class LinkCodecs:
-    """How chunks are encoded. `near`: the receiver is in the sender's site."""
+    """How chunks are encoded."""
 
     needs_feedback = False  # some of them leave out so much that only error feedback makes up for it
 
-    def towards(self, peer: str, *, near: bool) -> Codec:
+    def towards(self, peer: str) -> Codec:
         """For what goes to one peer."""
         raise NotImplementedError
 
@@ -134,15 +132,15 @@ class LinkCodecs:
 
 
 class FixedCodecs(LinkCodecs):
-    """One codec between sites and for results, another (or the same) inside a site."""
+    """One codec for everything."""
 
-    def __init__(self, codec: str = "int8", inside: str | None = None) -> None:
-        self._codec, self._inside = make_codec(codec), make_codec(codec if inside is None else inside)
-        self.needs_feedback = _need_feedback((codec, inside or codec))
+    def __init__(self, codec: str = "int8") -> None:
+        self._codec = make_codec(codec)
+        self.needs_feedback = _need_feedback((codec,))
 
-    def towards(self, peer: str, *, near: bool) -> Codec:
+    def towards(self, peer: str) -> Codec:
         """The fixed one."""
-        return self._inside if near else self._codec
+        return self._codec
 
     def for_all(self, peers: Sequence[str]) -> Codec:
         """The fixed one."""
@@ -182,7 +180,7 @@ class AdaptiveCodecs(LinkCodecs):
         self._rates: dict[str, BusyRate] = {}
         self._codec_bytes_per_s = _UNKNOWN_CODEC_BYTES_PER_S
 
-    def towards(self, peer: str, *, near: bool) -> Codec:
+    def towards(self, peer: str) -> Codec:
         """What the link's controller says now."""
         return self._decide(peer, [peer])
 
@@ -240,8 +238,4 @@ class AdaptiveCodecs(LinkCodecs):
 
 
 def _need_feedback(codecs: Sequence[str]) -> bool:
-    """Whether one of them does; CodecError for one that no sum can be sent as."""
-    for text in codecs:
-        if text.startswith("low-rank"):
-            raise CodecError(f"a collective cannot use {text!r}: its parts are runs of a flat row, which have no rank; use top-k:0.01")
     return any(text.startswith("top-k") for text in codecs)

@@ -1,16 +1,21 @@
-"""RoundPlan: who contributes what to a reduction, who sums which part, and over which way it travels. Pure; made by one, known to all."""
+"""RoundPlan: who contributes what to a reduction, and who sums which part. Pure; made by one, known to all.
 
-import itertools
+How large a part each peer reduces is a linear program over measured rates (HiGHS). A part has an owner, who pulls everybody's contribution
+to it and hands the sum out. With x[o] the owner's share, what every interface and link carries is linear in x; the program minimises the
+time of the busiest. Sending contributions and gathering results overlap, so a direction of an interface carries the sum of both. Latencies
+and processors are not in it: it is a bound.
+"""
+
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
+import numpy as np
 
 from atoll.errors import FabricError
-from atoll.fabric.collective.parts import Network, Parts, WireRatios, parts
 
-__all__ = ["Cell", "Missing", "RoundMember", "RoundPlan", "make_plan"]
+__all__ = ["Cell", "Missing", "Network", "Parts", "PeerRates", "RoundMember", "RoundPlan", "equal_network", "make_plan", "parts"]
 
 BLOCK = 256  # elements that codecs encode together: parts begin and end between blocks
 CHUNK_SECONDS = 0.125  # of the round that a chunk takes: the last one's way to its owner and back comes on top of the bound
@@ -18,22 +23,124 @@ CHUNK_ELEMENTS = (1 << 14, 1 << 20)  # of a chunk, at least and at most: every c
 Missing: TypeAlias = Literal["fail", "leave out"]
 
 
-class RoundMember(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A peer in a round. `weight` None: it contributes nothing."""
+class PeerRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One peer's interface, as measured."""
 
     name: str
-    site: str = ""
+    up_bytes_per_s: float = 1.0
+    down_bytes_per_s: float = 1.0
+
+
+class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Peers, and what links between two of them carry where that is less than their interfaces do: by (from, to)."""
+
+    peers: tuple[PeerRates, ...]
+    links_bytes_per_s: dict[tuple[str, str], float] = {}
+
+    def __post_init__(self) -> None:
+        names = [peer.name for peer in self.peers]
+        if not names or len(set(names)) != len(names):
+            raise FabricError(f"a collective needs peers with different names, got {', '.join(names) or 'none'}")
+        for peer in self.peers:
+            if not all(0 < rate < math.inf for rate in (peer.up_bytes_per_s, peer.down_bytes_per_s)):
+                raise FabricError(f"{peer.name}: rates must be positive and finite, got {peer}")
+        for (source, target), rate in self.links_bytes_per_s.items():
+            if source == target or not {source, target} <= set(names):
+                raise FabricError(f"link {source!r}–{target!r}: a link joins two of {', '.join(names)}")
+            if not 0 < rate < math.inf:
+                raise FabricError(f"link {source!r}–{target!r}: the rate must be positive and finite, got {rate}")
+
+
+def equal_network(names: Sequence[str], bytes_per_s: float = 25e6) -> Network:
+    """Peers of which nothing is known: all alike."""
+    return Network(peers=tuple(PeerRates(name=name, up_bytes_per_s=bytes_per_s, down_bytes_per_s=bytes_per_s) for name in names))
+
+
+class Parts(msgspec.Struct, frozen=True, kw_only=True):
+    """Shares of the tensor by owner, and the bound in seconds."""
+
+    owners: dict[str, float]
+    bound_seconds: float
+
+
+def parts(network: Network, nbytes: float, contributors: Collection[str] | None = None) -> Parts:
+    """The division that takes least time for the busiest interface. `nbytes`: of the whole tensor, as it travels.
+
+    Any peer may own a part, whether it contributes or not; all get the result.
+    """
+    names = [peer.name for peer in network.peers]
+    giving = set(names if contributors is None else contributors)
+    if not giving or not giving <= set(names):
+        raise FabricError(f"contributors are peers of the network, and somebody contributes; unknown: {sorted(giving - set(names))}")
+    if len(names) == 1 or not nbytes:
+        return Parts(owners={names[0]: 1.0}, bound_seconds=0.0)
+    loads = _loads(network, giving)
+    seconds = _least_seconds(loads)
+    shares = _most_even(loads, seconds)
+    return Parts(owners=dict(zip(names, shares, strict=True)), bound_seconds=seconds * nbytes)
+
+
+def _loads(network: Network, giving: Collection[str]) -> np.ndarray:
+    """A row for every direction of every interface and link: the seconds it takes for each byte of each owner's part."""
+    count = len(network.peers)
+    place = {peer.name: number for number, peer in enumerate(network.peers)}
+    own, everything = np.eye(count), np.ones(count)
+    rows = []
+    for number, peer in enumerate(network.peers):
+        others = everything - own[number]
+        contributed, gathered = float(peer.name in giving), len(set(giving) - {peer.name})
+        rows.append((contributed * others + (count - 1) * own[number]) / peer.up_bytes_per_s)
+        rows.append((others + gathered * own[number]) / peer.down_bytes_per_s)
+    for (source, target), rate in network.links_bytes_per_s.items():
+        rows.append((float(source in giving) * own[place[target]] + own[place[source]]) / rate)
+    return np.array(rows)
+
+
+def _least_seconds(loads: np.ndarray) -> float:
+    """The least time for a byte. Solved again in units of the result until that is no tiny number: HiGHS's tolerances are absolute."""
+    unit = float(loads.max())
+    for _ in range(8):
+        time = _solve(np.column_stack([loads / unit, -np.ones(len(loads))]), np.zeros(len(loads)))[-1]
+        if time > 0.1:
+            break
+        unit *= max(time, 1e-6)
+    return time * unit
+
+
+def _most_even(loads: np.ndarray, seconds: float) -> list[float]:
+    """Of the divisions within a time, the one with the smallest largest part: where one peer is the bottleneck many are equally fast."""
+    count = loads.shape[1]
+    fast = np.column_stack([loads / seconds, np.zeros(len(loads))])
+    even = np.column_stack([np.eye(count), -np.ones(count)])
+    found = _solve(np.vstack([fast, even]), np.append(np.full(len(loads), 1 + 1e-6), np.zeros(count)))
+    return [max(0.0, share) for share in found[:-1]]
+
+
+def _solve(rows: np.ndarray, bounds: np.ndarray) -> list[float]:
+    """Shares that make the whole with `rows · (shares, last) <= bounds`, and `last`, which is minimised."""
+    from scipy.optimize import linprog  # takes a moment to load, and only whoever plans a reduction needs it
+
+    count = rows.shape[1] - 1
+    last = np.append(np.zeros(count), 1.0)
+    found = linprog(last, A_ub=rows, b_ub=bounds, A_eq=1.0 - last[None], b_eq=[1.0], bounds=(0, None), method="highs")
+    if not found.success or found.x is None:
+        raise FabricError(f"the parts of a reduction could not be divided: {found.message}")
+    return [float(value) for value in found.x]
+
+
+class RoundMember(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A peer in a round; all get the result. `weight` None: it contributes nothing."""
+
+    name: str
     weight: float | None = 1.0
-    receives: bool = True
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Elements `start` to `stop`: who sums them, and who stands in for each other site (by site)."""
+    """Elements `start` to `stop`, and who sums them."""
 
     start: int
     stop: int
     owner: str
-    relays: dict[str, str] = {}
 
     @property
     def elements(self) -> int:
@@ -52,7 +159,6 @@ class RoundPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     elements: int
     members: tuple[RoundMember, ...]
     cells: tuple[Cell, ...]
-    dtype: str = "float32"  # of the result
     mean: bool = False
     missing: Missing = "fail"
     chunk_elements: int = 1 << 19  # at most, sent, decoded and summed as one
@@ -80,55 +186,15 @@ class RoundPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Who contributes, in order."""
         return tuple(member.name for member in self.members if member.weight is not None)
 
-    @property
-    def receivers(self) -> tuple[str, ...]:
-        """Who gets the result, in order."""
-        return tuple(member.name for member in self.members if member.receives)
+    def others(self, name: str) -> list[str]:
+        """All members but one, in order."""
+        return [member.name for member in self.members if member.name != name]
 
     def chunks(self, cell: Cell) -> list[tuple[int, int]]:
         """The pieces in which a cell travels, all about equal: (start, stop)."""
         count = -(-cell.elements // self.chunk_elements)
         step = -(-cell.elements // (count * BLOCK)) * BLOCK
         return [(start, min(start + step, cell.stop)) for start in range(cell.start, cell.stop, step)]
-
-    def head(self, cell: Cell, site: str) -> str:
-        """Who sums a site's contributions to a cell."""
-        return cell.relays.get(site, cell.owner)
-
-    def children(self, cell: Cell, head: str) -> list[tuple[str, tuple[str, ...]]]:
-        """Whose sums a head adds to its own contribution: who sends, and whose contributions those are. In the order of addition."""
-        site = self.member(head).site
-        found: list[tuple[str, tuple[str, ...]]] = [
-            (name, (name,)) for name in self.contributors if name != head and self.member(name).site == site
-        ]
-        if head == cell.owner:
-            for other, relay in cell.relays.items():
-                inside = tuple(name for name in self.contributors if self.member(name).site == other)
-                found += [(relay, inside)] if inside else []
-        places = self.index
-        return sorted(found, key=lambda child: places[child[0]])
-
-    def target(self, cell: Cell, name: str) -> str | None:
-        """To whom a member's contribution (or the sum of its site) goes; None for the owner."""
-        head = self.head(cell, self.member(name).site)
-        if name != head:
-            return head
-        return None if name == cell.owner else cell.owner
-
-    def source(self, cell: Cell, name: str) -> str | None:
-        """From whom a member gets the reduced cell; None for the owner."""
-        return self.target(cell, name)
-
-    def targets(self, cell: Cell, name: str) -> list[str]:
-        """Who gets the reduced cell from a member."""
-        others = [member.name for member in self.members if self.wants(cell, member.name)]
-        return [other for other in others if self.source(cell, other) == name]
-
-    def wants(self, cell: Cell, name: str) -> bool:
-        """Whether a member needs the reduced cell: for itself, or to pass it on."""
-        member = self.member(name)
-        stands_in = cell.relays.get(member.site) == name
-        return member.receives or (stands_in and any(other.receives for other in self.members if other.site == member.site))
 
 
 def make_plan(
@@ -137,32 +203,26 @@ def make_plan(
     members: Sequence[RoundMember],
     network: Network,
     *,
-    ratios: WireRatios | None = None,
-    element_bytes: int = 4,
-    dtype: str = "float32",
+    element_bytes: float = 4.0,
     mean: bool = False,
     missing: Missing = "fail",
     chunk_elements: int | None = None,
     begin_seconds: float = 30.0,
 ) -> RoundPlan:
-    """A plan with parts by the linear program over the network, whose sites are the members' sites.
+    """A plan with parts by the linear program over the network. `element_bytes`: of a value as it travels.
 
     `chunk_elements` None: chunks that each take an eighth of a second of the round, or a sixth of their part.
     """
-    sites = {peer.name: peer.site for peer in network.peers}
-    if set(sites) != {member.name for member in members}:
-        raise FabricError(f"round {round_id}: rates are known of {', '.join(sites)}; members are {', '.join(m.name for m in members)}")
-    members = tuple(msgspec.structs.replace(member, site=sites[member.name]) for member in members)
-    contributors = [member.name for member in members if member.weight is not None]
-    receivers = [member.name for member in members if member.receives]
-    found = parts(network, elements * element_bytes, contributors=contributors, receivers=receivers, ratios=ratios)
-    cells = make_cells(found, elements)
+    known, names = [peer.name for peer in network.peers], [member.name for member in members]
+    if set(known) != set(names):
+        raise FabricError(f"round {round_id}: rates are known of {', '.join(known)}; members are {', '.join(names)}")
+    found = parts(network, elements * element_bytes, [member.name for member in members if member.weight is not None])
+    cells = make_cells(found.owners, elements)
     return RoundPlan(
         id=round_id,
         elements=elements,
-        members=members,
+        members=tuple(members),
         cells=cells,
-        dtype=dtype,
         mean=mean,
         missing=missing,
         chunk_elements=chunk_elements or _chunk_elements(cells, found.bound_seconds),
@@ -180,35 +240,18 @@ def _chunk_elements(cells: Sequence[Cell], bound_seconds: float) -> int:
     return -(-int(min(max(wanted, fewest), most)) // BLOCK) * BLOCK
 
 
-def make_cells(found: Parts, elements: int) -> tuple[Cell, ...]:
-    """Shares as whole blocks: an owner's part, cut where somebody else begins to stand in for a site."""
+def make_cells(shares: Mapping[str, float], elements: int) -> tuple[Cell, ...]:
+    """Shares as whole blocks (the last may be short); who gets nothing is left out."""
+    total, blocks = sum(shares.values()), -(-elements // BLOCK)
     cells: list[Cell] = []
-    for owner, (start, stop) in _divide(found.owners, 0, elements).items():
-        inside = {site: _divide(shares, start, stop) for site, shares in found.relays[owner].items()}
-        edges = sorted({start, stop, *(edge for ranges in inside.values() for span in ranges.values() for edge in span)})
-        for first, last in itertools.pairwise(edges):
-            relays = {site: _holder(ranges, first) for site, ranges in inside.items()}
-            cells.append(Cell(start=first, stop=last, owner=owner, relays=relays))
-    return tuple(cells)
-
-
-def _divide(shares: Mapping[str, float], start: int, stop: int) -> dict[str, tuple[int, int]]:
-    """A range in proportion to shares, in whole blocks (the last may be short); who gets nothing is left out."""
-    total = sum(shares.values())
-    blocks = -(-(stop - start) // BLOCK)
-    found: dict[str, tuple[int, int]] = {}
     before, given = 0.0, 0
-    for name, share in shares.items():
-        before += share if total else 1.0
-        upto = round(blocks * before / (total or len(shares)))
+    for owner, share in shares.items():
+        before += share
+        upto = round(blocks * before / total)
         if upto > given:
-            found[name] = (start + given * BLOCK, min(start + upto * BLOCK, stop))
+            cells.append(Cell(start=given * BLOCK, stop=min(upto * BLOCK, elements), owner=owner))
             given = upto
-    return found
-
-
-def _holder(ranges: Mapping[str, tuple[int, int]], element: int) -> str:
-    return next(name for name, (start, stop) in ranges.items() if start <= element < stop)
+    return tuple(cells)
 
 
 def _check(plan: RoundPlan) -> None:
@@ -218,7 +261,6 @@ def _check(plan: RoundPlan) -> None:
         raise FabricError(f"round {plan.id}: {text}")
 
     names = {member.name for member in plan.members}
-    sites = {member.site for member in plan.members}
     if len(names) != len(plan.members) or not plan.contributors:
         refuse("members need different names, and one of them contributes")
     if any(member.weight is not None and not 0 <= member.weight < math.inf for member in plan.members):
@@ -229,10 +271,6 @@ def _check(plan: RoundPlan) -> None:
     for cell in plan.cells:
         if cell.start != edge or cell.stop <= cell.start or cell.owner not in names:
             refuse(f"cell {cell} does not follow the one before it, or belongs to nobody")
-        if set(cell.relays) != sites - {plan.member(cell.owner).site}:
-            refuse(f"cell {cell} needs somebody for each other site")
-        if any(host not in names or plan.member(host).site != site for site, host in cell.relays.items()):
-            refuse(f"cell {cell}: who stands in for a site is a member there")
         edge = cell.stop
     if edge != plan.elements:
         refuse(f"cells end at {edge} of {plan.elements} elements")

@@ -7,17 +7,20 @@ notice. So no stream runs far ahead of the others.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from typing import Any, TypeAlias
 
 from atoll.errors import CodecError, FabricError, PeerLostError
-from atoll.fabric.collective.messages import EncodedChunk, Failed, Item
+from atoll.fabric.collective.chunk import Item
 from atoll.fabric.remote import Remote
 from atoll.units import format_seconds
 
-__all__ = ["LONGEST_SECONDS", "Arrivals", "Child", "Pacing", "Pulling", "Watch"]
+__all__ = ["LONGEST_SECONDS", "OpenStream", "Pacing", "Pulling", "TakeItem", "Watch"]
 
 LONGEST_SECONDS = 86_400.0
 """A deadline that never decides: what decides is the time without progress."""
+
+OpenStream: TypeAlias = Callable[[], AsyncIterator[Item]]
+TakeItem: TypeAlias = Callable[[Item], Coroutine[Any, Any, bool]]  # True: it was the last
 
 _SILENT = ("stopped", "unreachable")
 _GONE_SECONDS = 5.0  # a lost connection has so long to come back
@@ -29,19 +32,11 @@ class Pulling:
     def __init__(self, peer: str, remote: Remote | None, limit_seconds: float, first_seconds: float, now: float) -> None:
         self.peer = peer
         self.reason = ""  # why it was ended from here
+        self.task: asyncio.Task[bool] | None = None
         self._remote = remote
         self._limit_seconds = limit_seconds
         self._waits_until: float | None = now + first_seconds
         self._gone_since: float | None = None
-        self.task: asyncio.Task[Any] | None = None
-
-    def waiting(self, now: float) -> None:
-        """The next item was asked for."""
-        self._waits_until = now + self._limit_seconds
-
-    def pausing(self) -> None:
-        """An item came, and no other is asked for now."""
-        self._waits_until = None
 
     def check(self, now: float) -> None:
         """Ends the pull when its peer is silent or late."""
@@ -57,6 +52,19 @@ class Pulling:
             self.reason = f"{self.peer} sent nothing for {format_seconds(self._limit_seconds)}"
         if self.reason:
             self.task.cancel(self.reason)
+
+    async def drain(self, items: OpenStream, take: TakeItem, clock: Callable[[], float]) -> bool:
+        """Gives every item to `take`, until it says that was the last; False: there were no more before it did."""
+        stream = items()
+        try:
+            async for item in stream:
+                self._waits_until = None
+                if await take(item):
+                    return True
+                self._waits_until = clock() + self._limit_seconds
+            return False
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]
 
 
 class Watch:
@@ -74,11 +82,9 @@ class Watch:
             for pull in list(self._pulls):
                 pull.check(now)
 
-    async def pull(
-        self, pull: Pulling, items: Callable[[], AsyncIterator[Item]], take: Callable[[Item], Coroutine[Any, Any, bool]]
-    ) -> FabricError | None:
+    async def pull(self, pull: Pulling, items: OpenStream, take: TakeItem) -> FabricError | None:
         """Gives every item to `take`, until it says that was the last; returns why it ended before that, or None."""
-        pull.task = asyncio.create_task(self._drain(pull, items, take))
+        pull.task = asyncio.create_task(pull.drain(items, take, self._clock))
         self._pulls.add(pull)
         try:
             await asyncio.wait([pull.task])
@@ -99,80 +105,6 @@ class Watch:
                 await asyncio.wait([pull.task])
             if not pull.task.cancelled():
                 pull.task.exception()  # nobody need ask
-
-    async def _drain(
-        self, pull: Pulling, items: Callable[[], AsyncIterator[Item]], take: Callable[[Item], Coroutine[Any, Any, bool]]
-    ) -> bool:
-        stream = items()
-        try:
-            async for item in stream:
-                pull.pausing()
-                if await take(item):
-                    return True
-                pull.waiting(self._clock())
-            return False
-        finally:
-            await stream.aclose()  # type: ignore[attr-defined]
-
-
-AHEAD = 16  # chunks a fast child may be ahead of the slowest
-
-
-class Child:
-    """One that sends, and whose contributions it may bring: places among the members."""
-
-    def __init__(self, name: str, place: int, brings: tuple[int, ...], first: int) -> None:
-        self.name, self.place, self.brings, self.first = name, place, brings, first
-        self.items: asyncio.Queue[Item] = asyncio.Queue(AHEAD)
-
-    async def take(self, item: Item, last: int, check: Callable[[EncodedChunk], None]) -> bool:
-        """An item arrived; True if it was the last."""
-        if isinstance(item, EncodedChunk):
-            if item.index != self.first or not item.contributors or not set(item.contributors) <= set(self.brings):
-                raise FabricError(f"{self.name} sent chunk {item.index} of {item.contributors} where {self.first} of {self.brings} was due")
-            check(item)
-            self.first += 1
-        await self.items.put(item)
-        return isinstance(item, Failed) or self.first == last
-
-
-Start = Callable[[Child], None]  # begins to pull a child's chunks into its items
-
-
-class Arrivals:
-    """Rows: for chunk after chunk, what arrived of it, in the order of addition. A child that fails is gone for good.
-
-    With `replace`, a lost child that brought others' contributions is replaced by those others themselves.
-    """
-
-    def __init__(self, children: list[Child], start: Start, *, replace: bool) -> None:
-        self._children = children
-        self._start = start
-        self._replace = replace
-        self.lost: dict[str, Failed] = {}
-        for child in children:
-            start(child)
-
-    async def row(self, index: int, others: Callable[[Child], Coroutine[Any, Any, list[Child]]]) -> list[tuple[int, EncodedChunk]]:
-        """Chunk `index` of every child that still sends: places and chunks."""
-        found: list[tuple[int, EncodedChunk]] = []
-        waiting = list(self._children)
-        while waiting:
-            child = waiting.pop(0)
-            item = await child.items.get()
-            if isinstance(item, EncodedChunk):
-                assert item.index == index
-                found.append((child.place, item))
-                continue
-            self.lost[child.name] = item
-            self._children.remove(child)
-            if self._replace and len(child.brings) > 1:
-                new = await others(child)
-                for replacement in new:
-                    self._start(replacement)
-                self._children += new
-                waiting += new
-        return sorted(found, key=lambda arrived: arrived[0])
 
 
 _SLACK = 0.08  # how far a stream may be ahead of the last one, as a share of the whole

@@ -1,12 +1,12 @@
-"""What a round gave one member and what it may conclude from it, and error feedback from one round to the next.
+"""What a round gives one member, chunk by chunk and in the end, and error feedback from one round to the next.
 
 What a member's encodings left out of one sum goes into the next, so that sums of sums become exact. A member encodes every value once a
-round at most: as its contribution, as its site's sum where it stands in, or as the result where it is the owner. What that leaves out is
-owed by the member, whatever it was and whoever owns the value next time: all of it belongs to the same sum. So one row of values is
-enough, and at any time: the results so far + what members owe = the sums so far (of weighted contributions; results of means count times
-their divisors).
+round: as its contribution, or as the result where it is the owner. What that leaves out is owed by the member, whatever it was and whoever
+owns the value next time: all of it belongs to the same sum. So one row of values is enough, and at any time: the results so far + what
+members owe = the sums so far (of weighted contributions; results of means count times their divisors).
 """
 
+import asyncio
 import hashlib
 from collections.abc import Callable
 
@@ -15,10 +15,10 @@ import torch
 
 from atoll.codec.registry import decode
 from atoll.errors import CollectiveError, FabricError
-from atoll.fabric.collective.messages import EncodedChunk
-from atoll.fabric.collective.plan import RoundPlan
+from atoll.fabric.collective.chunk import CellProgress, EncodedChunk, Failed
+from atoll.fabric.collective.plan import Cell, RoundPlan
 
-__all__ = ["PartOutcome", "ReductionResult", "SumFeedback"]
+__all__ = ["PartOutcome", "ReducedCell", "ReductionResult", "SumFeedback"]
 
 
 class PartOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,10 +86,86 @@ def _shortage(part: PartOutcome, expected: tuple[str, ...]) -> str:
     return f"without {', '.join(name for name in expected if name not in part.contributors)}"
 
 
+class ReducedCell:
+    """Chunks are added in order and never change: whoever holds one holds the same bytes."""
+
+    def __init__(self, plan: RoundPlan, cell: Cell) -> None:
+        self.cell = cell
+        self.spans = plan.chunks(cell)
+        self.failure: Failed | None = None
+        self.salvaging = False  # its source is lost: more comes only from members that have it
+        self._names = [member.name for member in plan.members]
+        self._chunks: list[EncodedChunk] = []
+        self._digests: list[str] = []
+        self._changed = asyncio.Event()
+
+    @property
+    def held(self) -> int:
+        """How many chunks are here."""
+        return len(self._chunks)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all are."""
+        return self.held == len(self.spans)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing changes any more."""
+        return self.complete or self.failure is not None
+
+    @property
+    def progress(self) -> CellProgress:
+        """What others may know."""
+        return CellProgress(self.held, self.over or self.salvaging)
+
+    def add(self, chunk: EncodedChunk, digest: str) -> None:
+        """The next chunk."""
+        assert chunk.index == self.held
+        assert not self.over
+        self._chunks.append(chunk)
+        self._digests.append(digest)
+        self._tell()
+
+    def fail(self, failure: Failed) -> None:
+        """No more will come."""
+        if not self.over:
+            self.failure = failure
+            self._tell()
+
+    async def wait(self, index: int) -> EncodedChunk | Failed:
+        """A chunk when it is here, or why it never will be."""
+        while self.held <= index:
+            if self.failure is not None:
+                return self.failure
+            changed = self._changed
+            await changed.wait()
+        return self._chunks[index]
+
+    def outcomes(self) -> list[PartOutcome]:
+        """Runs of chunks with the same contributions in them, and what is missing."""
+        found: list[PartOutcome] = []
+        for (start, stop), chunk, digest in zip(self.spans, self._chunks, self._digests, strict=False):
+            names = tuple(self._names[place] for place in chunk.contributors)
+            found.append(PartOutcome(start=start, stop=stop, owner=self.cell.owner, contributors=names, digest=digest))
+        if self.held < len(self.spans):
+            failure = self.failure or Failed((self.cell.owner,), "the round ended first")
+            start = self.spans[self.held][0]
+            part = PartOutcome(
+                start=start, stop=self.cell.stop, owner=self.cell.owner, contributors=(), blamed=failure.blamed, reason=failure.reason
+            )
+            found.append(part)
+        return found
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
 class SumFeedback:
     """What one member owes to one row of values that is reduced again and again. Give it to every `reduce` of that row.
 
-    Only for members that receive the result. A round changes nothing by itself: `keep` the reduction once its result is used. A round that
+    A round changes nothing by itself: `keep` the reduction once its result is used. A round that
     failed, or is repeated, is not kept, and the next one starts from the same debt. Takes twice the memory of the row in fp32.
     """
 
@@ -105,8 +181,6 @@ class SumFeedback:
         """A round begins; one that was not kept is forgotten."""
         if self._busy:
             raise FabricError(f"round {plan.id}: its error feedback is in use by another round; use one for each row of values")
-        if not plan.member(name).receives:
-            raise FabricError(f"round {plan.id}: {name} does not receive the result, so it cannot know what of it is owed")
         if plan.elements != self.owed.numel():
             raise FabricError(f"round {plan.id}: error feedback of {self.owed.numel()} values was given a round of {plan.elements}")
         self._plan, self._name, self._busy = plan, name, True
@@ -133,24 +207,7 @@ class SumFeedback:
         if self._plan is None or reduction.round != self._plan.id or self._busy:
             raise FabricError(f"round {reduction.round} is not the one this error feedback was last used in, or is not over")
         for part in reduction.parts:
-            if self._counts(self._plan, part):
-                self._keep(part)
+            span = (part.start, part.stop)
+            if part.contributors and self._name in (part.owner, *part.contributors) and span in self._encoded:
+                self.owed[slice(*span)] = self._left[slice(*span)]
         self._plan = None
-
-    def reset(self) -> None:
-        """Nothing is owed: everybody got the whole state some other way."""
-        self.owed.zero_()
-        self._plan = None
-
-    def _counts(self, plan: RoundPlan, part: PartOutcome) -> bool:
-        """Whether something this member encoded is in a part."""
-        me = plan.member(self._name)
-        if not part.contributors or part.owner == self._name:
-            return bool(part.contributors)
-        if me.weight is not None:
-            return self._name in part.contributors
-        return any(plan.member(name).site == me.site for name in part.contributors)  # it stood in for them, or encoded nothing
-
-    def _keep(self, part: PartOutcome) -> None:
-        if (part.start, part.stop) in self._encoded:
-            self.owed[part.start : part.stop] = self._left[part.start : part.stop]

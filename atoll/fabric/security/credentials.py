@@ -24,7 +24,6 @@ from cryptography.hazmat.primitives.serialization import (
 
 from atoll.errors import FabricError, RefusedError
 from atoll.fabric.security.certificates import Identity, check_issued, load_certificate, private_pem, public_bytes
-from atoll.fabric.tcp import TcpCarrier
 
 __all__ = ["ENROL_PROTOCOL", "Credentials", "load_private_key", "make_private_directory", "read_private", "write_private"]
 
@@ -101,13 +100,8 @@ class Credentials:
         return self.identity.role
 
     @property
-    def begins_unix_seconds(self) -> float:
-        """When the certificate begins."""
-        return self.certificate.not_valid_before_utc.timestamp()
-
-    @property
     def expires_unix_seconds(self) -> float:
-        """When it ends."""
+        """When the certificate ends."""
         return self.certificate.not_valid_after_utc.timestamp()
 
     # ---- TLS
@@ -134,10 +128,6 @@ class Credentials:
         context.verify_mode = ssl.CERT_OPTIONAL
         context.set_alpn_protocols([PEER_PROTOCOL, ENROL_PROTOCOL])
         return context
-
-    def carrier(self) -> TcpCarrier:
-        """TCP with mutual TLS 1.3. `Member` makes one that follows renewals."""
-        return TcpCarrier(client=self.client_context, server=self.server_context)
 
     def _context(self, protocol: int) -> ssl.SSLContext:
         context = ssl.SSLContext(protocol)

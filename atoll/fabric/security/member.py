@@ -19,13 +19,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from atoll.errors import FabricError, RefusedError
 from atoll.events import AnyEvent, CertificateIssued, CertificateRevoked, Observer, PeerChanged, PeerRefused, RenewalFailed
 from atoll.fabric.connection import ConnectionSettings
-from atoll.fabric.deadline import Backoff, DeadlineRule
+from atoll.fabric.deadline import Backoff
 from atoll.fabric.fabric import Fabric
 from atoll.fabric.frame import Hello
 from atoll.fabric.relay import Relay, RelayEnd
@@ -43,22 +42,15 @@ from atoll.fabric.security.certificates import (
 from atoll.fabric.security.credentials import Credentials
 from atoll.fabric.security.enrolment import Door
 from atoll.fabric.service import CallingPeer, allowed, authorisation, roles_table
-from atoll.fabric.shaped import ShapedLink
 from atoll.fabric.tcp import TcpCarrier
 
-__all__ = ["AuthorityService", "RunMember", "MemberService", "Renewal", "serve"]
+__all__ = ["AuthorityService", "RunMember", "MemberService", "serve"]
 
 _WATCH_SECONDS = 0.5  # between looks at the ledger for what other processes did
 _LONGEST_NAP_SECONDS = 30.0  # a machine may sleep: wall clocks go on, timers do not
 _PASS_ON_ATTEMPTS = 5
 _ROLE_BYTES = {"observer": 1 << 20}  # who only looks has nothing large to say
 _RENEWALS = Backoff(first_seconds=1.0, largest_seconds=60.0, attempts=1 << 30)  # it ends when the certificate does
-
-
-class Renewal(msgspec.Struct, frozen=True):
-    """A certificate in place of one that ends."""
-
-    certificate: bytes
 
 
 class AuthorityService:
@@ -68,15 +60,15 @@ class AuthorityService:
         self._authority, self._issued, self._refused = authority, issued, refused
 
     @allowed(*ROLES)
-    async def renew(self, request: bytes, peer: CallingPeer) -> Renewal:
-        """A new certificate for the same member, for the key of a signing request. Name and role are those of the certificate it showed."""
+    async def renew(self, request: bytes, peer: CallingPeer) -> bytes:
+        """A certificate (DER) for the same member and the key of a signing request. Name and role are those of the one it showed."""
         try:
             certified = await asyncio.to_thread(self._authority.renew, peer.name, peer.role, request)
         except RefusedError as error:
             self._refused(peer.name, str(error))
             raise
         self._issued(certified)
-        return Renewal(certified.certificate)
+        return certified.certificate
 
 
 class MemberService:
@@ -106,36 +98,29 @@ class RunMember:
         observer: Observer | None = None,
         fingerprint: dict[str, str] | None = None,
         relay: Relay | None = None,
-        settings: ConnectionSettings | None = None,
-        deadlines: DeadlineRule | None = None,
         backoff: Backoff | None = None,
-        link: ShapedLink | None = None,
         authority: Authority | None = None,
-        seed: int | None = None,
     ) -> None:
         self.credentials = credentials
         self.revocations = Revocations()
         self._since = time.time()  # when the certificate in use came
         self._signed: SignedRevocations | None = None
         self._observer, self._authority = observer, authority
-        carrier = self._carrier(link)
+        carrier = self._carrier()
         self._end, self.relay = RelayEnd(carrier), relay
         own: list[object] = [MemberService(self._learn), self._end]
         own += [] if authority is None else [self._service(authority)]
         own += [] if relay is None else [relay]
-        identity = {"name": credentials.name, "role": credentials.role, "fingerprint": fingerprint or {}}
         self.fabric = Fabric(
             credentials.name,
             services=[*own, *services],
             carrier=carrier,
-            settings=msgspec.structs.replace(settings or ConnectionSettings(name=credentials.name), **identity),
-            deadlines=deadlines,
+            settings=ConnectionSettings(name=credentials.name, role=credentials.role, fingerprint=fingerprint or {}),
             backoff=backoff,
             observer=self._observe,
             identify=self._identify,
             authorise=authorisation(roles_table([*own, *services])),
             role_message_bytes=_ROLE_BYTES,
-            seed=seed,
         )
         self._end.fabric = self.fabric
         if relay is not None:
@@ -147,7 +132,7 @@ class RunMember:
         `backoff` says how long it is dialled again when it is lost; others are dialled as the member was told.
         """
         remote = self.fabric.connect(address, role="coordinator", backoff=backoff)
-        self.fabric.submit(self._keep_fresh(lambda request: self._renew_at(remote, request), lambda: remote.name))
+        self.fabric.submit(self._keep_fresh(lambda request: remote.call(AuthorityService.renew, request), lambda: remote.name))
         return remote
 
     def reach(self, name: str, relay: Remote) -> Remote:
@@ -166,14 +151,14 @@ class RunMember:
 
     # ---- who may connect
 
-    def _carrier(self, link: ShapedLink | None) -> TcpCarrier:
+    def _carrier(self) -> TcpCarrier:
         def client() -> ssl.SSLContext:
             return self.credentials.client_context
 
         if self._authority is None:
-            return TcpCarrier(client=client, server=lambda: self.credentials.server_context, link=link)
+            return TcpCarrier(client=client, server=lambda: self.credentials.server_context)
         door = Door(self._authority, lambda certified: self._issued(certified, "enrolled"), lambda *what: self._refused("enrolment", *what))
-        return TcpCarrier(client=client, server=lambda: self.credentials.door_context, link=link, door=door)
+        return TcpCarrier(client=client, server=lambda: self.credentials.door_context, door=door)
 
     def _service(self, authority: Authority) -> AuthorityService:
         return AuthorityService(
@@ -227,9 +212,6 @@ class RunMember:
             self.fabric.submit(self._pass_on(self.fabric.peer(event.peer)))
 
     # ---- renewal
-
-    async def _renew_at(self, remote: Remote, request: bytes) -> bytes:
-        return (await remote.call(AuthorityService.renew, request)).certificate
 
     async def _keep_fresh(self, renew: Callable[[bytes], Coroutine[Any, Any, bytes]], whom: Callable[[], str]) -> None:
         """Renews at half of the certificate's time, and until its end if need be. Connections that exist go on whatever happens."""
@@ -306,27 +288,22 @@ def serve(
     authority: Authority,
     address: str,
     *,
-    name: str = "coordinator",
     services: Sequence[object] = (),
     observer: Observer | None = None,
     fingerprint: dict[str, str] | None = None,
     relay: Relay | None = None,
-    settings: ConnectionSettings | None = None,
-    seed: int | None = None,
 ) -> tuple[RunMember, str]:
     """The run's coordinator, accepting members and those with tokens at one address; returns it and the address to dial.
 
     It relays between members that cannot be dialled, unless given a Relay with other limits.
     """
     member = RunMember(
-        authority.credentials(name),
+        authority.credentials(),
         services=services,
         observer=observer,
         fingerprint=fingerprint,
         relay=relay or Relay(),
-        settings=settings,
         authority=authority,
-        seed=seed,
     )
     try:
         listening = member.fabric.listen(address)

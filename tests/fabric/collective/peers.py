@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from atoll.events import AnyEvent
-from atoll.fabric import ConnectionSettings, Fabric, LivenessRule, MemoryCarrier, ShapedLink, TcpCarrier
+from atoll.fabric import ConnectionSettings, Fabric, LivenessRule, ShapedLink, TcpCarrier
 from atoll.fabric.collective import Collective, FixedCodecs, LinkCodecs
+from tests.fabric.memory_carrier import MemoryCarrier
 
 NAMES = ("a", "b", "c", "d")
 

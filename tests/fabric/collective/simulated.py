@@ -6,15 +6,17 @@ import random
 import selectors
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Executor, Future
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from atoll.errors import PeerLostError
 from atoll.fabric.collective import FixedCodecs, ReductionResult, RoundPlan, SumFeedback
-from atoll.fabric.collective.messages import CellProgress, Item, PullChunks
+from atoll.fabric.collective.chunk import CellProgress, EncodedChunk, Item, PullChunks
 from atoll.fabric.collective.pull import Pulling
 from atoll.fabric.collective.round import Peers, Round
+
+Kind = TypeVar("Kind", bound=Item)
 
 
 class _Selector(selectors.SelectSelector):
@@ -103,7 +105,7 @@ class SimulatedPeers(Peers):
     def __init__(self, world: World, name: str) -> None:
         self._world, self._name = world, name
 
-    async def contributions(self, peer: str, pull: PullChunks) -> AsyncIterator[Item]:  # type: ignore[override]
+    async def contributions(self, peer: str, pull: PullChunks) -> AsyncIterator[EncodedChunk]:  # type: ignore[override]
         async for item in self._remote(peer, lambda round_: round_.contributions(pull, self._name)):
             yield item
 
@@ -120,7 +122,7 @@ class SimulatedPeers(Peers):
             raise PeerLostError(f"{peer} does not answer") from None
         return self._world.rounds[peer].cells[pull.cell].progress
 
-    async def _remote(self, peer: str, call: Callable[[Round], AsyncIterator[Item]]) -> AsyncIterator[Item]:
+    async def _remote(self, peer: str, call: Callable[[Round], AsyncIterator[Kind]]) -> AsyncIterator[Kind]:
         await self._world.hop(self._name, peer)
         items = call(self._world.rounds[peer])
         try:
@@ -136,7 +138,7 @@ class SimulatedPeers(Peers):
         finally:
             await items.aclose()  # type: ignore[attr-defined]
 
-    async def _until(self, following: "asyncio.Future[Item]", peer: str) -> None:
+    async def _until(self, following: "asyncio.Future[Kind]", peer: str) -> None:
         """Waits for an item, or for the peer's death."""
         try:
             while not following.done():

@@ -16,11 +16,9 @@ ELEMENTS = 1024
 NAMES = ["a", "b", "c", "d"]
 
 
-def plan_of(
-    number: int, sites: list[str], rates: list[float], weights: list[float | None], *, mean: bool = False, elements: int = ELEMENTS
-) -> RoundPlan:
-    names = NAMES[: len(sites)]
-    peers = tuple(PeerRates(name=n, site=s, up_bytes_per_s=r, down_bytes_per_s=r) for n, s, r in zip(names, sites, rates, strict=True))
+def plan_of(number: int, rates: list[float], weights: list[float | None], *, mean: bool = False, elements: int = ELEMENTS) -> RoundPlan:
+    names = NAMES[: len(rates)]
+    peers = tuple(PeerRates(name=n, up_bytes_per_s=r, down_bytes_per_s=r) for n, r in zip(names, rates, strict=True))
     members = [RoundMember(name=name, weight=weight) for name, weight in zip(names, weights, strict=True)]
     return make_plan(f"r{number}", elements, members, Network(peers=peers), mean=mean, chunk_elements=256)
 
@@ -43,16 +41,15 @@ def divisor(plan: RoundPlan) -> float:
 @given(st.data(), st.integers(0, 2**32), st.booleans(), st.sampled_from(["top-k:0.1", "top-k:0.02", "int4", "int8"]))
 @settings(max_examples=settings().max_examples // 8)
 def test_results_and_debts_together_are_the_sums(data: st.DataObject, seed: int, mean: bool, codec: str) -> None:
-    """Owners, sites' stand-ins and weights change from round to round, and some rounds are repeated."""
+    """Owners and weights change from round to round, and some rounds are repeated."""
     count = data.draw(st.integers(2, 4))
-    sites = data.draw(st.lists(st.sampled_from(["", "x"]), min_size=count, max_size=count))
     debts = {name: SumFeedback(ELEMENTS) for name in NAMES[:count]}
     generator = torch.Generator().manual_seed(seed)
     arrived, wanted = torch.zeros(ELEMENTS, dtype=torch.float64), torch.zeros(ELEMENTS, dtype=torch.float64)
     for number in range(3):
         rates = data.draw(st.lists(st.sampled_from([1e5, 1e6, 1e7]), min_size=count, max_size=count))
         weights: list[float | None] = [1.0, *data.draw(st.lists(st.sampled_from([1.0, 2.0, None]), min_size=count - 1, max_size=count - 1))]
-        plan = plan_of(number, sites, rates, weights, mean=mean)
+        plan = plan_of(number, rates, weights, mean=mean)
         buffers = {name: unit(generator) for name in plan.contributors}
         results: dict[str, ReductionResult] = {}
         for attempt in range(data.draw(st.integers(1, 2))):
@@ -68,20 +65,19 @@ def test_results_and_debts_together_are_the_sums(data: st.DataObject, seed: int,
         assert torch.allclose(arrived + owed, wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize("sites", [["", "", "", ""], ["x", "x", "y", "y"]])
-def test_debts_stay_bounded_and_means_converge(sites: list[str]) -> None:
+def test_debts_stay_bounded_and_means_converge() -> None:
     """Contributions have norm 1. An encoder keeps a tenth of the values, so it leaves q = √0.9 of a norm at most: a contributor's debt
-    stays below q/(1-q), what it sends below 1/(1-q), and with four of those a stand-in's or owner's below 4q/(1-q)² for each step."""
+    stays below q/(1-q), what it sends below 1/(1-q), and with four of those an owner's below 4q/(1-q)²."""
     generator = torch.Generator().manual_seed(0)
     debts = {name: SumFeedback(ELEMENTS) for name in NAMES}
     q = math.sqrt(1 - 0.1)
     step = q / (1 - q)
-    bound = step + 4 * step / (1 - q) + 16 * step / (1 - q) ** 2
+    bound = step + 4 * step / (1 - q)
     arrived, wanted, norms = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS), []
     direction = unit(generator)
     for number in range(24):
         rates = [1e6 if (number // 3 + place) % 4 else 2e5 for place in range(4)]  # who owns what changes
-        plan = plan_of(number, sites, rates, [1.0, 1.0, 1.0, 1.0])
+        plan = plan_of(number, rates, [1.0, 1.0, 1.0, 1.0])
         buffers = {name: (direction + unit(generator)) / 2 for name in NAMES}
         results = run_virtually(run_round(plan, buffers, number, [], "top-k:0.1", feedback=debts))
         for name, result in results.items():
@@ -98,7 +94,7 @@ def test_a_failed_round_is_not_counted_and_one_without_somebody_keeps_that_debt(
     debts = {name: SumFeedback(ELEMENTS) for name in NAMES}
     generator = torch.Generator().manual_seed(1)
     for number in range(2):
-        plan = plan_of(number, [""] * 4, [1e6] * 4, [1.0] * 4)
+        plan = plan_of(number, [1e6] * 4, [1.0] * 4)
         buffers = {name: unit(generator) for name in NAMES}
         faults = [(0.0, "kill", "d")] if number else []
         results = run_virtually(run_round(plan, buffers, 1, faults, "top-k:0.1", latest_start=0.01, feedback=debts))
@@ -114,7 +110,7 @@ def test_a_failed_round_is_not_counted_and_one_without_somebody_keeps_that_debt(
 
 
 def test_feedback_that_does_not_fit_is_refused() -> None:
-    plan = plan_of(0, ["", ""], [1e6, 1e6], [1.0, 1.0], elements=600)
+    plan = plan_of(0, [1e6, 1e6], [1.0, 1.0], elements=600)
     with party(("a", "b"), codecs=FixedCodecs("top-k:0.1")) as peers:
         one, values = peers.collectives["a"], torch.ones(600)
         with pytest.raises(FabricError, match="need error feedback; give reduce a SumFeedback"):
@@ -130,12 +126,10 @@ def test_feedback_that_does_not_fit_is_refused() -> None:
                 debts[name].keep(results[name])
         owed = debts["a"].owed + debts["b"].owed
         assert torch.allclose(results["a"].require_complete() + owed, torch.full((600,), 2.0))
-        debts["a"].reset()
-        assert not debts["a"].owed.any()
 
 
 def test_values_that_are_not_finite_fail_the_round_by_name_and_leave_debts_alone() -> None:
-    plan = plan_of(0, ["", ""], [1e6, 1e6], [1.0, 1.0])
+    plan = plan_of(0, [1e6, 1e6], [1.0, 1.0])
     debts = {name: SumFeedback(ELEMENTS) for name in "ab"}
     buffers = {"a": torch.ones(ELEMENTS), "b": torch.full((ELEMENTS,), math.nan)}
     results = run_virtually(run_round(plan, buffers, 0, [], "top-k:0.1", feedback=debts))

@@ -1,4 +1,4 @@
-"""Plans: cells cover everything once, every contribution has one way to the owner, and nonsense is refused."""
+"""Plans: cells cover everything once, chunks cover cells, and nonsense is refused."""
 
 import msgspec
 import pytest
@@ -14,12 +14,8 @@ FEW = settings(max_examples=settings().max_examples // 3)
 @st.composite
 def plans(draw: st.DrawFn) -> RoundPlan:
     count = draw(st.integers(1, 7))
-    sites = draw(st.lists(st.sampled_from(["x", "y", "z"]), min_size=count, max_size=count))
     rates = draw(st.lists(st.sampled_from([1e5, 1e6, 1e7]), min_size=count, max_size=count))
-    peers = tuple(
-        PeerRates(name=f"p{i}", site=site, up_bytes_per_s=rate, down_bytes_per_s=rate)
-        for i, (site, rate) in enumerate(zip(sites, rates, strict=True))
-    )
+    peers = tuple(PeerRates(name=f"p{i}", up_bytes_per_s=rate, down_bytes_per_s=rate) for i, rate in enumerate(rates))
     weights = draw(st.lists(st.sampled_from([1.0, 2.5, None]), min_size=count, max_size=count))
     members = [RoundMember(name=f"p{i}", weight=1.0 if i == 0 else weight) for i, weight in enumerate(weights)]
     return make_plan(
@@ -29,34 +25,14 @@ def plans(draw: st.DrawFn) -> RoundPlan:
 
 @FEW
 @given(plans())
-def test_every_value_is_in_one_chunk_and_every_contribution_reaches_its_owner_once(plan: RoundPlan) -> None:
+def test_every_value_is_in_one_chunk(plan: RoundPlan) -> None:
     edge = 0
     for cell in plan.cells:
         assert cell.start == edge
         for start, stop in plan.chunks(cell):
             assert edge == start < stop <= start + plan.chunk_elements
             edge = stop
-        brought = [name for _, names in plan.children(cell, cell.owner) for name in names]
-        brought += [cell.owner] if cell.owner in plan.contributors else []
-        assert sorted(brought) == sorted(plan.contributors)
-        for relay, names in plan.children(cell, cell.owner):
-            inside = [name for name, _ in plan.children(cell, relay)] if len(names) > 1 or relay not in names else []
-            assert set(inside) | ({relay} & set(names)) == set(names)
     assert edge == plan.elements
-
-
-@FEW
-@given(plans())
-def test_every_member_gets_every_cell_from_somebody_who_has_it(plan: RoundPlan) -> None:
-    for cell in plan.cells:
-        for member in plan.members:
-            here, steps = member.name, 0
-            while (source := plan.source(cell, here)) is not None:
-                assert plan.wants(cell, source) or source == cell.owner
-                assert here in plan.targets(cell, source)
-                here, steps = source, steps + 1
-                assert steps <= 2
-            assert here == cell.owner
 
 
 @FEW
@@ -71,7 +47,6 @@ def test_nonsense_is_refused() -> None:
         {"elements": 999},
         {"members": (RoundMember(name="a", weight=None), RoundMember(name="b", weight=None))},
         {"members": (RoundMember(name="a", weight=-1.0), RoundMember(name="b"))},
-        {"members": (RoundMember(name="a", site="x"), RoundMember(name="b"))},
         {"cells": (Cell(start=0, stop=1000, owner="c"),)},
         {"chunk_elements": 100},
         {"stall_seconds": 0.0},

@@ -11,8 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from atoll.errors import FabricError, RefusedError
-from atoll.fabric.security import Authority, Credentials, Token
+from atoll.fabric.security import Authority, Credentials
 from atoll.fabric.security.certificates import Revocations, SignedRevocations, make_request, read_revocations, sign_revocations
+from atoll.fabric.security.token import Token
 
 
 def request() -> bytes:

@@ -13,9 +13,9 @@ from atoll.events import AnyEvent, PeerRefused
 from atoll.fabric import Fabric
 from atoll.fabric.address import split_address
 from atoll.fabric.frame import CallMessage, Hello, Kind, Open, TensorHeader, encode_frame, pack_prefix
-from atoll.fabric.security import Authority, RunMember, allowed, serve
-from atoll.fabric.service import CallingPeer
-from tests.fabric.parsing import listening_connection
+from atoll.fabric.security import Authority, RunMember, serve
+from atoll.fabric.service import CallingPeer, allowed
+from tests.fabric.parsing import feed_in_pieces, listening_connection
 from tests.fabric.services import Named, Store
 from tests.fabric.test_fabric import eventually
 
@@ -58,17 +58,17 @@ def test_before_hello_nothing_large_is_accepted() -> None:
     for prefix in (pack_prefix(Kind.HELLO, 0, 100_000, 0), pack_prefix(Kind.OPEN, 1, 10, 1)):
         connection, _ = listening_connection()
         with pytest.raises(FrameError, match="are accepted"):
-            connection.feed(prefix)
+            feed_in_pieces(connection, prefix)
 
 
 def test_empty_tensors_take_credit_too() -> None:
     """A thousand of them are a thousand objects; with a window of 256 KiB they travel alone, and not twice."""
     connection, _ = listening_connection()
-    connection.feed(HELLO)
+    feed_in_pieces(connection, HELLO)
     empty = CallMessage(0, tuple(TensorHeader("int8", (0,)) for _ in range(400)), False)
-    connection.feed(encode_frame(Kind.OPEN, 1, Open("Store.echo", 1.0, empty)))
+    feed_in_pieces(connection, encode_frame(Kind.OPEN, 1, Open("Store.echo", 1.0, empty)))
     with pytest.raises(FrameError, match="sent without credit"):
-        connection.feed(b"".join(encode_frame(Kind.OPEN, stream, Open("Store.echo", 1.0, empty)) for stream in (3, 5)))
+        feed_in_pieces(connection, b"".join(encode_frame(Kind.OPEN, stream, Open("Store.echo", 1.0, empty)) for stream in (3, 5)))
 
 
 def test_more_tensors_than_a_header_holds_are_refused_by_their_sender() -> None:

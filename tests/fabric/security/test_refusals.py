@@ -21,9 +21,11 @@ from atoll.events import AnyEvent, CertificateIssued, CertificateRevoked, PeerRe
 from atoll.fabric import Backoff, CallingPeer, Fabric, TcpCarrier
 from atoll.fabric.address import split_address
 from atoll.fabric.frame import CallMessage, Kind, Open, encode_frame, pack_prefix
-from atoll.fabric.security import Authority, Credentials, Identity, RunMember, Token, allowed, enrol, serve
-from atoll.fabric.security.certificates import make_certificate, make_request, public_bytes
+from atoll.fabric.security import Authority, Credentials, RunMember, enrol, serve
+from atoll.fabric.security.certificates import Identity, make_certificate, make_request, public_bytes
 from atoll.fabric.security.enrolment import Ask, Welcome
+from atoll.fabric.security.token import Token
+from atoll.fabric.service import allowed
 from tests.fabric.services import Named
 from tests.fabric.test_fabric import eventually
 
@@ -256,7 +258,8 @@ def test_only_tls_1_3_is_spoken(run: Run) -> None:
 def test_what_a_peer_says_of_itself_must_be_what_its_certificate_says(run: Run) -> None:
     credentials = run.enrolled("oslo", "observer")
     for name, role in (("oslo", "coordinator"), ("honest", "observer")):
-        with Fabric(name, role=role, carrier=credentials.carrier(), backoff=QUICK) as liar:
+        carrier = TcpCarrier(client=credentials.client_context)
+        with Fabric(name, role=role, carrier=carrier, backoff=QUICK) as liar:
             text = f"it says it is {name} ({role}), but its certificate is for oslo (observer)"
             with pytest.raises(RefusedError, match=re.escape(text)):
                 liar.connect(run.address).call_sync(Board.post, Named("x"))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from atoll.codec.fixed_size import FixedSizeCodec
+from atoll.codec.registry import FixedSizeCodec
 from atoll.runtime.modes.lockstep.bridge import SampleTransfer
 from atoll.runtime.stage.program import Crossing
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from atoll.codec import CodecChoice
-from atoll.codec.base import Codec
-from atoll.codec.encoded import Encoded, Header, Role
+from atoll.codec.base import Codec, Encoded, Header, Role
 from atoll.codec.registry import decode, make_codec
 from atoll.control.messages import Backward, Forward, Message
 from atoll.errors import CodecError, RefusedError
@@ -127,7 +126,7 @@ class AdaptiveCompression:
             self._codecs[role] = AdaptiveCodecs(
                 self._estimate, self._clock, self._observer, role=role, nbytes=float(max(nbytes, 1)), first="none"
             )
-        codec = self._codecs[role].towards(to, near=False)
+        codec = self._codecs[role].towards(to)
         return None if codec.name == "none" else codec
 
 

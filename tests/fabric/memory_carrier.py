@@ -1,4 +1,4 @@
-"""Wires in memory: the same connections without sockets, driven by the event loops at their ends. For tests, and within a process."""
+"""Wires in memory: the same connections without sockets, driven by the event loops at their ends."""
 
 import asyncio
 import contextlib
@@ -6,9 +6,10 @@ from collections import deque
 from collections.abc import Callable
 
 from atoll.errors import FabricError, FrameError, PeerLostError, RefusedError
-from atoll.fabric.carrier import Accept, Listener, Outlet, Wire
+from atoll.fabric.carrier import Accept, Listener, Wire
 from atoll.fabric.connection import Connection
 from atoll.fabric.shaped import ShapedLink, ShapedOutlet
+from tests.fabric.parsing import feed_in_pieces
 
 __all__ = ["MemoryCarrier"]
 
@@ -79,7 +80,7 @@ class _MemoryWire:
         self.connection = connection
         self.other: _MemoryWire | None = None
         self._loop = loop
-        self._outlet: Outlet = connection if link is None else ShapedOutlet(connection, link, loop.time)
+        self._outlet = connection if link is None else ShapedOutlet(connection, link, loop.time)
         self._dial = dial
         self._actions: deque[Callable[[], None]] = deque()
         self._on_the_way = 0
@@ -131,7 +132,7 @@ class _MemoryWire:
         if sender is not None:
             sender.submit(lambda: sender._taken(len(data)))
         if self.connection.ended is None:
-            self.connection.feed(data)
+            feed_in_pieces(self.connection, data)
 
     def _taken(self, count: int) -> None:
         self._on_the_way -= count

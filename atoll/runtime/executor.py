@@ -36,7 +36,6 @@ __all__ = [
     "GradientSink",
     "InputGradients",
     "Loss",
-    "OwnedParameter",
     "BuiltStage",
     "StageExecutor",
     "Update",
@@ -228,15 +227,6 @@ class Updater:
         return True
 
 
-class OwnedParameter(Protocol):
-    """What a device owns of a parameter that others may hold too."""
-
-    @property
-    def held(self) -> "LocalShard":
-        """For checkpoints."""
-        ...
-
-
 @dataclass
 class _Kept:
     """A micro-batch between its forward and its backward."""
@@ -265,8 +255,11 @@ class StageExecutor:
         gradients: GradientSink,
         updater: Updater,
         persistent: frozenset[str] = frozenset(),
-        owned: Sequence[OwnedParameter] | None = None,
+        owned: "Sequence[LocalShard] | None" = None,
+        unread: Mapping[str, Tensor] | None = None,
     ) -> None:
+        """`shards` has what is `owned` (unless given all parameters of its stages, whole), the buffers of them whose names are
+        `persistent`, and what is `unread` by every stage."""
         self.stages, self.updater = stages, updater
         self.deferred = loss.num_leaves > 1  # the loss is (total, weight): gradients are divided once the batch's weight is known
         self._sizes, self._loss, self._key, self._autocast, self._gradients = sizes, loss, key, autocast, gradients
@@ -274,7 +267,7 @@ class StageExecutor:
         self._draws = {number: any(unit.draws for unit in stage.program.units) for number, stage in stages.items()}
         self._draws_again = {number: self._draws[number] and stage.module.recomputes for number, stage in stages.items()}
         self._kept: dict[WorkItem, _Kept] = {}
-        self._persistent, self._owned = persistent, owned
+        self._persistent, self._owned, self._unread = persistent, owned, unread or {}
 
     @property
     def scale(self) -> LossScale:
@@ -358,7 +351,7 @@ class StageExecutor:
     def shards(self) -> "list[LocalShard]":
         """What this device has of the model, by the user's names: the tensors themselves, for checkpoints, joins and averaging.
 
-        Parameters (trained and frozen) and the buffers that `state_dict` has, each once. `runtime/checkpoint/optimizer_state.py` finds the
+        Parameters (trained and frozen) and what else `state_dict` has, each once. `runtime/checkpoint/optimizer_state.py` finds the
         optimizer's state by them. They are those after a whole step except while `apply` runs; with FSDP they are the device's own ranges.
         """
         from atoll.runtime.checkpoint.local_shard import LocalShard
@@ -368,11 +361,11 @@ class StageExecutor:
         for stage in self.stages.values():
             parameters |= stage.module.parameters_by_name()
             buffers |= stage.module.buffers_by_name()
-        if self._owned is not None:
-            shards = [owned.held for owned in self._owned]
-        else:
-            shards = [LocalShard(_whole(name, value), value.detach(), parameter=value) for name, value in parameters.items()]
-        return shards + [LocalShard(_whole(name, value), value) for name, value in buffers.items() if name in self._persistent]
+        others = {name: value for name, value in buffers.items() if name in self._persistent} | dict(self._unread)
+        owned = self._owned
+        if owned is None:
+            owned = [LocalShard(_whole(name, value), value.detach(), parameter=value) for name, value in parameters.items()]
+        return [*owned, *(LocalShard(_whole(name, value), value) for name, value in others.items())]
 
 
 def _whole(name: str, value: Tensor) -> ShardSpec:

@@ -18,8 +18,7 @@ from atoll.cost.calibration import KindFactor, LayerTime
 from atoll.cost.compute import ComputeTimes, LayerSeconds
 from atoll.graph import Graph, Layer
 from atoll.plan import Plan, Replica, Stage
-from atoll.runtime.modes.lockstep.exchange_times import measure_links
-from atoll.runtime.modes.lockstep.measurement import RankMeasured, StageMeasured
+from atoll.runtime.modes.lockstep.measurement import RankMeasured, StageMeasured, measure_links
 
 __all__ = ["calibrate"]
 

@@ -26,6 +26,7 @@ from atoll.events import Observer, WorkerFailed
 from atoll.runtime.modes.lockstep.heartbeat import (
     NOTHING,
     Heartbeat,
+    StallDetector,
     blamed,
     heartbeat_key,
     name_of,
@@ -35,7 +36,6 @@ from atoll.runtime.modes.lockstep.heartbeat import (
     whose,
 )
 from atoll.runtime.modes.lockstep.role import Role
-from atoll.runtime.modes.lockstep.stall_detector import StallDetector
 
 __all__ = ["FAILED", "STOP", "VICTIM_EXIT_CODE", "Failure", "Freshness", "Watcher", "condemn", "prepare"]
 

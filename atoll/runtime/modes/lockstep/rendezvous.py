@@ -34,9 +34,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from atoll.errors import AtollError
 from atoll.events import Observer, Stalled, Wait
 from atoll.runtime.modes.lockstep.failure import VICTIM_EXIT_CODE, Watcher
-from atoll.runtime.modes.lockstep.heartbeat import NOTHING, Doing, heartbeat_key
+from atoll.runtime.modes.lockstep.heartbeat import DEFAULT_STALL_SECONDS, NOTHING, Doing, heartbeat_key
 from atoll.runtime.modes.lockstep.role import Role
-from atoll.runtime.modes.lockstep.stall_detector import DEFAULT_STALL_SECONDS
 
 __all__ = ["RankMembership", "connect", "join_process_group", "joined"]
 

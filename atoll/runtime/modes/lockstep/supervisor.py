@@ -18,10 +18,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from atoll.errors import AtollError
 from atoll.events import MemberChanged, MemberState, Observer, Restarted
 from atoll.runtime.modes.lockstep.failure import STOP, Failure, condemn, prepare
-from atoll.runtime.modes.lockstep.heartbeat import Heartbeat, read_heartbeats, state_of
+from atoll.runtime.modes.lockstep.heartbeat import DEFAULT_STALL_SECONDS, Heartbeat, StallDetector, read_heartbeats, state_of
 from atoll.runtime.modes.lockstep.rendezvous import DEFAULT_TIMEOUT_SECONDS
 from atoll.runtime.modes.lockstep.role import GENERATION
-from atoll.runtime.modes.lockstep.stall_detector import DEFAULT_STALL_SECONDS, StallDetector
 from atoll.runtime.supervise.hosts import ProcessHost, ProcessSpec, ThisMachine
 from atoll.runtime.supervise.supervisor import INTERRUPTED, Supervisor
 
@@ -173,16 +172,23 @@ class _Ranks:
         rank = int(spec.environment["RANK"])
         beats = read_heartbeats(self._store, self._ranks)
         beat = beats.get(rank)
+        if beat is not None:
+            self._hear(beat)  # what it was before it ended may be newer than the last look
         if code == 0 and (beat is None or beat.left):
             return False
         what = how if code else "it ended before the run did, with exit code 0"
-        if beat is not None:
-            self._change(rank, state_of(beat), stage=beat.stage)  # what it was before it died may be newer than the last look
         beats.setdefault(rank, Heartbeat(rank=rank, device=self._devices[rank], stage="", place="", pid=0, count=0))
         failure = condemn(self._store, Failure.of(rank, beats, "died", what, max(1, code)))
         newest = self.newest_checkpoint()
         self.failure = failure if newest is None else msgspec.structs.replace(failure, checkpoint=newest)
         return True
+
+    def _hear(self, beat: Heartbeat) -> None:
+        """Tell what a rank says of its state. Who left after steps was active, even if that was too short for a heartbeat to say it."""
+        state = state_of(beat)
+        if state == "left" and beat.step is not None and self._states.get(beat.rank) != "left":
+            self._change(beat.rank, "active", stage=beat.stage)
+        self._change(beat.rank, state, stage=beat.stage)
 
     def _change(self, rank: int, state: MemberState, reason: str = "", stage: str = "") -> None:
         """A rank is in another state than when it was last looked at."""
@@ -208,8 +214,8 @@ class _Ranks:
         if self.failure is None and now - self._listened > _LISTEN_SECONDS:
             self._listened = now
             beats = read_heartbeats(self._store, self._ranks)
-            for rank, beat in beats.items():
-                self._change(rank, state_of(beat), stage=beat.stage)
+            for beat in beats.values():
+                self._hear(beat)
             event = self._stalling.event(beats, now)
             if event is not None:
                 self._observer(event)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import torch
@@ -21,7 +21,6 @@ from atoll.plan import Plan, validate
 from atoll.plan.link_codecs import PlanCodecs
 from atoll.runtime.checkpoint.checkpointer import Checkpointer
 from atoll.runtime.checkpoint.exchange import CheckpointRanks
-from atoll.runtime.checkpoint.local_shard import LocalShard
 from atoll.runtime.checkpoint.manifest import RunIdentity
 from atoll.runtime.checkpoint.save_policy import SavePolicy
 from atoll.runtime.checkpoint.training_state import training_state
@@ -29,8 +28,8 @@ from atoll.runtime.imposed_speed import pace_of_rank
 from atoll.runtime.modes.lockstep.evaluation import capture_evaluated
 from atoll.runtime.modes.lockstep.heartbeat import Doing
 from atoll.runtime.modes.lockstep.layout import Layout
-from atoll.runtime.modes.lockstep.measured_file import MeasuredFile
 from atoll.runtime.modes.lockstep.rank import assemble
+from atoll.runtime.modes.lockstep.recorder import MeasuredFile
 from atoll.runtime.modes.lockstep.rendezvous import RankMembership, joined
 from atoll.runtime.modes.lockstep.role import Role
 from atoll.runtime.modes.lockstep.trainer import Reason, Trainer
@@ -165,16 +164,20 @@ class _Session:
         run.doing("taking its part of the model")
         self.cluster = cluster if cluster is not None and cluster.name == layout.plan.cluster else None
         size = _bucket_bytes(layout.plan, captured.graph, self.cluster)
-        self.work = assemble(job, layout, captured, device=device, evaluated=evaluated, bucket_bytes=size, doing=run.doing)
+        pace = None
         if settings.speeds is not None:
             replicas = {place.stage: place.replica for place in layout.places(run.role.rank)}
             sizes = [stop - start for start, stop in layout.micro_batches]
-            self.work.runner.pace = pace_of_rank(settings.speeds, layout.plan, replicas, sizes, captured.graph, device)
+            pace = pace_of_rank(settings.speeds, layout.plan, replicas, sizes, captured.graph, device)
+        self.work = assemble(job, layout, captured, device=device, evaluated=evaluated, bucket_bytes=size, pace=pace, doing=run.doing)
         self.trainer = Trainer(job, self.work, device)
         self.graph = captured.graph
         self.policy: SavePolicy | None = None
         self.ask_at = 0  # after which step rank 0 is asked again whether to save
-        self.measured = MeasuredFile(directory, self.work, device) if directory is not None else None
+        self.measured: MeasuredFile | None = None
+        if directory is not None:
+            runner = self.work.runner
+            self.measured = MeasuredFile(directory, layout, run.role.rank, self.work.schedule, runner.recorder, runner.buckets)
 
     def train(self, observers: Sequence[Observer]) -> Reason:
         """Continue from the last checkpoint if there is one, train, save."""
@@ -229,23 +232,21 @@ class _Session:
             seed=self.job.seed,
             batch_size=self.job.batch_size,
             plan=str(self.plan),
-            tied=self.work.other.tied,
-            model_config=self.work.other.model_config,
+            tied=self.work.tied,
+            model_config=self.work.model_config,
         )
         return stack.enter_context(Checkpointer(self.directory.checkpoints, group, identity=identity, keep_last=self.settings.keep_last))
-
-    def _held(self, *, saving: bool) -> list[LocalShard]:
-        return [owned.held for owned in self.work.owned] + (self.work.other.to_save if saving else self.work.other.to_load)
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         return [self.trainer.optimizer] if self.trainer.trainable else []  # else it has nothing of the model's
 
-    def _extra(self) -> dict[str, Any]:
-        return training_state(self.trainer.scheduler, self.trainer.updater.scale, self.trainer.losses)
+    def _save(self, checkpoints: Checkpointer, step: int, *, final: bool = False) -> None:
+        extra = training_state(self.trainer.scheduler, self.trainer.updater.scale, self.trainer.losses)
+        checkpoints.save(step, self.work.executor.shards(), optimizers=self._optimizers(), extra=extra, final=final)
 
     def _load(self, checkpoints: Checkpointer) -> None:
         self.run.doing("reading the checkpoint")
-        loaded = checkpoints.load(self._held(saving=False), optimizers=self._optimizers())
+        loaded = checkpoints.load(self.work.executor.shards(), optimizers=self._optimizers())
         if loaded is None:
             return
         self.trainer.resume(loaded.step, loaded.extra)
@@ -263,7 +264,7 @@ class _Session:
         if step != self.job.total_steps and self._due(self.policy, step):
             self.trainer.tell(CheckpointBegun(at_seconds=self.trainer.moment(), step=step))
             self.run.doing("saving a checkpoint")
-            checkpoints.save(step, self._held(saving=True), optimizers=self._optimizers(), extra=self._extra())
+            self._save(checkpoints, step)
         self._tell_saved(checkpoints)
 
     def _save_last(self, checkpoints: Checkpointer) -> None:
@@ -271,7 +272,7 @@ class _Session:
         self.run.doing("saving the last checkpoint")
         step = self.trainer.last_step
         try:
-            checkpoints.save(step, self._held(saving=True), optimizers=self._optimizers(), extra=self._extra(), final=True)
+            self._save(checkpoints, step, final=True)
         except JobFailedError as error:
             self._tell_saved(checkpoints)
             self.trainer.finish("failed", str(error))

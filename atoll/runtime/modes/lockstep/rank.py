@@ -86,7 +86,7 @@ class RankWork:
 def make_plan_schedule(layout: Layout) -> Schedule:
     """The schedule of a plan's steps, checked."""
     workers = Workers(layout.homes, layout.route)
-    schedule = post_receives_early(make_schedule(layout.plan.schedule, workers), workers=workers)
+    schedule = post_receives_early(make_schedule(layout.plan.schedule, workers))
     check(schedule, workers)
     return schedule
 

@@ -27,9 +27,10 @@ from atoll.runtime.modes.lockstep.measurement import (
     write_measured,
 )
 from atoll.runtime.modes.lockstep.recorder import ExchangeCounter, Recorder, counted
-from atoll.runtime.modes.lockstep.trace import chrome_trace, read_chrome_trace
+from atoll.runtime.modes.lockstep.trace import chrome_trace
 from atoll.runtime.run_directory import RunDirectory
 from tests.process_group import process_group
+from tests.runtime.modes.lockstep.read_trace import read_chrome_trace
 
 CLUSTER = """
 name = "here"

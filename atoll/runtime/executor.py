@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from atoll.blame import users_code
 from atoll.errors import JobFailedError
 from atoll.job import LossValue, read_loss
 from atoll.runtime.activations import Activations
-from atoll.runtime.stage.loss_scale import LossScale
 from atoll.runtime.stage.module import StageModule
 from atoll.runtime.stage.program import StageProgram
 from atoll.runtime.stage.rng import DrawKey
@@ -36,6 +35,7 @@ __all__ = [
     "GradientSink",
     "InputGradients",
     "Loss",
+    "LossScale",
     "BuiltStage",
     "StageExecutor",
     "Update",
@@ -85,22 +85,37 @@ class InputGradients(NamedTuple):
     parameters: list[Tensor | None]
 
 
-class GradientSink(Protocol):
-    """Where the parameters' gradients go, and what a loss is multiplied by to be right there."""
+class LossScale:
+    """What fp16 losses are multiplied by: doubled after many good steps, halved after an overflow, the same for all.
 
-    def share(self, samples: int) -> float:
-        """What a mean loss over so many samples is multiplied by."""
-        ...
+    The numbers are those of `torch.amp.GradScaler`, which cannot be told of overflows elsewhere.
+    """
 
-    def scaled_by(self, scale: LossScale) -> float:
-        """What a loss is multiplied by besides, so that fp16 gradients do not vanish."""
-        ...
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.value = 65536.0 if enabled else 1.0
+        self.good_steps = 0
 
-    def differentiate(
-        self, roots: Sequence[Tensor], given: Sequence[Tensor | None], inputs: Sequence[Tensor], factor: float
-    ) -> InputGradients:
-        """Backward. `factor` is what `scaled_by` said."""
-        ...
+    def update(self, overflowed: bool) -> None:
+        """After a step."""
+        if not self.enabled:
+            return
+        if overflowed:
+            self.value, self.good_steps = self.value * 0.5, 0
+            return
+        self.good_steps += 1
+        if self.good_steps == 2000:
+            self.value, self.good_steps = self.value * 2.0, 0
+
+    def state(self) -> dict[str, float]:
+        """For a checkpoint."""
+        return {"value": self.value, "good_steps": self.good_steps, "enabled": self.enabled}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """What `state` gave; a run that did not scale before, or does not now, begins as it would anew."""
+        if not (self.enabled and state.get("enabled", True)):
+            return
+        self.value, self.good_steps = float(state["value"]), int(state["good_steps"])
 
 
 class Accumulated:
@@ -110,17 +125,17 @@ class Accumulated:
         self._batch_size = batch_size
 
     def share(self, samples: int) -> float:
-        """Its share of the batch."""
+        """What a mean loss over so many samples is multiplied by: their share of the batch."""
         return samples / self._batch_size
 
     def scaled_by(self, scale: LossScale) -> float:
-        """The loss scale."""
+        """What a loss is multiplied by besides, so that fp16 gradients do not vanish."""
         return scale.value
 
     def differentiate(
         self, roots: Sequence[Tensor], given: Sequence[Tensor | None], inputs: Sequence[Tensor], factor: float
     ) -> InputGradients:
-        """Leaves gradients in `.grad`."""
+        """Backward, which leaves gradients in `.grad`; `factor` is what `scaled_by` said."""
         if roots:
             torch.autograd.backward(roots, given)
         return InputGradients([value.grad if value.grad is not None else torch.zeros_like(value) for value in inputs], [])
@@ -151,6 +166,10 @@ class Contributed:
         back = [value if value is not None else torch.zeros_like(entered) for entered, value in zip(inputs, found, strict=False)]
         own = list(found[len(inputs) :])
         return InputGradients(back, own if factor == 1.0 else [value if value is None else value.float() / factor for value in own])
+
+
+GradientSink: TypeAlias = Accumulated | Contributed
+"""Where the parameters' gradients go, and what a loss is multiplied by to be right there."""
 
 
 def loss_share(value: LossValue, samples: int, gradients: GradientSink) -> Tensor:

@@ -77,8 +77,7 @@ class StageModule(nn.Module):
         """Run the micro-batch whose values these are; the dict is used up."""
         with torch.no_grad():
             self._run(self.prologue, values)
-        for unit, dead in zip(self.units, self._dead, strict=True):
-            assert isinstance(unit, UnitModule)
+        for unit, dead in zip(self._own_units(), self._dead, strict=True):
             self._run(unit, values)
             for name in dead:
                 values.pop(name, None)
@@ -90,38 +89,33 @@ class StageModule(nn.Module):
             made = unit(*[values[name] for name in unit.inputs])
         values.update(zip(unit.outputs, made, strict=True))
 
+    def _own_units(self) -> list[UnitModule]:
+        return list(self.units)  # type: ignore[arg-type]
+
     def all_units(self) -> list[UnitModule]:
         """In the order they run, the prologue first."""
-        return [unit for unit in (self.prologue, *self.units) if isinstance(unit, UnitModule)]
+        return [self.prologue, *self._own_units()]
 
     @property
     def recomputes(self) -> bool:
         """Whether backward runs some of its units again."""
-        return any(isinstance(unit, UnitModule) and unit.recompute for unit in self.units)
+        return any(unit.recompute for unit in self._own_units())
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """What the rank holds of each parameter, by the user's name."""
-        found: dict[str, nn.Parameter] = {}
-        for unit in self.units:
-            assert isinstance(unit, UnitModule)
-            for attribute, name in unit.parameter_names.items():
-                found[name] = getattr(unit.graph_module, attribute)
-        return found
+        units = self._own_units()
+        return {name: getattr(unit.graph_module, attribute) for unit in units for attribute, name in unit.parameter_names.items()}
 
     def share_parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Uses these from now on, by the user's names, instead of its own."""
-        for unit in self.units:
-            assert isinstance(unit, UnitModule)
+        for unit in self._own_units():
             for attribute, name in unit.parameter_names.items():
                 setattr(unit.graph_module, attribute, parameters[name])
 
     def buffers_by_name(self) -> dict[str, Tensor]:
         """Buffers the rank's units read, by the user's name."""
-        found: dict[str, Tensor] = {}
-        for unit in self.all_units():
-            for attribute, name in unit.buffer_names.items():
-                found[name] = getattr(unit.graph_module, attribute)
-        return found
+        units = self.all_units()
+        return {name: getattr(unit.graph_module, attribute) for unit in units for attribute, name in unit.buffer_names.items()}
 
     def changed_buffers(self) -> list[str]:
         """Names of the buffers that running the stage changes, such as running statistics."""

@@ -1,4 +1,4 @@
-"""Calibrating: from what a run measured to the constants that make the cost model predict it, and other plans on the same devices.
+"""Calibration: from what a run measured to the constants that make the cost model predict it, and other plans on the same devices.
 
 The cost model keeps its shape; what was measured scales it. A stage's measured time is spread over its layers in proportion to what each
 was predicted to take, corrected until the layers of all stages together explain every stage. Links get the rate they were seen at. What a

@@ -96,20 +96,9 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, rank: int, beats: Mapping[int, Heartbeat], kind: _Kind, message: str, exit_code: int = 1) -> "Failure":
         """The failure of a rank, with what it last said of itself."""
         saved = max((beat.checkpoint for beat in beats.values() if beat.checkpoint is not None), default=None)
-        beat = beats.get(rank)
-        if beat is None:
-            return cls(rank=rank, kind=kind, message=message, checkpoint=saved, exit_code=exit_code, doing="starting")
-        return cls(
-            rank=rank,
-            kind=kind,
-            message=message,
-            device=beat.device,
-            stage=beat.stage,
-            step=beat.step,
-            doing=beat.doing,
-            checkpoint=saved,
-            exit_code=exit_code,
-        )
+        beat = beats.get(rank, Heartbeat(rank=rank, device="", stage="", place="", pid=0, count=0))
+        failure = cls(rank=rank, kind=kind, message=message, checkpoint=saved, exit_code=exit_code)
+        return msgspec.structs.replace(failure, device=beat.device, stage=beat.stage, step=beat.step, doing=beat.doing)
 
 
 def prepare(store: Store, ranks: range) -> None:

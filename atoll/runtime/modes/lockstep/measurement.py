@@ -221,7 +221,7 @@ def _sync_of_steps(members: tuple[int, ...], ranks: Sequence[RankMeasured]) -> I
 
 def _typical_steps(ranks: Sequence[RankMeasured]) -> list[int]:
     """Steps that all ranks have kept, without a run's first two (one warms up, one was counted) where there are others."""
-    common = sorted(set.intersection(*({step.step for step in rank.recent} for rank in ranks))) if ranks else []
+    common = _common_steps(ranks)
     early = max((rank.first_step + 1 for rank in ranks), default=0)
     return [step for step in common if step > early] or common[-1:]
 
@@ -229,43 +229,30 @@ def _typical_steps(ranks: Sequence[RankMeasured]) -> list[int]:
 def transfer_seconds(ranks: Sequence[RankMeasured], plan: Plan) -> dict[tuple[int, int], tuple[float, int]]:
     """(sender, receiver) → seconds of a median transfer that was waited for, and its bytes; from the send to the end of the wait."""
     layout = Layout(plan)
-    by_number = {rank.rank: rank for rank in ranks}
+    sent = {
+        (rank.rank, step.step, span.kind, span.stage, span.index): step.unix_seconds + span.begin_seconds
+        for rank in ranks
+        for step in rank.recent
+        for span in step.spans
+        if span.kind in ("SF", "SB")
+    }
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
     for receiver in ranks:
-        for step in receiver.recent if ranks else ():
-            for span in step.spans:
-                if span.kind not in ("RF", "RB") or span.end_seconds - span.begin_seconds < _BLOCKED_SECONDS:
-                    continue
-                for sender in _senders(layout, span):
-                    begun = _begun(by_number.get(sender), step.step, span)
-                    if begun is not None and sender != receiver.rank:
-                        found[sender, receiver.rank].append(step.unix_seconds + span.end_seconds - begun)
+        for step, span in [(one, span) for one in receiver.recent for span in one.spans]:
+            if span.kind not in ("RF", "RB") or span.end_seconds - span.begin_seconds < _BLOCKED_SECONDS:
+                continue
+            kind, other = ("SF", span.stage - 1) if span.kind == "RF" else ("SB", span.stage + 1)
+            replica = plan.stages[other].replicas[layout.route[other][span.index]]  # the ranks at the other end that had the micro-batch
+            for sender in map(layout.rank_of_device, replica.devices):
+                begun = sent.get((sender, step.step, kind, other, span.index))
+                if begun is not None and sender != receiver.rank:
+                    found[sender, receiver.rank].append(step.unix_seconds + span.end_seconds - begun)
     sizes = {exchange.ranks: exchange for rank in ranks for exchange in rank.exchanges if exchange.kind == "send"}
     return {
         pair: (median(seconds), sizes[pair].bytes // sizes[pair].calls)
         for pair, seconds in found.items()
         if pair in sizes and median(seconds) > 0
     }
-
-
-def _senders(layout: Layout, span: MeasuredSpan) -> list[int]:
-    """The ranks of the stage at the other end that had the micro-batch."""
-    other = span.stage - 1 if span.kind == "RF" else span.stage + 1
-    replica = layout.plan.stages[other].replicas[layout.route[other][span.index]]
-    return [layout.rank_of_device(device) for device in replica.devices]
-
-
-def _begun(sender: RankMeasured | None, step: int, received: MeasuredSpan) -> float | None:
-    """When what was received was sent."""
-    if sender is None:
-        return None
-    kind, stage = ("SF", received.stage - 1) if received.kind == "RF" else ("SB", received.stage + 1)
-    for measured in sender.recent:
-        if measured.step == step:
-            for span in measured.spans:
-                if (span.kind, span.stage, span.index) == (kind, stage, received.index):
-                    return measured.unix_seconds + span.begin_seconds
-    return None
 
 
 class Links(NamedTuple):

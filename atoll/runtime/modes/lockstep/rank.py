@@ -20,10 +20,9 @@ from atoll.cost.evaluate import DEFAULT_BUCKET_BYTES
 from atoll.graph.capture import Captured
 from atoll.job import Job
 from atoll.runtime.checkpoint.exchange import CheckpointRanks
-from atoll.runtime.executor import Accumulated, StageExecutor, Updater, WorkItem
+from atoll.runtime.executor import Accumulated, LossScale, StageExecutor, Updater, WorkItem
 from atoll.runtime.imposed_speed import Pace
-from atoll.runtime.modes.lockstep.agreement import agree, digest_of_weights
-from atoll.runtime.modes.lockstep.buffers import ChangedBuffers
+from atoll.runtime.modes.lockstep.agreement import ChangedBuffers, agree, digest_of_weights
 from atoll.runtime.modes.lockstep.channels import Channels
 from atoll.runtime.modes.lockstep.data_loader import ShardLoader
 from atoll.runtime.modes.lockstep.evaluation import EvaluatedFunction, Evaluation, buffers_read, capture_evaluated, prepare_evaluation
@@ -47,7 +46,6 @@ from atoll.runtime.modes.lockstep.sharding import (
     shard_stage,
 )
 from atoll.runtime.stage.collectives import Lanes
-from atoll.runtime.stage.loss_scale import LossScale
 from atoll.runtime.stage.module import StageBuilder, StageModule
 from atoll.runtime.stage.program import shared_parameters
 from atoll.runtime.stage.rng import DrawKey

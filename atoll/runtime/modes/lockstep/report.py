@@ -1,7 +1,8 @@
 """The report of a lockstep run: what was predicted against what the ranks measured, the pieces of a step side by side. Without PyTorch."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from itertools import combinations
 from statistics import median
 
 import msgspec
@@ -13,7 +14,6 @@ from atoll.runtime.modes.lockstep.layout import Layout
 from atoll.runtime.modes.lockstep.measurement import (
     Exchange,
     RankMeasured,
-    Sync,
     distinct_exchanges,
     link_bytes,
     link_name,
@@ -102,7 +102,7 @@ def report_lockstep(directory: RunDirectory, summary: RunSummary) -> ModeReport:
     found = _found(directory, missing)
     comparison, predicted = Comparison(), None
     if found is not None and (summary.steps_since_start or found[3] or summary.step_seconds is None):
-        comparison = _compare(*found, measured_step=summary.step_seconds)
+        comparison = _Comparer(*found).comparison(summary.step_seconds)
         predicted = found[2].step_seconds if found[2] is not None else None
     elif found is not None:  # steps were made, but all of them under a plan before this one
         missing.append("plan.json: no step was made under this plan, so there is nothing to compare")
@@ -208,195 +208,171 @@ def _memory_table(found: Comparison) -> tuple[ReportTable, ...]:
     return _table("Memory at the peak (on a CPU, of the whole process)", ("", "measured", "predicted", ""), rows)
 
 
-def _compare(
-    plan: Plan, cluster: Cluster | None, predicted: Cost | None, ranks: Sequence[RankMeasured], *, measured_step: float | None
-) -> Comparison:
-    """Everything that can be compared, with what is there."""
-    whole = len({rank.device for rank in ranks}) == Layout(plan).world_size
-    syncs = sync_seconds(ranks) if whole else []
-    breakdown = _breakdown(predicted, ranks, syncs)
-    carried = link_bytes(cluster, plan, ranks) if whole else {}
-    collectives = _collectives(plan, predicted, ranks, syncs)
-    inside = sum(row.calls for row in collectives if row.what == _INSIDE)
-    return Comparison(
-        breakdown=breakdown,
-        stages=[_stage(plan, s, predicted, ranks, syncs) for s in range(len(plan.stages))],
-        collectives=collectives,
-        links=_links(plan, cluster, predicted, carried, ranks, syncs),
-        link_bytes=carried,
-        memory_bytes=_memory(plan, predicted, ranks),
-        differs_most=_most(breakdown, measured_step, inside),
-    )
+class _Comparer:
+    """Lays the pieces of a step side by side, with what is there."""
 
+    def __init__(self, plan: Plan, cluster: Cluster | None, predicted: Cost | None, ranks: Sequence[RankMeasured]) -> None:
+        self.plan, self.cluster, self.predicted, self.ranks = plan, cluster, predicted, ranks
+        self.devices = Layout(plan).devices
+        whole = len({rank.device for rank in ranks}) == len(self.devices)
+        self.syncs = sync_seconds(ranks) if whole else []
+        self.carried = link_bytes(cluster, plan, ranks) if whole else {}
+        self.agreeing = min((rank.seconds["agree"] for rank in ranks), default=0.0)  # what the exchange itself takes
 
-def _waited(rank: RankMeasured, ranks: Sequence[RankMeasured], syncs: Sequence[Sync]) -> float:
-    """Seconds of a step that a rank waited for others: for what they send, and where all meet, beyond what the exchange itself took."""
-    agreeing = min(one.seconds["agree"] for one in ranks)
-    exposed = sum(sync.exposed_seconds for sync in syncs if rank.rank in sync.ranks)
-    meeting = max(0.0, rank.seconds["agree"] - agreeing) + max(0.0, rank.seconds["synchronise"] - exposed)
-    return rank.seconds["receive"] + meeting
-
-
-def _breakdown(predicted: Cost | None, ranks: Sequence[RankMeasured], syncs: Sequence[Sync]) -> dict[str, Compared]:
-    """The step of the rank that computes longest, by what it was spent on."""
-    expected = predicted.breakdown if predicted is not None else None
-
-    def compared(measured: float | None, *names: str) -> Compared:
-        return Compared(measured=measured, predicted=sum(expected.get(name, 0.0) for name in names) if expected is not None else None)
-
-    if not ranks:
-        return {}
-    busiest = max(ranks, key=lambda rank: rank.seconds["forward"] + rank.seconds["backward"])
-    seconds = busiest.seconds
-    exposed = min(seconds["synchronise"], sum(sync.exposed_seconds for sync in syncs if busiest.rank in sync.ranks))
-    agreeing = min(rank.seconds["agree"] for rank in ranks)
-    return {
-        "compute": compared(seconds["forward"] + seconds["backward"], *_COMPUTE),
-        "waiting": compared(_waited(busiest, ranks, syncs), "bubble", "transfer", "jitter"),
-        "synchronise": compared(exposed, "sync"),
-        "sending": compared(seconds["send"]),
-        "optimizer": compared(seconds["optimizer"], "optimizer"),
-        "data": compared(seconds["data"]),
-        "other": compared(seconds["other"] + agreeing, "overhead"),
-    }
-
-
-def _stage(plan: Plan, s: int, predicted: Cost | None, ranks: Sequence[RankMeasured], syncs: Sequence[Sync]) -> StageReport:
-    price = predicted.stages[s] if predicted is not None else None
-    own = [(rank, stage) for rank in ranks for stage in rank.stages if stage.stage == s and stage.samples]
-    slowest = max((stage for _, stage in own), key=lambda stage: stage.forward_seconds + stage.backward_seconds, default=None)
-    waits = [_waited(rank, ranks, syncs) for rank, _ in own]
-    return StageReport(
-        stage=s,
-        devices=list(plan.stages[s].devices),
-        micro_batch_samples=slowest.samples if slowest else 0,
-        micro_batches=slowest.micro_batches if slowest else 0,
-        forward_seconds=Compared(measured=slowest.forward_seconds if slowest else None, predicted=price.forward_seconds if price else None),
-        backward_seconds=Compared(
-            measured=slowest.backward_seconds if slowest else None, predicted=price.backward_seconds if price else None
-        ),
-        wait_seconds=Compared(measured=median(waits) if waits else None, predicted=_predicted_wait(predicted, s)),
-    )
-
-
-def _predicted_wait(predicted: Cost | None, s: int) -> float | None:
-    """What a stage's busiest replica does not work, of what is left of the step after synchronisation and the optimizer."""
-    if predicted is None:
-        return None
-    rest = sum(predicted.breakdown.get(name, 0.0) for name in ("sync", "optimizer", "overhead"))
-    wait = predicted.step_seconds - rest - predicted.stages[s].busy_seconds
-    return wait if wait > 1e-9 * predicted.step_seconds else 0.0
-
-
-def _collectives(plan: Plan, predicted: Cost | None, ranks: Sequence[RankMeasured], syncs: Sequence[Sync]) -> list[CollectiveReport]:
-    devices = Layout(plan).devices
-    rows = []
-    for sync in syncs:
-        price = sum(predicted.stages[s].sync_seconds for s in sync.stages) if predicted is not None and sync.stages else None
-        of = f"stage {' and '.join(map(str, sync.stages))}" if sync.stages else "shared weights"
-        rows.append(
-            CollectiveReport(
-                what=f"gradients of {of}",
-                kind="all_reduce",
-                devices=[devices[number] for number in sync.ranks],
-                calls=sync.buckets,
-                bytes=sync.bytes,
-                seconds=Compared(measured=sync.seconds, predicted=price),
-                exposed_seconds=sync.exposed_seconds,
-            )
+    def comparison(self, measured_step: float | None) -> Comparison:
+        """Everything that can be compared."""
+        breakdown, collectives = self._breakdown(), self._collectives()
+        inside = sum(row.calls for row in collectives if row.what == _INSIDE)
+        return Comparison(
+            breakdown=breakdown,
+            stages=[self._stage(s) for s in range(len(self.plan.stages))],
+            collectives=collectives,
+            links=self._links(),
+            link_bytes=self.carried,
+            memory_bytes=self._memory(),
+            differs_most=_most(breakdown, measured_step, inside),
         )
-    for exchange in distinct_exchanges(ranks):
-        if exchange.kind != "send":
-            rows += _other_collective(exchange, devices, ranks, syncs)
-    return rows
 
+    def _exposed(self, rank: RankMeasured) -> float:
+        return sum(sync.exposed_seconds for sync in self.syncs if rank.rank in sync.ranks)
 
-def _other_collective(
-    exchange: Exchange, devices: Sequence[str], ranks: Sequence[RankMeasured], syncs: Iterable[Sync]
-) -> list[CollectiveReport]:
-    """What a group exchanges beside its gradients' buckets; only the last exchange of a step was timed by itself."""
-    own = [sync for sync in syncs if sync.ranks == exchange.ranks and exchange.kind == "all_reduce"]
-    calls, nbytes = exchange.calls - sum(sync.buckets for sync in own), exchange.bytes - sum(sync.bytes for sync in own)
-    if calls <= 0 or nbytes <= 0:
-        return []
-    last = exchange.kind == "all_reduce" and len(exchange.ranks) == len(devices) and calls == 1
-    return [
-        CollectiveReport(
+    def _waited(self, rank: RankMeasured) -> float:
+        """Seconds of a step that a rank waited for others: for what they send, and where all meet, beyond what the exchange itself took."""
+        meeting = max(0.0, rank.seconds["agree"] - self.agreeing) + max(0.0, rank.seconds["synchronise"] - self._exposed(rank))
+        return rank.seconds["receive"] + meeting
+
+    def _breakdown(self) -> dict[str, Compared]:
+        """The step of the rank that computes longest, by what it was spent on."""
+        expected = self.predicted.breakdown if self.predicted is not None else None
+
+        def compared(measured: float, *names: str) -> Compared:
+            return Compared(measured=measured, predicted=sum(expected.get(name, 0.0) for name in names) if expected is not None else None)
+
+        if not self.ranks:
+            return {}
+        busiest = max(self.ranks, key=lambda rank: rank.seconds["forward"] + rank.seconds["backward"])
+        seconds = busiest.seconds
+        return {
+            "compute": compared(seconds["forward"] + seconds["backward"], *_COMPUTE),
+            "waiting": compared(self._waited(busiest), "bubble", "transfer", "jitter"),
+            "synchronise": compared(min(seconds["synchronise"], self._exposed(busiest)), "sync"),
+            "sending": compared(seconds["send"]),
+            "optimizer": compared(seconds["optimizer"], "optimizer"),
+            "data": compared(seconds["data"]),
+            "other": compared(seconds["other"] + self.agreeing, "overhead"),
+        }
+
+    def _stage(self, s: int) -> StageReport:
+        price = self.predicted.stages[s] if self.predicted is not None else None
+        own = [(rank, stage) for rank in self.ranks for stage in rank.stages if stage.stage == s and stage.samples]
+        slowest = max((stage for _, stage in own), key=lambda stage: stage.forward_seconds + stage.backward_seconds, default=None)
+        forward, backward = (
+            Compared(measured=getattr(slowest, name, None), predicted=getattr(price, name, None))
+            for name in ("forward_seconds", "backward_seconds")
+        )
+        waited = median(self._waited(rank) for rank, _ in own) if own else None
+        return StageReport(
+            stage=s,
+            devices=list(self.plan.stages[s].devices),
+            micro_batch_samples=slowest.samples if slowest else 0,
+            micro_batches=slowest.micro_batches if slowest else 0,
+            forward_seconds=forward,
+            backward_seconds=backward,
+            wait_seconds=Compared(measured=waited, predicted=self._predicted_wait(s)),
+        )
+
+    def _predicted_wait(self, s: int) -> float | None:
+        """What a stage's busiest replica does not work, of what is left of the step after synchronisation and the optimizer."""
+        if self.predicted is None:
+            return None
+        rest = sum(self.predicted.breakdown.get(name, 0.0) for name in ("sync", "optimizer", "overhead"))
+        wait = self.predicted.step_seconds - rest - self.predicted.stages[s].busy_seconds
+        return wait if wait > 1e-9 * self.predicted.step_seconds else 0.0
+
+    def _collectives(self) -> list[CollectiveReport]:
+        rows = []
+        for sync in self.syncs:
+            price = sum(self.predicted.stages[s].sync_seconds for s in sync.stages) if self.predicted is not None and sync.stages else None
+            of = f"stage {' and '.join(map(str, sync.stages))}" if sync.stages else "shared weights"
+            rows.append(
+                CollectiveReport(
+                    what=f"gradients of {of}",
+                    kind="all_reduce",
+                    devices=[self.devices[number] for number in sync.ranks],
+                    calls=sync.buckets,
+                    bytes=sync.bytes,
+                    seconds=Compared(measured=sync.seconds, predicted=price),
+                    exposed_seconds=sync.exposed_seconds,
+                )
+            )
+        others = [self._other_collective(exchange) for exchange in distinct_exchanges(self.ranks) if exchange.kind != "send"]
+        return rows + [row for row in others if row is not None]
+
+    def _other_collective(self, exchange: Exchange) -> CollectiveReport | None:
+        """What a group exchanges beside its gradients' buckets; only the last exchange of a step was timed by itself."""
+        own = [sync for sync in self.syncs if sync.ranks == exchange.ranks and exchange.kind == "all_reduce"]
+        calls, nbytes = exchange.calls - sum(sync.buckets for sync in own), exchange.bytes - sum(sync.bytes for sync in own)
+        if calls <= 0 or nbytes <= 0:
+            return None
+        last = exchange.kind == "all_reduce" and len(exchange.ranks) == len(self.devices) and calls == 1
+        return CollectiveReport(
             what="loss and norm" if last else _INSIDE,
             kind=exchange.kind,
-            devices=[devices[number] for number in exchange.ranks],
+            devices=[self.devices[number] for number in exchange.ranks],
             calls=calls,
             bytes=nbytes,
-            seconds=Compared(measured=min(rank.seconds["agree"] for rank in ranks) if last else None),
+            seconds=Compared(measured=self.agreeing if last else None),
         )
-    ]
 
+    def _links(self) -> list[LinkReport]:
+        expected = self.predicted.link_bytes if self.predicted is not None else {}
+        busy, planned = self._busy_links(), self._planned_busy_links()
+        return [
+            LinkReport(
+                name=name,
+                bytes=Compared(measured=self.carried.get(name), predicted=expected.get(name)),
+                seconds=Compared(measured=busy.get(name), predicted=planned.get(name)),
+            )
+            for name in sorted(self.carried.keys() | expected.keys())
+        ]
 
-def _links(
-    plan: Plan,
-    cluster: Cluster | None,
-    predicted: Cost | None,
-    carried: dict[str, float],
-    ranks: Sequence[RankMeasured],
-    syncs: Sequence[Sync],
-) -> list[LinkReport]:
-    expected = predicted.link_bytes if predicted is not None else {}
-    busy = _busy_links(plan, cluster, ranks, syncs)
-    planned = _planned_busy_links(plan, cluster, predicted)
-    return [
-        LinkReport(
-            name=name,
-            bytes=Compared(measured=carried.get(name), predicted=expected.get(name)),
-            seconds=Compared(measured=busy.get(name), predicted=planned.get(name)),
-        )
-        for name in sorted(carried.keys() | expected.keys())
-    ]
+    def _busy_links(self) -> dict[str, float]:
+        """Seconds of a step that transfers and synchronisation took on each link; where several go at once, all are counted."""
+        calls = {exchange.ranks: exchange.calls for exchange in distinct_exchanges(self.ranks) if exchange.kind == "send"}
+        busy: dict[str, float] = defaultdict(float)
+        for (sender, receiver), (seconds, _) in transfer_seconds(self.ranks, self.plan).items():
+            busy[link_name(self.cluster, self.devices[sender], self.devices[receiver])] += seconds * calls[sender, receiver]
+        for sync in self.syncs:
+            busy[self._slowest_link([self.devices[number] for number in sync.ranks])] += sync.seconds
+        return busy
 
+    def _planned_busy_links(self) -> dict[str, float]:
+        busy: dict[str, float] = defaultdict(float)
+        for s, price in enumerate(self.predicted.stages if self.predicted is not None else ()):
+            stage = self.plan.stages[s]
+            if s + 1 < len(self.plan.stages):
+                ends = stage.replicas[0].devices[0], self.plan.stages[s + 1].replicas[0].devices[0]
+                if ends[0] != ends[1]:
+                    busy[link_name(self.cluster, *ends)] += 2 * self.plan.micro_batches * price.transfer_seconds  # there and back
+            if price.sync_seconds:
+                busy[self._slowest_link(list(stage.devices))] += price.sync_seconds
+        return busy
 
-def _busy_links(plan: Plan, cluster: Cluster | None, ranks: Sequence[RankMeasured], syncs: Sequence[Sync]) -> dict[str, float]:
-    """Seconds of a step that transfers and synchronisation took on each link; where several go at once, all are counted."""
-    devices = Layout(plan).devices
-    calls = {exchange.ranks: exchange.calls for exchange in distinct_exchanges(ranks) if exchange.kind == "send"}
-    busy: dict[str, float] = defaultdict(float)
-    for (sender, receiver), (seconds, _) in transfer_seconds(ranks, plan).items():
-        busy[link_name(cluster, devices[sender], devices[receiver])] += seconds * calls[sender, receiver]
-    for sync in syncs:
-        busy[_slowest_link(plan, cluster, [devices[number] for number in sync.ranks])] += sync.seconds
-    return dict(busy)
+    def _slowest_link(self, names: Sequence[str]) -> str:
+        """The link that a collective of these devices waits for: the slowest between any two."""
+        pairs, cluster = list(combinations(names, 2)), self.cluster
+        if cluster is None:
+            return link_name(cluster, *pairs[0])
+        return link_name(cluster, *min(pairs, key=lambda pair: cluster.link_between(*map(cluster.device, pair)).bytes_per_s))
 
-
-def _planned_busy_links(plan: Plan, cluster: Cluster | None, predicted: Cost | None) -> dict[str, float]:
-    if predicted is None:
-        return {}
-    busy: dict[str, float] = defaultdict(float)
-    for s, price in enumerate(predicted.stages):
-        stage = plan.stages[s]
-        if s + 1 < len(plan.stages):
-            ends = stage.replicas[0].devices[0], plan.stages[s + 1].replicas[0].devices[0]
-            if ends[0] != ends[1]:
-                busy[link_name(cluster, *ends)] += 2 * plan.micro_batches * price.transfer_seconds  # there and back
-        if price.sync_seconds:
-            busy[_slowest_link(plan, cluster, list(stage.devices))] += price.sync_seconds
-    return dict(busy)
-
-
-def _slowest_link(plan: Plan, cluster: Cluster | None, names: Sequence[str]) -> str:
-    """The link that a collective of these devices waits for: the slowest between any two."""
-    pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
-    if cluster is None:
-        return link_name(cluster, *pairs[0])
-    slowest = min(pairs, key=lambda pair: cluster.link_between(*map(cluster.device, pair)).bytes_per_s)
-    return link_name(cluster, *slowest)
-
-
-def _memory(plan: Plan, predicted: Cost | None, ranks: Sequence[RankMeasured]) -> dict[str, Compared]:
-    measured = {rank.device: rank.peak_memory_bytes for rank in ranks}
-    expected = {device: use.total_bytes for device, use in predicted.memory.items()} if predicted is not None else {}
-    return {
-        device: Compared(measured=measured.get(device), predicted=expected.get(device))
-        for device in Layout(plan).devices
-        if device in measured or device in expected
-    }
+    def _memory(self) -> dict[str, Compared]:
+        measured = {rank.device: rank.peak_memory_bytes for rank in self.ranks}
+        expected = {device: use.total_bytes for device, use in self.predicted.memory.items()} if self.predicted is not None else {}
+        return {
+            device: Compared(measured=measured.get(device), predicted=expected.get(device))
+            for device in self.devices
+            if device in measured or device in expected
+        }
 
 
 def _most(breakdown: dict[str, Compared], measured_step: float | None, inside: int) -> Difference | None:

@@ -1,4 +1,4 @@
-"""Orders: from a plan's schedule and its workers to the Schedule they follow.
+"""The schedule builder: from a plan's schedule and its workers to the Schedule they follow.
 
 One engine makes all of them. It plays a step on a clock (a forward takes 1, a backward 2) and notes who computed what in which order. Its
 policy is that of 1F1B: a forward while there is room, else a backward, waiting for either if need be. Of several inputs a worker takes the

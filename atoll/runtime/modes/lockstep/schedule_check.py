@@ -1,5 +1,5 @@
-"""Check: whether a schedule does what its workers have to do, and ends. A `ScheduleError` says what is wrong in a sentence and shows the
-table with the wrong cell marked.
+"""The check of schedules: whether one does what its workers have to do, and ends. A `ScheduleError` says what is wrong and shows the table
+with the wrong cell marked.
 
 The rules, each relying on those before it:
 1. Every worker computes the forward and the backward of its stages' micro-batches once, sends and receives once what has to cross, and

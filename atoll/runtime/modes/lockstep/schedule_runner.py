@@ -113,8 +113,8 @@ class ScheduleRunner:
         self._sizes, self._channels, self._gradients, self._feed = sizes, channels, gradients, feed
         self._activity, self.recorder, self._pace = activity, recorder, pace
         self._last_backward = {action.stage: action.micro_batch for action in actions if action.kind == "B"}
-        self._dims = {work.place.stage: [sizes.sample_dim(crossing) for crossing in work.program.receives] for work in stages}
-        self._dims_out = {work.place.stage: [sizes.sample_dim(crossing) for crossing in work.program.sends] for work in stages}
+        crossings = [crossing for work in stages for crossing in (*work.program.receives, *work.program.sends)]
+        self._sample_dims = {crossing.name: sizes.sample_dim(crossing) for crossing in crossings}
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -149,12 +149,11 @@ class ScheduleRunner:
                 self._backward(stage, m)
             case "RF" | "RB":
                 began = self.recorder.now()
-                receive = self._receive_activations if action.kind == "RF" else self._receive_gradients
-                self._arriving[action.kind[1], stage, m] = receive(stage, m)
+                self._arriving[action.kind[1], stage, m] = self._receive(stage, m, back=action.kind == "RB")
                 self.recorder.add("P", stage, m, began)
             case "SF" | "SB":
                 began = self.recorder.now()
-                (self._send_activations if action.kind == "SF" else self._send_gradients)(stage, m)
+                self._send(stage, m, back=action.kind == "SB")
                 self.recorder.add(action.kind, stage, m, began)
             case _:
                 pass  # synchronisation runs by itself as gradients become ready; the optimizer is the trainer's
@@ -224,33 +223,25 @@ class ScheduleRunner:
 
     def _message(self, boundary: int, m: int, *, back: bool) -> Transfer:
         """About the values between `boundary` and the stage after it."""
-        if boundary in self._stages:
-            crossings, dims = self._stages[boundary].program.sends, self._dims_out[boundary]
-        else:
-            crossings, dims = self._stages[boundary + 1].program.receives, self._dims[boundary + 1]
-        chosen = [i for i, crossing in enumerate(crossings) if crossing.wants_gradient or not back]
+        here = boundary in self._stages
+        crossings = self._stages[boundary].program.sends if here else self._stages[boundary + 1].program.receives
+        chosen = [crossing for crossing in crossings if crossing.wants_gradient or not back]
         micro_batches = len(self._layout.micro_batches)
         tag = (2 * boundary + back) * micro_batches + m
         messages = 2 * len(self._layout.plan.stages) * micro_batches  # in a step: something both ends know
-        return Transfer([crossings[i] for i in chosen], [dims[i] for i in chosen], tag, messages)
+        return Transfer(chosen, [self._sample_dims[crossing.name] for crossing in chosen], tag, messages)
 
-    def _receive_activations(self, stage: int, m: int) -> Arrival:
-        message = self._message(stage - 1, m, back=False)
-        return self._receive(message, forward_hops(self._layout, stage, m), stage, m)
-
-    def _receive_gradients(self, stage: int, m: int) -> Arrival:
-        message = self._message(stage, m, back=True)
-        return self._receive(message, backward_hops(self._layout, stage, m), stage, m)
-
-    def _receive(self, message: Transfer, hops: Sequence[Any], stage: int, m: int) -> Arrival:
+    def _receive(self, stage: int, m: int, *, back: bool) -> Arrival:
+        """Activations from the stage before, or gradients from the one after."""
+        message = self._message(stage if back else stage - 1, m, back=back)
+        hops = (backward_hops if back else forward_hops)(self._layout, stage, m)
         _, binding = self._feed.get(self._step, stage, m)
         shapes = [self._sizes.shape(crossing, binding) for crossing in message.crossings]
         return self._channels.receive(message, hops, shapes, self._piece(stage, m)[0])
 
-    def _send_activations(self, stage: int, m: int) -> None:
-        message, values = self._message(stage, m, back=False), self._handed.pop(("SF", stage, m))
-        self._channels.send(message, forward_hops(self._layout, stage + 1, m), values, self._piece(stage, m)[0])
-
-    def _send_gradients(self, stage: int, m: int) -> None:
-        message, values = self._message(stage - 1, m, back=True), self._handed.pop(("SB", stage, m))
-        self._channels.send(message, backward_hops(self._layout, stage - 1, m), values, self._piece(stage, m)[0])
+    def _send(self, stage: int, m: int, *, back: bool) -> None:
+        """Gradients to the stage before, or activations to the one after."""
+        message = self._message(stage - 1 if back else stage, m, back=back)
+        hops = backward_hops(self._layout, stage - 1, m) if back else forward_hops(self._layout, stage + 1, m)
+        values = self._handed.pop(("SB" if back else "SF", stage, m))
+        self._channels.send(message, hops, values, self._piece(stage, m)[0])

@@ -28,7 +28,7 @@ from atoll.randomness import mix, own_randomness
 
 if TYPE_CHECKING:
     from atoll.runtime.modes.lockstep.role import Role
-    from atoll.runtime.modes.lockstep.torchrun import ClusterSource, PlanSource
+    from atoll.runtime.modes.lockstep.worker import ClusterSource, PlanSource
 
 __all__ = ["Job", "LossFunction", "LossValue", "RunResult", "local_device", "read_loss"]
 
@@ -264,7 +264,7 @@ class Job:
         resume: bool,
         checkpoint_every: int | None,
     ) -> RunResult:
-        from atoll.runtime.modes.lockstep.torchrun import run_among_others
+        from atoll.runtime.modes.lockstep.worker import run_among_others
         from atoll.watch.progress import Progress
 
         with ExitStack() as stack:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from atoll import Job
 from atoll.graph.capture import Captured
 from atoll.plan import Plan
+from atoll.runtime.imposed_speed import Pace
 from atoll.runtime.modes.lockstep.layout import Layout
 from atoll.runtime.modes.lockstep.rank import assemble
 from atoll.runtime.modes.lockstep.trainer import Trainer
@@ -173,9 +174,9 @@ class Pipeline(_Mine):
 class Atoll:
     """A plan of the same layout under Atoll's trainer."""
 
-    def __init__(self, job: Job, captured: Captured, plan: Plan) -> None:
+    def __init__(self, job: Job, captured: Captured, plan: Plan, pace: Pace | None = None) -> None:
         self.name = "; ".join(str(plan).splitlines()[1:])
-        self.work = assemble(job, Layout(plan), captured, device=_CPU)
+        self.work = assemble(job, Layout(plan), captured, device=_CPU, pace=pace)
         self.done = 0
         self._trainer = Trainer(job, self.work, _CPU)
 

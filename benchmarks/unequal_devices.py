@@ -33,6 +33,7 @@ from atoll.cost import Evaluator
 from atoll.graph.capture import Captured, capture_program
 from atoll.plan import Plan
 from atoll.runtime.imposed_speed import Pace
+from atoll.runtime.modes.lockstep.layout import Layout
 
 LIMIT = 0.90
 LAYOUTS = ("data", "pipeline")
@@ -42,12 +43,11 @@ _CPU = torch.device("cpu")
 
 def runner(job: Job, captured: Captured, plan: Plan, evaluator: Evaluator) -> Atoll:
     """A plan under imposed speeds."""
-    atoll = Atoll(job, captured, plan)
-    layout = atoll.work.layout
-    places = layout.places(atoll.work.rank)
+    layout = Layout(plan)
+    places = layout.places(dist.get_rank())
     homes = {place.stage: (plan.stages[place.stage], plan.stages[place.stage].replicas[place.replica]) for place in places}
-    atoll.work.runner.pace = Pace(evaluator, homes, [stop - start for start, stop in layout.micro_batches], _CPU)
-    return atoll
+    pace = Pace(evaluator, homes, [stop - start for start, stop in layout.micro_batches], _CPU)
+    return Atoll(job, captured, plan, pace)
 
 
 def step_seconds(runners: Sequence[Atoll], rounds: int) -> list[float]:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from atoll.blame import users_code
 from atoll.errors import JobFailedError
 from atoll.job import LossValue, read_loss
 from atoll.runtime.activations import Activations
-from atoll.runtime.stage.loss_scale import LossScale
 from atoll.runtime.stage.module import StageModule
 from atoll.runtime.stage.program import StageProgram
 from atoll.runtime.stage.rng import DrawKey
@@ -36,7 +35,7 @@ __all__ = [
     "GradientSink",
     "InputGradients",
     "Loss",
-    "OwnedParameter",
+    "LossScale",
     "BuiltStage",
     "StageExecutor",
     "Update",
@@ -86,22 +85,37 @@ class InputGradients(NamedTuple):
     parameters: list[Tensor | None]
 
 
-class GradientSink(Protocol):
-    """Where the parameters' gradients go, and what a loss is multiplied by to be right there."""
+class LossScale:
+    """What fp16 losses are multiplied by: doubled after many good steps, halved after an overflow, the same for all.
 
-    def share(self, samples: int) -> float:
-        """What a mean loss over so many samples is multiplied by."""
-        ...
+    The numbers are those of `torch.amp.GradScaler`, which cannot be told of overflows elsewhere.
+    """
 
-    def scaled_by(self, scale: LossScale) -> float:
-        """What a loss is multiplied by besides, so that fp16 gradients do not vanish."""
-        ...
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.value = 65536.0 if enabled else 1.0
+        self.good_steps = 0
 
-    def differentiate(
-        self, roots: Sequence[Tensor], given: Sequence[Tensor | None], inputs: Sequence[Tensor], factor: float
-    ) -> InputGradients:
-        """Backward. `factor` is what `scaled_by` said."""
-        ...
+    def update(self, overflowed: bool) -> None:
+        """After a step."""
+        if not self.enabled:
+            return
+        if overflowed:
+            self.value, self.good_steps = self.value * 0.5, 0
+            return
+        self.good_steps += 1
+        if self.good_steps == 2000:
+            self.value, self.good_steps = self.value * 2.0, 0
+
+    def state(self) -> dict[str, float]:
+        """For a checkpoint."""
+        return {"value": self.value, "good_steps": self.good_steps, "enabled": self.enabled}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """What `state` gave; a run that did not scale before, or does not now, begins as it would anew."""
+        if not (self.enabled and state.get("enabled", True)):
+            return
+        self.value, self.good_steps = float(state["value"]), int(state["good_steps"])
 
 
 class Accumulated:
@@ -111,17 +125,17 @@ class Accumulated:
         self._batch_size = batch_size
 
     def share(self, samples: int) -> float:
-        """Its share of the batch."""
+        """What a mean loss over so many samples is multiplied by: their share of the batch."""
         return samples / self._batch_size
 
     def scaled_by(self, scale: LossScale) -> float:
-        """The loss scale."""
+        """What a loss is multiplied by besides, so that fp16 gradients do not vanish."""
         return scale.value
 
     def differentiate(
         self, roots: Sequence[Tensor], given: Sequence[Tensor | None], inputs: Sequence[Tensor], factor: float
     ) -> InputGradients:
-        """Leaves gradients in `.grad`."""
+        """Backward, which leaves gradients in `.grad`; `factor` is what `scaled_by` said."""
         if roots:
             torch.autograd.backward(roots, given)
         return InputGradients([value.grad if value.grad is not None else torch.zeros_like(value) for value in inputs], [])
@@ -152,6 +166,10 @@ class Contributed:
         back = [value if value is not None else torch.zeros_like(entered) for entered, value in zip(inputs, found, strict=False)]
         own = list(found[len(inputs) :])
         return InputGradients(back, own if factor == 1.0 else [value if value is None else value.float() / factor for value in own])
+
+
+GradientSink: TypeAlias = Accumulated | Contributed
+"""Where the parameters' gradients go, and what a loss is multiplied by to be right there."""
 
 
 def loss_share(value: LossValue, samples: int, gradients: GradientSink) -> Tensor:
@@ -228,15 +246,6 @@ class Updater:
         return True
 
 
-class OwnedParameter(Protocol):
-    """What a device owns of a parameter that others may hold too."""
-
-    @property
-    def held(self) -> "LocalShard":
-        """For checkpoints."""
-        ...
-
-
 @dataclass
 class _Kept:
     """A micro-batch between its forward and its backward."""
@@ -265,8 +274,11 @@ class StageExecutor:
         gradients: GradientSink,
         updater: Updater,
         persistent: frozenset[str] = frozenset(),
-        owned: Sequence[OwnedParameter] | None = None,
+        owned: "Sequence[LocalShard] | None" = None,
+        unread: Mapping[str, Tensor] | None = None,
     ) -> None:
+        """`shards` has what is `owned` (unless given all parameters of its stages, whole), the buffers of them whose names are
+        `persistent`, and what is `unread` by every stage."""
         self.stages, self.updater = stages, updater
         self.deferred = loss.num_leaves > 1  # the loss is (total, weight): gradients are divided once the batch's weight is known
         self._sizes, self._loss, self._key, self._autocast, self._gradients = sizes, loss, key, autocast, gradients
@@ -274,7 +286,7 @@ class StageExecutor:
         self._draws = {number: any(unit.draws for unit in stage.program.units) for number, stage in stages.items()}
         self._draws_again = {number: self._draws[number] and stage.module.recomputes for number, stage in stages.items()}
         self._kept: dict[WorkItem, _Kept] = {}
-        self._persistent, self._owned = persistent, owned
+        self._persistent, self._owned, self._unread = persistent, owned, unread or {}
 
     @property
     def scale(self) -> LossScale:
@@ -358,7 +370,7 @@ class StageExecutor:
     def shards(self) -> "list[LocalShard]":
         """What this device has of the model, by the user's names: the tensors themselves, for checkpoints, joins and averaging.
 
-        Parameters (trained and frozen) and the buffers that `state_dict` has, each once. `runtime/checkpoint/optimizer_state.py` finds the
+        Parameters (trained and frozen) and what else `state_dict` has, each once. `runtime/checkpoint/optimizer_state.py` finds the
         optimizer's state by them. They are those after a whole step except while `apply` runs; with FSDP they are the device's own ranges.
         """
         from atoll.runtime.checkpoint.local_shard import LocalShard
@@ -368,11 +380,11 @@ class StageExecutor:
         for stage in self.stages.values():
             parameters |= stage.module.parameters_by_name()
             buffers |= stage.module.buffers_by_name()
-        if self._owned is not None:
-            shards = [owned.held for owned in self._owned]
-        else:
-            shards = [LocalShard(_whole(name, value), value.detach(), parameter=value) for name, value in parameters.items()]
-        return shards + [LocalShard(_whole(name, value), value) for name, value in buffers.items() if name in self._persistent]
+        others = {name: value for name, value in buffers.items() if name in self._persistent} | dict(self._unread)
+        owned = self._owned
+        if owned is None:
+            owned = [LocalShard(_whole(name, value), value.detach(), parameter=value) for name, value in parameters.items()]
+        return [*owned, *(LocalShard(_whole(name, value), value) for name, value in others.items())]
 
 
 def _whole(name: str, value: Tensor) -> ShardSpec:

@@ -10,7 +10,7 @@ import pytest
 
 from atoll.cli.main import run
 from atoll.runtime.modes.lockstep.schedule import Schedule
-from atoll.runtime.modes.lockstep.trace import read_chrome_trace
+from tests.runtime.modes.lockstep.read_trace import read_chrome_trace
 
 SCRIPT = """
 import torch

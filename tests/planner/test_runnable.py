@@ -12,7 +12,7 @@ from atoll.plan import Mode, Plan, validate
 from atoll.plan.link_codecs import PlanCodecs, allowed_codecs
 from atoll.plan.modes import mode_rules
 from atoll.planner import plan
-from atoll.runtime.modes.lockstep.bridge import backward_hops, forward_hops
+from atoll.runtime.modes.lockstep.channels import backward_hops, forward_hops
 from atoll.runtime.modes.lockstep.layout import Layout
 from atoll.runtime.modes.lockstep.rank import make_plan_schedule
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from atoll.errors import CheckpointError
-from atoll.runtime.stage.loss_scale import LossScale
+from atoll.runtime.executor import LossScale
 
 __all__ = ["restore_training", "training_state"]
 

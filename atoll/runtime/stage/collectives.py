@@ -5,99 +5,85 @@ results are summed. `Lanes` have their own samples: what enters is gathered from
 The rest of the runtime's code for divided tensors does not know which of the two it serves.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 __all__ = ["Lanes", "Ranks", "Samples", "TensorRanks"]
 
 Samples = tuple[int, int] | None  # the dimension that runs over samples, and its length for one sample; None: the same for all samples
 
 
-class Ranks(Protocol):
+class Ranks:
     """Devices that divide tensors between them."""
 
-    @property
-    def gathers(self) -> bool:
-        """Whether each device has its own samples."""
-        ...
+    gathers: bool  # whether each device has its own samples
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
 
     def enter(self, x: Tensor, samples: Samples) -> Tensor:
         """A value that a device's part is computed from, for all samples; its gradient is a sum over devices."""
-        ...
+        raise NotImplementedError
 
     def leave(self, x: Tensor, samples: Samples) -> Tensor:
         """The sum of the devices' partial results, for the device's own samples."""
-        ...
+        raise NotImplementedError
 
     def own(self, x: Tensor, samples: Samples) -> Tensor:
         """Of a value for all samples, the device's own; no gradient."""
-        ...
+        return x
 
     def spread(self, x: Tensor, samples: Samples) -> Tensor:
         """A value for all samples, of which each device has its own; no gradient."""
-        ...
+        return x
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, samples: Samples) -> Tensor:
+        """A product that sums over a divided dimension: the bias is added once, after the sum over devices."""
+        return self._with_bias(functional.linear(x, weight), bias, samples)
+
+    def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None, samples: Samples) -> Tensor:
+        """As `linear`, of a weight that is not transposed."""
+        return self._with_bias(x @ weight, bias, samples)
+
+    def _with_bias(self, part: Tensor, bias: Tensor | None, samples: Samples) -> Tensor:
+        result = self.leave(part, samples)
+        return result if bias is None else result + bias.to(result.dtype)  # under autocast the product is narrower than the bias
 
     def add_up(self, x: Tensor) -> Tensor:
         """The sum over devices, in place; no gradient."""
-        ...
-
-    def largest(self, x: Tensor) -> Tensor:
-        """The maximum over devices, in place; no gradient."""
-        ...
-
-
-class _Reducing:
-    """What both kinds of devices do alike."""
-
-    def __init__(self, group: dist.ProcessGroup):
-        self.group = group
-
-    def add_up(self, x: Tensor) -> Tensor:
-        """See `Ranks`."""
         dist.all_reduce(x, group=self.group)
         return x
 
     def largest(self, x: Tensor) -> Tensor:
-        """See `Ranks`."""
+        """The maximum over devices, in place; no gradient."""
         dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
         return x
 
 
-class TensorRanks(_Reducing):
+class TensorRanks(Ranks):
     """Devices of one lane: all of them see the lane's samples."""
 
     gathers = False
 
     def enter(self, x: Tensor, samples: Samples) -> Tensor:
-        """See `Ranks`."""
-        if not x.requires_grad:
-            return x
-        return _SumGradients.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
+        return _SumGradients.apply(x, self) if x.requires_grad else x  # type: ignore[no-untyped-call]
 
     def leave(self, x: Tensor, samples: Samples) -> Tensor:
-        """See `Ranks`."""
         return _SumParts.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
 
-    def own(self, x: Tensor, samples: Samples) -> Tensor:
-        """See `Ranks`."""
-        return x
 
-    def spread(self, x: Tensor, samples: Samples) -> Tensor:
-        """See `Ranks`."""
-        return x
-
-
-class Lanes(_Reducing):
+class Lanes(Ranks):
     """Lanes of a replica that divide a layer. `samples` says how many of the micro-batch each lane has: set it before every forward."""
 
     gathers = True
 
-    def __init__(self, group: dist.ProcessGroup, index: int):
+    def __init__(self, group: dist.ProcessGroup, index: int) -> None:
         super().__init__(group)
         self.index = index
         self.samples: tuple[int, ...] = ()
@@ -107,24 +93,21 @@ class Lanes(_Reducing):
         return per_sample * sum(self.samples)
 
     def enter(self, x: Tensor, samples: Samples) -> Tensor:
-        """See `Ranks`. The gradient of what is the same for all samples is summed with the lanes' other gradients, not here."""
+        """The gradient of what is the same for all samples is summed with the lanes' other gradients, not here."""
         if samples is None:
             return x
         return _Gather.apply(x, self, samples[0], self._lengths(samples))  # type: ignore[no-any-return, no-untyped-call]
 
     def leave(self, x: Tensor, samples: Samples) -> Tensor:
-        """See `Ranks`."""
         assert samples is not None, "only values that belong to samples leave a layer that lanes divide"
         return _Scatter.apply(x, self, samples[0], self._lengths(samples))  # type: ignore[no-any-return, no-untyped-call]
 
     def own(self, x: Tensor, samples: Samples) -> Tensor:
-        """See `Ranks`."""
         assert samples is not None
         lengths = self._lengths(samples)
         return x.narrow(samples[0], sum(lengths[: self.index]), lengths[self.index])
 
     def spread(self, x: Tensor, samples: Samples) -> Tensor:
-        """See `Ranks`."""
         assert samples is not None
         return self.gather(x, samples[0], self._lengths(samples))
 

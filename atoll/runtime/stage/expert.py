@@ -280,7 +280,8 @@ class _Rewrite:
 
     def _route(self, picks: list[fx.Node]) -> None:
         """Weights are picked by the numbers that the experts of arrived rows have here."""
-        first = min((self.nodes[node] for node in picks), key=_order(self.graph))
+        copies = {self.nodes[node] for node in picks}
+        first = next(node for node in self.graph.nodes if node in copies)
         ids = next(own for value, own in _arguments(picks[0], self.nodes[picks[0]]) if value is self.region.ids)
         self.route = self._insert(first, self.lanes.route, ids)
         local = self._insert(first, self.lanes.local_choices if self.choices else self.lanes.local_ids, self.route)
@@ -363,8 +364,3 @@ def _choices(table: OperatorTable, region: ExpertRegion) -> int:
     """How many experts a row goes to, where the program has a dimension for them; else 0."""
     shape: tuple[int, ...] = () if region.ids is None else table.specs[region.ids].shape
     return shape[1] if len(shape) > 1 else 0
-
-
-def _order(graph: fx.Graph) -> Callable[[fx.Node], int]:
-    places = {node: place for place, node in enumerate(graph.nodes)}
-    return lambda node: places[node]

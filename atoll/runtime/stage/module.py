@@ -1,6 +1,11 @@
-"""A stage as a module: the units of a StageProgram with the parameters a rank holds, run one after another for a micro-batch."""
+"""A stage as a module: the units of a StageProgram with the parameters a rank holds, run one after another for a micro-batch.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+A unit's graph, and the regions inside it, are changed before it runs: `_own_region` and what follows.
+"""
+
+import copy
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -9,13 +14,16 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from atoll.graph.regions import arguments_of, draws_in, regions_of, shared_memory, written
 from atoll.runtime.stage.program import StageProgram, Unit
-from atoll.runtime.stage.rewriting import keep_what_is_read, own_region, place_on, seed_draws
 from atoll.runtime.stage.rng import Draw, DrawKey
 from atoll.runtime.stage.shard_spec import ShardSpec
 from atoll.runtime.stage.state import InitialState
 
 __all__ = ["EvaluationBuilder", "StageBuilder", "StageModule", "UnitModule"]
+
+aten = torch.ops.aten
+_NOT_KEPT = (torch.ops.higher_order.wrap_with_set_grad_enabled,)  # with False as its first argument: nothing inside is kept for backward
 
 
 class UnitModule(nn.Module):
@@ -69,8 +77,7 @@ class StageModule(nn.Module):
         """Run the micro-batch whose values these are; the dict is used up."""
         with torch.no_grad():
             self._run(self.prologue, values)
-        for unit, dead in zip(self.units, self._dead, strict=True):
-            assert isinstance(unit, UnitModule)
+        for unit, dead in zip(self._own_units(), self._dead, strict=True):
             self._run(unit, values)
             for name in dead:
                 values.pop(name, None)
@@ -82,38 +89,33 @@ class StageModule(nn.Module):
             made = unit(*[values[name] for name in unit.inputs])
         values.update(zip(unit.outputs, made, strict=True))
 
+    def _own_units(self) -> list[UnitModule]:
+        return list(self.units)  # type: ignore[arg-type]
+
     def all_units(self) -> list[UnitModule]:
         """In the order they run, the prologue first."""
-        return [unit for unit in (self.prologue, *self.units) if isinstance(unit, UnitModule)]
+        return [self.prologue, *self._own_units()]
 
     @property
     def recomputes(self) -> bool:
         """Whether backward runs some of its units again."""
-        return any(isinstance(unit, UnitModule) and unit.recompute for unit in self.units)
+        return any(unit.recompute for unit in self._own_units())
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """What the rank holds of each parameter, by the user's name."""
-        found: dict[str, nn.Parameter] = {}
-        for unit in self.units:
-            assert isinstance(unit, UnitModule)
-            for attribute, name in unit.parameter_names.items():
-                found[name] = getattr(unit.graph_module, attribute)
-        return found
+        units = self._own_units()
+        return {name: getattr(unit.graph_module, attribute) for unit in units for attribute, name in unit.parameter_names.items()}
 
     def share_parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Uses these from now on, by the user's names, instead of its own."""
-        for unit in self.units:
-            assert isinstance(unit, UnitModule)
+        for unit in self._own_units():
             for attribute, name in unit.parameter_names.items():
                 setattr(unit.graph_module, attribute, parameters[name])
 
     def buffers_by_name(self) -> dict[str, Tensor]:
         """Buffers the rank's units read, by the user's name."""
-        found: dict[str, Tensor] = {}
-        for unit in self.all_units():
-            for attribute, name in unit.buffer_names.items():
-                found[name] = getattr(unit.graph_module, attribute)
-        return found
+        units = self.all_units()
+        return {name: getattr(unit.graph_module, attribute) for unit in units for attribute, name in unit.buffer_names.items()}
 
     def changed_buffers(self) -> list[str]:
         """Names of the buffers that running the stage changes, such as running statistics."""
@@ -157,11 +159,11 @@ class StageBuilder:
         for attribute, placeholder in unit.buffers.items():
             root.register_buffer(attribute, self.buffer(placeholder), persistent=False)
         for attribute, module in unit.modules.items():
-            setattr(root, attribute, own_region(module) if isinstance(module, fx.GraphModule) else module)
+            setattr(root, attribute, _own_region(module) if isinstance(module, fx.GraphModule) else module)
         graph_module = fx.GraphModule(root, unit.graph)
-        place_on(graph_module, self._device)
-        seed_draws(graph_module, unit.draws, Draw(self._key, self._device))
-        keep_what_is_read(graph_module, unit.changes)
+        _place_on(graph_module, self._device)
+        _seed_draws(graph_module, unit.draws, Draw(self._key, self._device))
+        _keep_what_is_read(graph_module, unit.changes)
         graph_module.recompile()
         names = {attribute: self._state.buffer_name(placeholder) for attribute, placeholder in unit.buffers.items()}
         buffers = {attribute: name for attribute, name in names.items() if name is not None}
@@ -199,3 +201,79 @@ class EvaluationBuilder(StageBuilder):
         """Training's own, where training has it."""
         name = self._state.buffer_name(placeholder)
         return self._trained[name] if name is not None and name in self._trained else super().buffer(placeholder)
+
+
+def _own_region(region: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a region with those inside it: the captured program stays as it is."""
+    twin = fx.GraphModule(region, copy.deepcopy(region.graph))
+    for name, inner in region.named_children():
+        if isinstance(inner, fx.GraphModule):
+            setattr(twin, name, _own_region(inner))
+    return twin
+
+
+def _place_on(module: fx.GraphModule, device: torch.device) -> None:
+    """Capture ran on the CPU; what the program creates is to be created where the stage runs."""
+    for node in module.graph.nodes:
+        if any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values())):
+            node.args = tuple(device if isinstance(value, torch.device) else value for value in node.args)
+            node.kwargs = {name: device if isinstance(value, torch.device) else value for name, value in node.kwargs.items()}
+        for region in regions_of(node, module).values():
+            _place_on(region, device)
+    module.recompile()
+
+
+def _seed_draws(module: fx.GraphModule, first: Mapping[str, int], draw: Draw) -> None:
+    """Let `draw` seed the generator before every random operator; `first` has the number of a node's first draw."""
+    if first:
+        module.add_module("draw", draw)
+    for node in list(module.graph.nodes):
+        if node.name not in first:
+            continue
+        regions = regions_of(node, module)
+        for region in regions.values():
+            _seed_draws(region, _numbered(region, first[node.name]), draw)
+        if not regions:
+            with module.graph.inserting_before(node):
+                module.graph.call_module("draw", (first[node.name],))
+    module.recompile()
+
+
+def _numbered(region: fx.GraphModule, number: int) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for node in region.graph.nodes:
+        draws = draws_in(node, region) if node.op == "call_function" else 0
+        if draws:
+            found[node.name], number = number, number + draws
+    return found
+
+
+def _keep_what_is_read(module: fx.GraphModule, changed: Iterable[str]) -> None:
+    """Let operators read copies of the buffers that the unit changes.
+
+    What autograd keeps of such a buffer must be as the operator saw it, but other micro-batches change it before this one's backward.
+    """
+    names = set(changed)
+    _keep(module, {node for node in module.graph.nodes if node.op == "get_attr" and node.target in names})
+
+
+def _keep(module: fx.GraphModule, changed: set[fx.Node]) -> None:
+    if not changed:
+        return
+    nodes = list(module.graph.nodes)
+    memory = shared_memory(nodes, module, {node: frozenset([node]) for node in changed})
+    for node in nodes:
+        regions = regions_of(node, module)
+        for region in regions.values() if not _keeps_nothing(node) else ():
+            _keep(region, {inside for inside, value in arguments_of(node, region, module).items() if memory.get(value)})
+        if regions or node.op != "call_function" or node.target is operator.getitem or memory[node]:
+            continue  # a view of it, or a part of several results: what reads that gets the copy
+        left = set(written(node, module))
+        for value in [value for value in node.all_input_nodes if memory.get(value) and value not in left]:
+            with module.graph.inserting_before(node):
+                node.replace_input_with(value, module.graph.call_function(aten.clone.default, (value,)))
+    module.recompile()
+
+
+def _keeps_nothing(node: fx.Node) -> bool:
+    return node.target in _NOT_KEPT and node.args[0] is False

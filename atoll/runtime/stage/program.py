@@ -6,7 +6,6 @@ here holds a parameter.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -98,7 +97,7 @@ class _Cutter:
             sends=tuple(self._crossing(name) for name in self.part.sends if not self._is_number(name)),
             numbers={name: self._expression(name) for name in self.part.receives if self._is_number(name)},
             results=tuple(value.name if isinstance(value, fx.Node) else value for value in results),
-            batch=tuple(str(name) for name in self._batch_names()),
+            batch=tuple(str(name) for name in self.captured.program.graph_signature.user_inputs),
             last=self.last,
         )
 
@@ -111,9 +110,6 @@ class _Cutter:
             start, stop = layers[a].nodes[0], layers[b - 1].nodes[1]
             groups.append((range(a, b), [n for n in self.run if not self.live.recomputable(n) and start <= self.live.place(n) < stop]))
         return groups
-
-    def _batch_names(self) -> list[Any]:
-        return list(self.captured.program.graph_signature.user_inputs)
 
     def _results(self) -> tuple[Any, ...]:
         program = self.captured.program
@@ -146,7 +142,7 @@ class _Cutter:
             inputs[value] = unit.copies[value] = unit.graph.placeholder(value.name)
             if "val" in value.meta:
                 unit.copies[value].meta["val"] = value.meta["val"]
-        for value in _sources(nodes, ("placeholder", "get_attr")):
+        for value in dict.fromkeys(value for node in nodes for value in node.all_input_nodes if value.op in ("placeholder", "get_attr")):
             if value not in inputs:
                 unit.copies[value] = self._attribute(unit, value)
         for value in {value for node in nodes for value in node.all_input_nodes} - own - unit.copies.keys():
@@ -159,7 +155,7 @@ class _Cutter:
         returned = [node for node in nodes if node in made and node in later]
         unit.graph.output(tuple(unit.copies[node] for node in returned))
         unit.inputs, unit.outputs = tuple(value.name for value in inputs), tuple(node.name for node in returned)
-        unit.changes = tuple(attribute for attribute in unit.buffers if self._is_changed(unit, attribute))
+        unit.changes = tuple(attribute for attribute, name in unit.buffers.items() if self.live.is_changed(self.nodes[name]))
         return unit
 
     def _read_from_outside(self, nodes: list[fx.Node], own: set[fx.Node]) -> list[fx.Node]:
@@ -191,18 +187,6 @@ class _Cutter:
         if "val" in value.meta:
             copy.meta["val"] = value.meta["val"]
         return copy
-
-    def _is_changed(self, unit: Unit, attribute: str) -> bool:
-        return self.live.is_changed(self.nodes[unit.buffers[attribute]])
-
-
-def _sources(nodes: Iterable[fx.Node], kinds: tuple[str, ...]) -> list[fx.Node]:
-    found: dict[fx.Node, None] = {}
-    for node in nodes:
-        for value in node.all_input_nodes:
-            if value.op in kinds:
-                found[value] = None
-    return list(found)
 
 
 def _random_nodes(captured: Captured) -> dict[fx.Node, int]:

@@ -1,4 +1,4 @@
-"""Holding: which part of a parameter a rank holds. All that divides parameters says it this way; so do checkpoints and norms."""
+"""Shards: which part of a parameter a rank holds. All that divides parameters says it this way; so do checkpoints and norms."""
 
 import math
 

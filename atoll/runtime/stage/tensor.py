@@ -218,7 +218,7 @@ def split_tensors(
     gathering = sharding.gathering if ranks.gathers else Gathering({}, ())
     if gathering.refused:
         raise PlanError(f"lanes cannot divide this layer: {gathering.refused}. Take it out of the stage's `split`.")
-    rewriter = _Rewriter(graph, nodes, _Place(shares, index), ranks, gathering)
+    rewriter = _Rewriter(graph, nodes, shares, index, ranks, gathering)
     rewriter.count_samples_of_all_lanes()
     for rewrite in sharding.rewrites:
         rewriter.handle(rewrite)
@@ -228,20 +228,14 @@ def split_tensors(
     }
 
 
-@dataclass(frozen=True)
-class _Place:
-    shares: tuple[int, ...]
-    index: int
-
-    def parts(self, cut: Cut) -> tuple[tuple[int, int], ...]:
-        return cut.parts(self.shares, self.index)
-
-
 class _Rewriter:
-    def __init__(self, graph: fx.Graph, nodes: dict[fx.Node, fx.Node], place: _Place, ranks: Ranks, gathering: Gathering):
-        self.graph, self.nodes, self.place, self.ranks, self.gathering = graph, nodes, place, ranks, gathering
+    """Changes one layer's copy for device `index`."""
+
+    def __init__(
+        self, graph: fx.Graph, nodes: dict[fx.Node, fx.Node], shares: tuple[int, ...], index: int, ranks: Ranks, gathering: Gathering
+    ) -> None:
+        self.graph, self.nodes, self.shares, self.index, self.ranks, self.gathering = graph, nodes, shares, index, ranks, gathering
         self.totals: dict[tuple[fx.Node, fx.Node], fx.Node] = {}  # operator, size → the size for all lanes' samples
-        self.products = _Products(ranks)
         self.entered: dict[fx.Node, fx.Node] = {}
         self.taken: dict[tuple[fx.Node, Cut], fx.Node] = {}
         self.handlers: dict[type, Callable[[Any], None]] = {
@@ -256,6 +250,9 @@ class _Rewriter:
 
     def handle(self, rewrite: Any) -> None:
         self.handlers[type(rewrite)](rewrite)
+
+    def _parts(self, cut: Cut) -> tuple[tuple[int, int], ...]:
+        return cut.parts(self.shares, self.index)
 
     def count_samples_of_all_lanes(self) -> None:
         """Sizes inside divided regions."""
@@ -281,13 +278,13 @@ class _Rewriter:
             key = (whole, rewrite.cut)
             if key not in self.taken:
                 cut = rewrite.cut
-                self.taken[key] = self._insert(reader, take_part, value, cut.dim, cut.size, self.place.parts(cut))
+                self.taken[key] = self._insert(reader, take_part, value, cut.dim, cut.size, self._parts(cut))
             value = self.taken[key]
         reader.replace_input_with(whole, value)
 
     def _scale(self, rewrite: Scale) -> None:
         node = self.nodes[rewrite.node]
-        own = deal(rewrite.units, self.place.shares)[self.place.index]
+        own = deal(rewrite.units, self.shares)[self.index]
         if isinstance(rewrite.size, fx.Node):
             whole = self.totals.get((rewrite.node, rewrite.size), self.nodes[rewrite.size])
             times = self._insert(node, operator.mul, whole, own)
@@ -308,23 +305,23 @@ class _Rewriter:
     def _by_depth(self, rewrite: ByDepth) -> None:
         node, samples = self.nodes[rewrite.node], self.gathering.samples.get(rewrite.node)
         if node.target is aten.linear.default:
-            node.target, node.args = self.products.linear, (*node.args, *(None,) * (3 - len(node.args)), samples)
+            node.target, node.args = self.ranks.linear, (*node.args, *(None,) * (3 - len(node.args)), samples)
         elif node.target is aten.addmm.default:
             bias, x, weight = node.args
-            node.target, node.args = self.products.matmul, (x, weight, bias, samples)
+            node.target, node.args = self.ranks.matmul, (x, weight, bias, samples)
         else:
-            node.target, node.args = self.products.matmul, (*node.args, None, samples)
+            node.target, node.args = self.ranks.matmul, (*node.args, None, samples)
 
     def _draw(self, rewrite: DivideDraw) -> None:
         node, cut = self.nodes[rewrite.node], rewrite.cut
-        node.kwargs = {**node.kwargs, "dim": cut.dim, "size": cut.size, "parts": self.place.parts(cut)}
+        node.kwargs = {**node.kwargs, "dim": cut.dim, "size": cut.size, "parts": self._parts(cut)}
         if node.target is aten.dropout.default:
             node.target, node.kwargs = dropout_part, {**node.kwargs, "order": rewrite.order}
         else:
             node.target = attention_part
 
     def _vocabulary(self, cut: Cut, rows: Any = None) -> VocabularyPart:
-        ((start, stop),) = self.place.parts(cut)
+        ((start, stop),) = self._parts(cut)
         return VocabularyPart(self.ranks, start, stop, cut.size, cut.dim, self.gathering.samples.get(rows))
 
     def _normalise(self, rewrite: DivideNormalisation) -> None:
@@ -337,23 +334,6 @@ class _Rewriter:
     def _look_up(self, rewrite: Lookup) -> None:
         node = self.nodes[rewrite.node]
         node.target, node.args = self._vocabulary(rewrite.cut, rewrite.node).embedding, node.args[:3]
-
-
-class _Products:
-    """Products that sum over a divided dimension: the bias is added once, after the sum over devices."""
-
-    def __init__(self, ranks: Ranks):
-        self.ranks = ranks
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, samples: Samples) -> Tensor:
-        return self._completed(functional.linear(x, weight), bias, samples)
-
-    def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None, samples: Samples) -> Tensor:
-        return self._completed(x @ weight, bias, samples)
-
-    def _completed(self, part: Tensor, bias: Tensor | None, samples: Samples) -> Tensor:
-        result = self.ranks.leave(part, samples)
-        return result if bias is None else result + bias.to(result.dtype)  # under autocast the product is narrower than the bias
 
 
 def take_part(x: Tensor, dim: int, size: int, parts: tuple[tuple[int, int], ...]) -> Tensor:

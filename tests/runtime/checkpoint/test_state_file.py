@@ -21,8 +21,8 @@ from atoll.runtime.checkpoint.safetensors_file import DTYPES
 from atoll.runtime.checkpoint.state_file import StateFile, StateReader, assemble_checkpoint, cut, newest_whole
 from atoll.runtime.checkpoint.training_state import training_state
 from atoll.runtime.checkpoint.values import to_plain
+from atoll.runtime.executor import LossScale
 from atoll.runtime.modes.swarm.compute import chunk_range
-from atoll.runtime.stage.loss_scale import LossScale
 from atoll.runtime.stage.shard_spec import ShardSpec
 
 IDENTITY = RunIdentity(job="test", optimizer="AdamW", seed=1, batch_size=8)

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from atoll.graph.capture import Captured
 from atoll.runtime.activations import Activations
-from atoll.runtime.executor import Accumulated, BuiltStage, GradientSink, StageExecutor, Updater, WorkItem
-from atoll.runtime.stage.loss_scale import LossScale
+from atoll.runtime.executor import Accumulated, BuiltStage, GradientSink, LossScale, StageExecutor, Updater, WorkItem
 from atoll.runtime.stage.module import StageBuilder, StageModule
 from atoll.runtime.stage.program import StageProgram, cut_stage
 from atoll.runtime.stage.rng import DrawKey

@@ -27,12 +27,11 @@ from atoll.randomness import mix, own_randomness, seed_everything
 from atoll.runtime.checkpoint.loading import Loaded
 from atoll.runtime.checkpoint.training_state import restore_training, training_state
 from atoll.runtime.evaluation import evaluate, evaluates_after
-from atoll.runtime.executor import Accumulated, Update, Updater, loss_share, scaled
+from atoll.runtime.executor import Accumulated, LossScale, Update, Updater, loss_share, scaled
 from atoll.runtime.modes.alone.checkpoints import LocalCheckpoints
 from atoll.runtime.nonfinite import checked_weight, not_finite
 from atoll.runtime.peak import peak_memory_bytes
 from atoll.runtime.run_directory import RunDirectory, RunSettings
-from atoll.runtime.stage.loss_scale import LossScale
 from atoll.runtime.stage.rng import DrawKey, EagerDraws
 
 __all__ = ["train_alone"]

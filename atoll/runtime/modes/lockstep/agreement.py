@@ -1,23 +1,33 @@
-"""Agreement: before the first step every rank says what it is about to train; what must be the same and is not is an error that names it.
+"""What all ranks must have alike: the job, before the first step, and buffers that training changes, after every step.
 
 Scripts can differ between ranks without anybody noticing: a seed made from the rank, weights drawn without the seed, data that one host has
-not got in full. Each would train on, with numbers that belong to no job.
+not got in full. Each would train on, with numbers that belong to no job. What must be the same and is not is an error that names it.
+
+Running statistics are those of the samples a rank has seen, so replicas and lanes come to different ones. As in
+`DistributedDataParallel`, where rank 0's count, one rank's count here: the first of the first stage that changes the buffer. Everybody else
+takes them over, so that training, evaluation, checkpoints and what is exported from them never disagree.
 """
 
 import hashlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from atoll.errors import JobError
 from atoll.job import Job
 from atoll.runtime.checkpoint.exchange import CheckpointRanks
+from atoll.runtime.modes.lockstep.layout import RankPlace
 
-__all__ = ["Said", "agree", "difference", "digest_of_weights"]
+__all__ = ["Bundle", "ChangedBuffers", "Said", "SaidOfBuffers", "agree", "bundles", "difference", "digest_of_weights"]
 
 _SAMPLED = 64  # numbers of each tensor that are compared
+_WORDS = {"samples": "the length of its data", "optimizer": "the optimizer's settings", "weights": "the weights the model starts from"}
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,19 +45,6 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
     callbacks: bool
 
 
-_WORDS = {
-    "steps": "steps",
-    "batch_size": "batch_size",
-    "seed": "seed",
-    "samples": "the length of its data",
-    "precision": "precision",
-    "max_grad_norm": "max_grad_norm",
-    "eval_every": "eval_every",
-    "optimizer": "the optimizer's settings",
-    "weights": "the weights the model starts from",
-}
-
-
 def digest_of_weights(model: nn.Module) -> str:
     """Of some numbers of every parameter and buffer, bit for bit."""
     digest = hashlib.sha256()
@@ -62,18 +59,16 @@ def digest_of_weights(model: nn.Module) -> str:
 
 def difference(said: list[Said]) -> str | None:
     """The first thing on which ranks do not agree, in words; None when they do."""
-    for field, words in _WORDS.items():
+    for field in (name for name in Said.__struct_fields__ if name != "callbacks"):
         first = getattr(said[0], field)
         for rank, other in enumerate(said):
             value = getattr(other, field)
             if value != first:
-                values = "" if field == "weights" else f": {first} on rank 0, {value} on rank {rank}"
-                advice = (
-                    "give Job a callable that builds the model; it is called with the job's seed on every rank"
-                    if field == "weights"
-                    else "every process must run the same job"
-                )
-                return f"ranks 0 and {rank} do not train the same job: they differ in {words}{values}; {advice}"
+                values, advice = f": {first} on rank 0, {value} on rank {rank}", "every process must run the same job"
+                if field == "weights":
+                    values, advice = "", "give Job a callable that builds the model; it is called with the job's seed on every rank"
+                what = f"{_WORDS.get(field, field)}{values}; {advice}"
+                return f"ranks 0 and {rank} do not train the same job: they differ in {what}"
     return None
 
 
@@ -97,3 +92,79 @@ def agree(job: Job, weights: str) -> bool:
     if wrong is not None:
         raise JobError(wrong)
     return any(rank.callbacks for rank in said)
+
+
+class SaidOfBuffers(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank says of its buffers, by the user's names."""
+
+    held: list[str]
+    changed: dict[str, tuple[int, int, int, int]]  # by its training → the first place (stage, replica, lane, tensor) that does
+
+
+class Bundle(msgspec.Struct, frozen=True, order=True):
+    """Buffers that go from one rank to the same others."""
+
+    ranks: tuple[int, ...]  # all that have them
+    source: int  # whose values count
+    names: tuple[str, ...]
+
+
+def bundles(said: Sequence[SaidOfBuffers]) -> list[Bundle]:
+    """What is to be passed on, given what every rank says: the same list on all of them."""
+    together: dict[tuple[tuple[int, ...], int], list[str]] = defaultdict(list)
+    for name in sorted({name for one in said for name in one.changed}):
+        _, source = min((one.changed[name], rank) for rank, one in enumerate(said) if name in one.changed)
+        ranks = tuple(rank for rank, one in enumerate(said) if name in one.held)
+        if len(ranks) > 1:
+            together[ranks, source].append(name)
+    return sorted(Bundle(ranks, source, tuple(names)) for (ranks, source), names in together.items())
+
+
+@dataclass
+class _Travelling:
+    """Buffers of one type of number, which travel as one tensor."""
+
+    source: int
+    group: Any
+    tensors: list[list[Tensor]]  # each buffer's copies on this rank; the first is training's where training has it
+    flat: Tensor
+
+
+class ChangedBuffers:
+    """This rank's buffers that training changes somewhere. All ranks make theirs together: groups are made on the way."""
+
+    def __init__(self, rank: int, held: Mapping[str, Sequence[Tensor]], changed: Mapping[str, RankPlace]) -> None:
+        self.rank = rank
+        places = {name: (place.stage, place.replica, place.lane, place.tensor) for name, place in changed.items()}
+        said = CheckpointRanks(dist.group.WORLD).gather(SaidOfBuffers(held=sorted(held), changed=places), SaidOfBuffers)
+        self._travelling: list[_Travelling] = []
+        everyone, groups = tuple(range(len(said))), dict[tuple[int, ...], Any]()
+        for bundle in bundles(said):
+            if bundle.ranks not in groups:
+                groups[bundle.ranks] = dist.group.WORLD if bundle.ranks == everyone else dist.new_group(list(bundle.ranks))
+            if rank in bundle.ranks:
+                self._pack(bundle, groups[bundle.ranks], held)
+
+    def _pack(self, bundle: Bundle, group: Any, held: Mapping[str, Sequence[Tensor]]) -> None:
+        alike: dict[torch.dtype, list[list[Tensor]]] = defaultdict(list)
+        for name in bundle.names:
+            alike[held[name][0].dtype].append(list(held[name]))
+        for dtype, tensors in sorted(alike.items(), key=lambda item: str(item[0])):
+            size = sum(copies[0].numel() for copies in tensors)
+            flat = torch.empty(size, dtype=dtype, device=tensors[0][0].device)
+            self._travelling.append(_Travelling(bundle.source, group, tensors, flat))
+
+    def agree(self) -> None:
+        """Take over the values that count. Every rank calls it after the same steps."""
+        pending = [(row, self._send_or_receive(row)) for row in self._travelling]
+        for row, work in pending:
+            work.wait()
+            parts = torch.split(row.flat, [copies[0].numel() for copies in row.tensors])
+            for copies, part in zip(row.tensors, parts, strict=True):
+                for copy in copies:
+                    copy.copy_(part.view_as(copy))
+
+    def _send_or_receive(self, row: _Travelling) -> Any:
+        if row.source == self.rank:
+            torch.cat([copies[0].reshape(-1) for copies in row.tensors], out=row.flat)
+        return dist.broadcast(row.flat, row.source, group=row.group, async_op=True)

@@ -1,4 +1,4 @@
-"""Calibrating: from what a run measured to the constants that make the cost model predict it, and other plans on the same devices.
+"""Calibration: from what a run measured to the constants that make the cost model predict it, and other plans on the same devices.
 
 The cost model keeps its shape; what was measured scales it. A stage's measured time is spread over its layers in proportion to what each
 was predicted to take, corrected until the layers of all stages together explain every stage. Links get the rate they were seen at. What a
@@ -18,8 +18,7 @@ from atoll.cost.compute import ComputeTimes, LayerSeconds
 from atoll.cost.context import tensor_fraction
 from atoll.graph import Graph, Layer
 from atoll.plan import Plan, Replica, Stage
-from atoll.runtime.modes.lockstep.exchange_times import measure_links
-from atoll.runtime.modes.lockstep.measurement import RankMeasured, StageMeasured
+from atoll.runtime.modes.lockstep.measurement import RankMeasured, StageMeasured, measure_links
 
 __all__ = ["calibrate"]
 

@@ -1,11 +1,14 @@
-"""Channels: tensors of micro-batches on their way between ranks, sent and received in the background.
+"""Channels: how a micro-batch's values get from the ranks of one stage to those of the next, sent and received in the background.
 
-A send keeps its tensor until it has left; a receive is posted early and waited for by whoever needs it. Who sends what to whom, and with
-which codec, is decided by the schedule and the bridge, not here. A value that a codec makes smaller travels as a message of bytes, whose
-length both ends know from the value's shape.
+Lanes hold different samples, ranks of one lane the same values. Each receiver takes from every lane that holds some of its samples exactly
+those, so that a gather followed by the same partition is no exchange at all but one message a pair (a hop). Gradients go the same way back.
+
+A send keeps its tensor until it has left; a receive is posted early and waited for by whoever needs it. A value that a codec makes smaller
+travels as a message of bytes, whose length both ends know from the value's shape.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -14,12 +17,61 @@ import torch.distributed as dist
 from torch import Tensor
 
 from atoll.codec.registry import FixedSizeCodec
-from atoll.runtime.modes.lockstep.bridge import SampleTransfer
+from atoll.plan import CodecName
+from atoll.runtime.modes.lockstep.layout import Layout, RankPlace
 from atoll.runtime.stage.program import Crossing
 
-__all__ = ["Arrival", "Channels", "Transfer"]
+__all__ = ["Arrival", "Channels", "SampleTransfer", "Transfer", "backward_hops", "forward_hops"]
 
 _LATE = 64  # sends under way before the oldest is waited for
+
+
+@dataclass(frozen=True)
+class SampleTransfer:
+    """One message: samples `start` to `stop` of the global batch, from one rank to another (which may be the same)."""
+
+    source: int
+    target: int
+    start: int
+    stop: int
+    codec: CodecName = "none"
+
+
+def _overlaps(layout: Layout, stage: int, lane: int, micro_batch: int, other: int) -> list[tuple[int, int, int]]:
+    """Lanes of stage `other` that hold samples of this lane: (lane, start, stop)."""
+    own_start, own_stop = layout.pieces(stage, micro_batch)[lane]
+    found = []
+    for index, (start, stop) in enumerate(layout.pieces(other, micro_batch)):
+        first, last = max(start, own_start), min(stop, own_stop)
+        if first < last:
+            found.append((index, first, last))
+    return found
+
+
+def _hops(layout: Layout, sender: int, receiver: int, micro_batch: int) -> tuple[SampleTransfer, ...]:
+    plan, route = layout.plan, layout.route
+    theirs, own = plan.stages[sender], plan.stages[receiver]
+    hops = []
+    for lane in range(own.lanes):
+        for other, start, stop in _overlaps(layout, receiver, lane, micro_batch, sender):
+            for tensor in range(own.tensor):
+                source = RankPlace(sender, route[sender][micro_batch], other, tensor * theirs.tensor // own.tensor)
+                target = RankPlace(receiver, route[receiver][micro_batch], lane, tensor)
+                codec = layout.codec_between(source, target)
+                hops.append(SampleTransfer(layout.rank(source), layout.rank(target), start, stop, codec))
+    return tuple(hops)
+
+
+@lru_cache(maxsize=4096)
+def forward_hops(layout: Layout, stage: int, micro_batch: int) -> tuple[SampleTransfer, ...]:
+    """Messages that bring stage `stage` what the one before it made of a micro-batch."""
+    return _hops(layout, stage - 1, stage, micro_batch)
+
+
+@lru_cache(maxsize=4096)
+def backward_hops(layout: Layout, stage: int, micro_batch: int) -> tuple[SampleTransfer, ...]:
+    """Messages that bring stage `stage` the gradients of what it sent on."""
+    return _hops(layout, stage + 1, stage, micro_batch)
 
 
 class Transfer:
@@ -72,24 +124,14 @@ class Channels:
         while len(self._leaving) > _LATE:
             self._leaving.pop(0)[0].wait()
 
-    def receive(
-        self,
-        message: Transfer,
-        hops: Sequence[SampleTransfer],
-        shapes: Sequence[tuple[int, ...]],
-        samples: tuple[int, int],
-        own: Sequence[Tensor] = (),
-    ) -> Arrival:
-        """Post receives for this rank's samples of the values, whole `shapes` of them; `own` are what the rank itself made of them."""
+    def receive(self, message: Transfer, hops: Sequence[SampleTransfer], shapes: Sequence[tuple[int, ...]], first_sample: int) -> Arrival:
+        """Post receives for this rank's samples of the values, whole `shapes` of them, which begin at `first_sample`."""
         mine = [hop for hop in hops if hop.target == self.rank]
         tensors, works, copies = [], [], []
         for index, (crossing, shape) in enumerate(zip(message.crossings, shapes, strict=True)):
             whole = torch.empty(shape, dtype=crossing.dtype, device=self.device)
             for hop in mine:
-                place = _part(whole, message.dims[index], hop, samples[0])
-                if hop.source == self.rank:
-                    place.copy_(own[index].detach())
-                    continue
+                place = _part(whole, message.dims[index], hop, first_sample)
                 codec, buffer = None, place
                 if (coded := _coded(hop, place)) is not None:
                     codec, buffer = coded[0], torch.empty(coded[1], dtype=torch.uint8, device=self.device)

@@ -1,4 +1,4 @@
-"""Feeding: each rank reads its own pieces of the data, and only those its stages look at, ahead of when they are needed."""
+"""The data loader: each rank reads its own pieces of the data, and only those its stages look at, ahead of when they are needed."""
 
 import threading
 from collections.abc import Iterator, Sequence

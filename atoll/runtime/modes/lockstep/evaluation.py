@@ -23,11 +23,10 @@ from atoll.graph.capture import Captured, capture_program
 from atoll.graph.graph import Precision
 from atoll.job import Job, LossFunction, LossValue
 from atoll.runtime.activations import Activations
-from atoll.runtime.executor import Accumulated, BuiltStage, StageExecutor, Updater, WorkItem
+from atoll.runtime.executor import Accumulated, BuiltStage, LossScale, StageExecutor, Updater, WorkItem
 from atoll.runtime.modes.lockstep.heartbeat import Doing
 from atoll.runtime.modes.lockstep.layout import Layout, RankPlace
 from atoll.runtime.modes.lockstep.sharding import OptimizerShard
-from atoll.runtime.stage.loss_scale import LossScale
 from atoll.runtime.stage.module import EvaluationBuilder, UnitModule
 from atoll.runtime.stage.program import cut_stage
 from atoll.runtime.stage.rng import DrawKey

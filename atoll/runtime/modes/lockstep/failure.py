@@ -26,6 +26,7 @@ from atoll.events import Observer, WorkerFailed
 from atoll.runtime.modes.lockstep.heartbeat import (
     NOTHING,
     Heartbeat,
+    StallDetector,
     blamed,
     heartbeat_key,
     name_of,
@@ -35,7 +36,6 @@ from atoll.runtime.modes.lockstep.heartbeat import (
     whose,
 )
 from atoll.runtime.modes.lockstep.role import Role
-from atoll.runtime.modes.lockstep.stall_detector import StallDetector
 
 __all__ = ["FAILED", "STOP", "VICTIM_EXIT_CODE", "Failure", "Freshness", "Watcher", "condemn", "prepare"]
 
@@ -96,20 +96,9 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, rank: int, beats: Mapping[int, Heartbeat], kind: _Kind, message: str, exit_code: int = 1) -> "Failure":
         """The failure of a rank, with what it last said of itself."""
         saved = max((beat.checkpoint for beat in beats.values() if beat.checkpoint is not None), default=None)
-        beat = beats.get(rank)
-        if beat is None:
-            return cls(rank=rank, kind=kind, message=message, checkpoint=saved, exit_code=exit_code, doing="starting")
-        return cls(
-            rank=rank,
-            kind=kind,
-            message=message,
-            device=beat.device,
-            stage=beat.stage,
-            step=beat.step,
-            doing=beat.doing,
-            checkpoint=saved,
-            exit_code=exit_code,
-        )
+        beat = beats.get(rank, Heartbeat(rank=rank, device="", stage="", place="", pid=0, count=0))
+        failure = cls(rank=rank, kind=kind, message=message, checkpoint=saved, exit_code=exit_code)
+        return msgspec.structs.replace(failure, device=beat.device, stage=beat.stage, step=beat.step, doing=beat.doing)
 
 
 def prepare(store: Store, ranks: range) -> None:

@@ -1,22 +1,118 @@
 """Gradient synchronisation: parts of parameters that several ranks hold are added up in buckets, while backward still runs.
 
-A bucket belongs to one group of ranks and is reduced when the last micro-batch has left its gradients in it. Groups reduce their buckets in
-one order on all their ranks, whatever order gradients become ready in.
+Every holder of a part contributes what its own micro-batches (or its own use of a tied parameter) made of the gradient; the gradient is the
+sum. Ranks of one lane that hold the same part have the same gradient already, so each counts for its share of one. A bucket belongs to one
+group of ranks and is reduced when the last micro-batch has left its gradients in it. Groups reduce their buckets in one order on all their
+ranks, whatever order gradients become ready in.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from atoll.runtime.modes.lockstep.gradient_groups import GradientGroup
-from atoll.runtime.modes.lockstep.measurement import Bucket, Recorder
+from atoll.runtime.modes.lockstep.measurement import Bucket
+from atoll.runtime.modes.lockstep.recorder import Recorder
 from atoll.runtime.stage.shard_spec import ShardSpec
 
-__all__ = ["Gradients"]
+__all__ = ["GradientGroup", "Gradients", "Share", "gradient_groups"]
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's hold on a parameter through one stage."""
+
+    rank: int
+    stage: int
+    tensor: int  # the rank's index along its lane
+    lane: tuple[int, ...]  # ranks of the lane it is in
+    holding: ShardSpec
+
+
+class GradientGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a parameter, and who adds up its gradient: ranks, and how many times over each counts (1 ÷ repeats)."""
+
+    name: str
+    dim: int | None  # None: the whole
+    start: int = 0
+    stop: int = 0
+    ranks: tuple[int, ...] = ()
+    repeats: tuple[int, ...] = ()  # by rank: ranks of its lane that have the same gradient
+    holders: int = 1  # ranks that hold the part, those of other groups included: what one of its numbers counts in a norm
+    stages: tuple[int, ...] = ()
+
+    def ranges_in(self, holding: ShardSpec) -> list[tuple[int, int]]:
+        """Where a part that is not the whole lies in what a rank holds, along `dim`."""
+        assert self.dim is not None
+        ranges, offset = [], 0
+        for start, stop in holding.parts if holding.dim is not None else ((0, holding.shape[self.dim]),):
+            first, last = max(start, self.start), min(stop, self.stop)
+            if first < last:
+                ranges.append((offset + first - start, offset + last - start))
+            offset += stop - start
+        return ranges
+
+
+def gradient_groups(shares: Sequence[Share]) -> list[GradientGroup]:
+    """The parts of one parameter, ascending. Where lanes line up, ranks agree with those at the same index of other lanes only."""
+    dims = {share.holding.dim for share in shares} - {None}
+    assert len(dims) <= 1, f"{shares[0].holding.name} is divided along {dims}"
+    dim = dims.pop() if dims else None
+    length = shares[0].holding.shape[dim] if dim is not None else 1
+    bounds = {0, length} | {bound for share in shares for part in share.holding.parts for bound in part}
+    parts: list[GradientGroup] = []
+    for start, stop in pairwise(sorted(bounds)):
+        holders = [share for share in shares if dim is None or _covers(share.holding, start, stop)]
+        for part in _groups(holders, dim, start, stop):
+            if parts and _continues(parts[-1], part):
+                parts[-1] = msgspec.structs.replace(parts[-1], stop=part.stop)
+            else:
+                parts.append(part)
+    return parts
+
+
+def _covers(holding: ShardSpec, start: int, stop: int) -> bool:
+    return holding.dim is None or any(first <= start and stop <= last for first, last in holding.parts)
+
+
+def _groups(holders: list[Share], dim: int | None, start: int, stop: int) -> list[GradientGroup]:
+    repeats = {share.rank: len({other.rank for other in holders if other.rank in share.lane}) for share in holders}
+    rows = [sorted(repeats)]
+    if len(set(repeats.values())) == 1 and next(iter(repeats.values())) > 1:
+        rows = _by_index(holders)
+    return [
+        GradientGroup(
+            name=holders[0].holding.name,
+            dim=dim,
+            start=start,
+            stop=stop,
+            ranks=tuple(row),
+            repeats=tuple(repeats[rank] if len(rows) == 1 else 1 for rank in row),
+            holders=len(repeats),
+            stages=tuple(sorted({share.stage for share in holders})),
+        )
+        for row in rows
+    ]
+
+
+def _by_index(holders: list[Share]) -> list[list[int]]:
+    """Ranks at the same index of their lanes."""
+    rows: dict[int, set[int]] = {}
+    for share in holders:
+        rows.setdefault(share.tensor, set()).add(share.rank)
+    sizes = {len(row) for row in rows.values()}
+    if len(sizes) > 1 or sum(len(row) for row in rows.values()) != len({share.rank for share in holders}):
+        return [sorted({share.rank for share in holders})]
+    return [sorted(row) for _, row in sorted(rows.items())]
+
+
+def _continues(before: GradientGroup, part: GradientGroup) -> bool:
+    same = (before.ranks, before.repeats, before.holders, before.dim) == (part.ranks, part.repeats, part.holders, part.dim)
+    return same and before.stop == part.start and part.dim is not None
 
 
 @dataclass
@@ -54,12 +150,12 @@ class Gradients:
         parts: Sequence[GradientGroup],
         parameters: Mapping[str, nn.Parameter],
         holdings: Mapping[str, ShardSpec],
+        recorder: Recorder,
         *,
         bucket_bytes: int,
         ready_late: frozenset[str] = frozenset(),
     ) -> None:
-        self._parameters = dict(parameters)
-        self.recorder = Recorder()  # replaced by whoever wants to know
+        self._parameters, self._recorder = dict(parameters), recorder
         self.buckets: list[Bucket] = []  # what is added up, for reports
         groups = _make_groups(parts)
         early: list[GradientGroup] = []
@@ -158,7 +254,7 @@ class Gradients:
                 torch.cat(chosen, out=view)
             if slot.scale != 1.0:
                 view.mul_(slot.scale)
-        bucket.launched = self.recorder.now()
+        bucket.launched = self._recorder.now()
         bucket.work = dist.all_reduce(bucket.buffer, group=bucket.group, async_op=True)
 
     def finish(self) -> None:
@@ -170,7 +266,7 @@ class Gradients:
         for queue in self._queues.values():
             for bucket in queue:
                 bucket.work.wait()
-                self.recorder.add("G", self.buckets[bucket.number].stage, bucket.number, bucket.launched)
+                self._recorder.add("G", self.buckets[bucket.number].stage, bucket.number, bucket.launched)
                 self._hand_back(bucket)
         self._armed.clear()
 
@@ -206,13 +302,6 @@ def _local_pieces(part: GradientGroup, holding: ShardSpec) -> tuple[tuple[tuple[
     """Where a part lies in what the rank holds, and how many elements it has there."""
     if part.dim is None:
         return None, holding.elements
-    row = holding.elements // max(1, holding.local_shape[part.dim])
-    owned = holding.parts if holding.dim is not None else ((0, holding.shape[part.dim]),)
-    pieces, offset = [], 0
-    for start, stop in owned:
-        first, last = max(start, part.start), min(stop, part.stop)
-        if first < last:
-            pieces.append((offset + first - start, offset + last - start))
-        offset += stop - start
-    elements = sum(last - first for first, last in pieces) * row
+    pieces = part.ranges_in(holding)
+    elements = sum(last - first for first, last in pieces) * (holding.elements // max(1, holding.local_shape[part.dim]))
     return (None if elements == holding.elements and len(pieces) == 1 else tuple(pieces)), elements

@@ -16,7 +16,7 @@ from atoll.plan.division import lane_pieces, micro_batches_of, routes_of
 from atoll.plan.link_codecs import PlanCodecs
 from atoll.plan.modes.lockstep import LOCKSTEP
 
-__all__ = ["Layout", "RankPlace", "check_supported"]
+__all__ = ["Layout", "RankPlace"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Layout:
     def __init__(self, plan: Plan, order: Sequence[str] | None = None, cluster: Cluster | None = None) -> None:
         """`order` names devices in the order of ranks (those the plan leaves out are passed over); by default the plan's own order.
         `cluster` is needed to send with codecs, and for nothing else."""
-        check_supported(plan)
+        if plan.mode != LOCKSTEP.name:
+            raise PlanError(f"the plan's mode is {plan.mode}, and it was to be run in lockstep; see `atoll run --help` for --mode")
         self.plan = plan
         self._cluster = cluster
         self.devices = tuple(dict.fromkeys(device for stage in plan.stages for device in stage.devices))
@@ -128,12 +129,6 @@ class Layout:
     def pieces(self, stage: int, micro_batch: int) -> tuple[tuple[int, int], ...]:
         """Samples (start, stop in the global batch) of each lane of the replica that takes the micro-batch."""
         return self._pieces[stage, micro_batch]
-
-
-def check_supported(plan: Plan) -> None:
-    """PlanError where a plan says what lockstep does not do."""
-    if plan.mode != LOCKSTEP.name:
-        raise PlanError(f"the plan's mode is {plan.mode}, and it was to be run in lockstep; see `atoll run --help` for --mode")
 
 
 def _check_whole_lanes(layout: Layout) -> None:

@@ -1,17 +1,22 @@
-"""Measuring: when a rank computed, waited and exchanged, kept for the last steps and written to the run's directory for reports.
+"""What the ranks of a run measured: the records in its directory, and what links and exchanges took by them. Read without PyTorch.
 
-The hot path is two reads of a clock and one append an action. Everything else is worked out when somebody wants to know.
+A collective lasts from when its last rank was there, a transfer from its send. Ranks are laid over each other by their hosts' clocks, which
+is exact on one host and as good as the clocks are between several.
 """
 
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
+from atoll.cluster import Cluster, Device
+from atoll.cluster.cluster import device_index, site_index
+from atoll.cost import Calibration
+from atoll.cost.communication import collective_bytes, span_of
 from atoll.errors import JobError
+from atoll.plan import Plan
 from atoll.runtime.modes.lockstep.layout import Layout
 from atoll.runtime.modes.lockstep.schedule import Action
 from atoll.runtime.modes.lockstep.trace import TraceSpan
@@ -20,33 +25,27 @@ from atoll.runtime.run_directory import RunDirectory
 __all__ = [
     "Bucket",
     "Exchange",
+    "Links",
     "MeasuredSpan",
     "MeasuredStep",
     "RankMeasured",
-    "Recorder",
     "StageMeasured",
+    "Sync",
+    "distinct_exchanges",
     "executed_spans",
+    "link_bytes",
+    "link_name",
+    "measure_links",
     "read_measured",
+    "sync_seconds",
+    "transfer_seconds",
     "write_measured",
 ]
 
-_KEPT_STEPS = 20
-_WRITTEN_SPANS = 20_000  # at most, so that a file stays small
-_PARTS = {
-    "F": "forward",
-    "B": "backward",
-    "RF": "receive",
-    "RB": "receive",
-    "SF": "send",
-    "SB": "send",
-    "P": "send",
-    "D": "data",
-    "S": "synchronise",
-    "A": "agree",
-    "O": "optimizer",
-}
-"""What a span's kind counts as. Beside the schedule's own: P posts a receive, D reads data, S waits for gradients, A agrees on loss and
-norm."""
+_INSIDE_HOSTS = "inside hosts"
+_PASSES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "broadcast": 1.0}
+_LEAST_BYTES = 32 * 1024  # below, an exchange tells of latency and nothing of a rate
+_BLOCKED_SECONDS = 50e-6  # a receive that was waited for less had arrived before
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,170 +117,6 @@ class RankMeasured(msgspec.Struct, frozen=True, kw_only=True):
     recent: tuple[MeasuredStep, ...]
 
 
-class _Marks(NamedTuple):
-    """A step as it was recorded; marks are times of the host, or events of an accelerator."""
-
-    step: int
-    began: float
-    origin: Any
-    rows: list[tuple[str, int, int, Any, Any]]
-    seconds: float
-
-
-class Recorder:
-    """What one rank did, step by step."""
-
-    def __init__(self, device_type: str = "cpu") -> None:
-        self._on_host = device_type == "cpu"
-        self.now: Callable[[], Any] = time.perf_counter if self._on_host else _event_recorder(device_type)
-        self._recent: deque[_Marks] = deque()
-        self._rows: list[tuple[str, int, int, Any, Any]] = []
-        self._began, self._origin = 0.0, None
-        self._totals = dict.fromkeys((*_PARTS.values(), "other"), 0.0)  # of steps that are no longer kept
-        self.steps, self.first_step = 0, 0
-        self.exchanges: tuple[Exchange, ...] = ()
-        self.counted_step = -1  # the one that was looked at, which took longer
-
-    def begin(self) -> None:
-        """A step begins."""
-        self._rows = []
-        self._began = time.perf_counter()
-        self._origin = self.now()
-
-    def add(self, kind: str, stage: int, index: int, begin: Any) -> None:
-        """Something that began at `begin` (which `now` gave) has just ended."""
-        self._rows.append((kind, stage, index, begin, self.now()))
-
-    def end(self, step: int, seconds: float) -> None:
-        """The step has ended."""
-        self._recent.append(_Marks(step, self._began, self._origin, self._rows, seconds))
-        self.steps += 1
-        self.first_step = self.first_step or step
-        if len(self._recent) > _KEPT_STEPS:
-            self._forget(self._recent.popleft())
-
-    def _forget(self, marks: _Marks) -> None:
-        """Keep a step's sums alone."""
-        if not self._on_host:
-            self._add_parts(_parts(self._resolved(marks)))
-            return
-        parts, named = dict.fromkeys(_PARTS.values(), 0.0), _PARTS
-        for kind, _, _, begin, end in marks.rows:
-            if kind in named:
-                parts[named[kind]] += end - begin
-        self._add_parts(parts | {"other": max(0.0, marks.seconds - sum(parts.values()))})
-
-    def _add_parts(self, parts: Mapping[str, float]) -> None:
-        for part, seconds in parts.items():
-            self._totals[part] += seconds
-
-    def _resolved(self, marks: _Marks) -> MeasuredStep:
-        if self._on_host:
-            rows = [(kind, stage, index, begin - marks.began, end - marks.began) for kind, stage, index, begin, end in marks.rows]
-        else:
-            since = marks.origin.elapsed_time  # in milliseconds
-            rows = [(kind, stage, index, since(begin) / 1e3, since(end) / 1e3) for kind, stage, index, begin, end in marks.rows]
-        unix = time.time() - time.perf_counter() + marks.began
-        spans = tuple(MeasuredSpan(*row) for row in rows)
-        return MeasuredStep(step=marks.step, unix_seconds=unix, seconds=marks.seconds, spans=spans)
-
-    def measured(
-        self, layout: Layout, rank: int, *, accelerator: str, threads: int, buckets: Sequence[Bucket], memory: int | None
-    ) -> RankMeasured:
-        """Everything so far; at least one step must have ended."""
-        recent = [self._resolved(marks) for marks in self._recent]
-        typical = _typical(recent, {self.first_step, self.counted_step})
-        totals = Counter(self._totals)
-        for step in recent:
-            totals.update(_parts(step))
-        return RankMeasured(
-            rank=rank,
-            device=layout.devices[rank],
-            accelerator=accelerator,
-            threads=threads,
-            first_step=self.first_step,
-            steps=self.steps,
-            step_seconds=median(step.seconds for step in typical),
-            seconds=_median_parts(typical),
-            total_seconds=dict(totals),
-            stages=_stages(layout, rank, typical),
-            exchanges=self.exchanges,
-            buckets=tuple(buckets),
-            peak_memory_bytes=memory,
-            recent=tuple(_last(recent)),
-        )
-
-
-def _event_recorder(device_type: str) -> Callable[[], Any]:
-    """An accelerator works behind the host, so its own events tell the time; they are read when they have long passed."""
-    import torch  # reports are read without it
-
-    def now() -> Any:
-        event = torch.Event(device=device_type, enable_timing=True)
-        event.record()
-        return event
-
-    return now
-
-
-def _typical(steps: Sequence[MeasuredStep], unusual: set[int]) -> list[MeasuredStep]:
-    """The steps that stand for all: not the first, which warms up, nor the one that was counted, if there are others."""
-    return [step for step in steps if step.step not in unusual] or list(steps[-1:])
-
-
-def _parts(step: MeasuredStep) -> dict[str, float]:
-    parts = dict.fromkeys((*_PARTS.values(), "other"), 0.0)
-    for span in step.spans:
-        part = _PARTS.get(span.kind)
-        if part is not None:  # buckets run beside everything else
-            parts[part] += span.end_seconds - span.begin_seconds
-    parts["other"] = max(0.0, step.seconds - sum(parts.values()))
-    return parts
-
-
-def _median_parts(steps: Sequence[MeasuredStep]) -> dict[str, float]:
-    rows = [_parts(step) for step in steps]
-    return {part: median(row[part] for row in rows) for part in rows[0]}
-
-
-def _stages(layout: Layout, rank: int, steps: Sequence[MeasuredStep]) -> tuple[StageMeasured, ...]:
-    """Each of the rank's stages, by its most common size of micro-batch."""
-    measured = []
-    for place in layout.places(rank):
-        own = layout.micro_batches_of(place.stage, place.replica)
-        sizes = {m: stop - start for m in own for start, stop in [layout.pieces(place.stage, m)[place.lane]]}
-        samples = Counter(sizes.values()).most_common(1)[0][0] if sizes else 0
-        seconds: dict[str, list[float]] = {"F": [], "B": []}
-        for span in (span for step in steps for span in step.spans):
-            if span.stage == place.stage and span.kind in seconds and sizes.get(span.index) == samples:
-                seconds[span.kind].append(span.end_seconds - span.begin_seconds)
-        measured.append(
-            StageMeasured(
-                stage=place.stage,
-                replica=place.replica,
-                lane=place.lane,
-                tensor=place.tensor,
-                samples=samples,
-                micro_batches=len(own),
-                forward_seconds=median(seconds["F"] or [0.0]),
-                backward_seconds=median(seconds["B"] or [0.0]),
-            )
-        )
-    return tuple(measured)
-
-
-def _last(steps: Sequence[MeasuredStep]) -> Iterable[MeasuredStep]:
-    """As many of the last steps as may be written, at least one."""
-    kept: list[MeasuredStep] = []
-    spans = 0
-    for step in reversed(steps):
-        spans += len(step.spans)
-        if kept and spans > _WRITTEN_SPANS:
-            break
-        kept.insert(0, step)
-    return kept
-
-
 def write_measured(directory: RunDirectory, measured: RankMeasured) -> None:
     """Put what a rank measured into the run's directory."""
     directory.write(f"measured/rank-{measured.rank:04d}.json", msgspec.json.encode(measured))
@@ -334,3 +169,190 @@ def _action(span: MeasuredSpan, rank: RankMeasured) -> Action | None:
         shared = rank.stages[0].stage if rank.stages else 0  # synchronised with the rank's own, as far as the schedule knows
         return Action("G", span.stage if span.stage >= 0 else shared)
     return Action(span.kind, span.stage, span.index)  # type: ignore[arg-type]
+
+
+class Sync(NamedTuple):
+    """What a group of ranks needed to add up its gradients, in a median step."""
+
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...]  # whose gradients; none for parameters that several stages use
+    bytes: int
+    buckets: int
+    seconds: float  # while buckets were under way and everybody was there
+    exposed_seconds: float  # of it after the last backward
+
+
+def sync_seconds(ranks: Sequence[RankMeasured]) -> list[Sync]:
+    """Every group's synchronisation of gradients. A bucket that nobody had to wait for may have been faster than it seems."""
+    groups: dict[tuple[int, ...], list[Bucket]] = {}
+    for rank in ranks:
+        for members in {bucket.ranks for bucket in rank.buckets}:
+            groups.setdefault(members, [bucket for bucket in rank.buckets if bucket.ranks == members])
+    by_number = {rank.rank: rank for rank in ranks}
+    found = []
+    for members, buckets in sorted(groups.items()):
+        present = [by_number[number] for number in members if number in by_number]
+        rows = list(_sync_of_steps(members, present))
+        if rows and len(present) == len(members):
+            seconds, exposed = (median(column) for column in zip(*rows, strict=True))
+            stages = tuple(sorted({bucket.stage for bucket in buckets if bucket.stage >= 0}))
+            found.append(Sync(members, stages, sum(bucket.bytes for bucket in buckets), len(buckets), seconds, exposed))
+    return found
+
+
+def _sync_of_steps(members: tuple[int, ...], ranks: Sequence[RankMeasured]) -> Iterator[tuple[float, float]]:
+    for step in _typical_steps(ranks):
+        rows = []  # of each rank: its buckets of this group in order, and when it began to wait for all of them
+        waiting = 0.0
+        for rank in ranks:
+            measured = next(one for one in rank.recent if one.step == step)
+            own = [span for span in measured.spans if span.kind == "G" and rank.buckets[span.index].ranks == members]
+            rows.append([(measured.unix_seconds + span.begin_seconds, measured.unix_seconds + span.end_seconds) for span in own])
+            waits = [measured.unix_seconds + span.begin_seconds for span in measured.spans if span.kind == "S"]
+            waiting = max([waiting, *waits])
+        seconds = exposed = last = 0.0
+        for same in zip(*rows, strict=False):
+            begin, end = max(last, *(begun for begun, _ in same)), max(ended for _, ended in same)
+            seconds += max(0.0, end - begin)
+            exposed += max(0.0, end - max(begin, waiting))
+            last = max(last, end)
+        yield seconds, exposed
+
+
+def _typical_steps(ranks: Sequence[RankMeasured]) -> list[int]:
+    """Steps that all ranks have kept, without a run's first two (one warms up, one was counted) where there are others."""
+    common = _common_steps(ranks)
+    early = max((rank.first_step + 1 for rank in ranks), default=0)
+    return [step for step in common if step > early] or common[-1:]
+
+
+def transfer_seconds(ranks: Sequence[RankMeasured], plan: Plan) -> dict[tuple[int, int], tuple[float, int]]:
+    """(sender, receiver) → seconds of a median transfer that was waited for, and its bytes; from the send to the end of the wait."""
+    layout = Layout(plan)
+    sent = {
+        (rank.rank, step.step, span.kind, span.stage, span.index): step.unix_seconds + span.begin_seconds
+        for rank in ranks
+        for step in rank.recent
+        for span in step.spans
+        if span.kind in ("SF", "SB")
+    }
+    found: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for receiver in ranks:
+        for step, span in [(one, span) for one in receiver.recent for span in one.spans]:
+            if span.kind not in ("RF", "RB") or span.end_seconds - span.begin_seconds < _BLOCKED_SECONDS:
+                continue
+            kind, other = ("SF", span.stage - 1) if span.kind == "RF" else ("SB", span.stage + 1)
+            replica = plan.stages[other].replicas[layout.route[other][span.index]]  # the ranks at the other end that had the micro-batch
+            for sender in map(layout.rank_of_device, replica.devices):
+                begun = sent.get((sender, step.step, kind, other, span.index))
+                if begun is not None and sender != receiver.rank:
+                    found[sender, receiver.rank].append(step.unix_seconds + span.end_seconds - begun)
+    sizes = {exchange.ranks: exchange for rank in ranks for exchange in rank.exchanges if exchange.kind == "send"}
+    return {
+        pair: (median(seconds), sizes[pair].bytes // sizes[pair].calls)
+        for pair, seconds in found.items()
+        if pair in sizes and median(seconds) > 0
+    }
+
+
+class Links(NamedTuple):
+    """Constants of the cost model that say what links and collectives reach; None where nothing told."""
+
+    host_link_efficiency: float | None
+    network_efficiency: float | None
+    collective_seconds: float | None
+    sync_overlap: float | None
+
+    def constants(self) -> dict[str, float]:
+        """Those that are known, by name."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+
+def measure_links(cluster: Cluster, plan: Plan, ranks: Sequence[RankMeasured]) -> Links:
+    """What links and collectives reached in this run."""
+    devices = [device_index(cluster)[name] for name in Layout(plan).devices]
+    syncs = sync_seconds(ranks)
+    entering = min((rank.seconds["agree"] for rank in ranks), default=0.0) if len(ranks) > 1 else None
+    work: dict[bool, list[tuple[float, float]]] = {True: [], False: []}  # inside one host? → (seconds at the link's rate, seconds taken)
+    for sync in syncs:
+        if sync.bytes >= _LEAST_BYTES:
+            members = [devices[number] for number in sync.ranks]
+            taken = max(sync.seconds - sync.buckets * (entering or 0.0), 0.1 * sync.seconds)
+            part = 2 * (len(members) - 1) / len(members)
+            work[_one_host(members)].append((part * sync.bytes / _slowest_rate(cluster, members), taken))
+    for (sender, receiver), (seconds, nbytes) in transfer_seconds(ranks, plan).items():
+        if nbytes >= _LEAST_BYTES:
+            pair = [devices[sender], devices[receiver]]
+            work[_one_host(pair)].append((nbytes / _slowest_rate(cluster, pair), seconds))
+    return Links(_efficiency(work[True]), _efficiency(work[False]), entering, _overlap(ranks, syncs))
+
+
+def _efficiency(work: Sequence[tuple[float, float]]) -> float | None:
+    taken = sum(seconds for _, seconds in work)
+    return min(1.5, max(0.001, sum(least for least, _ in work) / taken)) if taken else None
+
+
+def _overlap(ranks: Sequence[RankMeasured], syncs: Sequence[Sync]) -> float | None:
+    """The part of a backward that hid synchronisation; None where there was nothing to hide."""
+    hidden = [max(0.0, sync.seconds - sync.exposed_seconds) for sync in syncs]
+    backwards = [stage.backward_seconds for rank in ranks for stage in rank.stages if stage.backward_seconds]
+    if not syncs or not backwards:
+        return None
+    part = min(1.0, max(hidden) / median(backwards))
+    return part if part > 0.05 else 0.0
+
+
+def _one_host(devices: Sequence[Device]) -> bool:
+    return len({device.host for device in devices}) == 1
+
+
+def _slowest_rate(cluster: Cluster, devices: Sequence[Device]) -> float:
+    """Of the links that join these devices, the least bytes per second."""
+    rates = [cluster.link_between(a, b).bytes_per_s for a in devices for b in devices if a.name != b.name]
+    crossing = {device.site for device in devices} if len({device.site for device in devices}) > 1 else set()
+    return min([*rates, *(site_index(cluster)[site].link.bytes_per_s for site in crossing)])
+
+
+def link_name(cluster: Cluster | None, a: str, b: str) -> str:
+    """What the cost model calls the link between two devices; their names where nothing is known of the cluster."""
+    if cluster is None:
+        return f"{a}–{b}"
+    devices = device_index(cluster)
+    return _INSIDE_HOSTS if devices[a].host == devices[b].host else cluster.link_between(devices[a], devices[b]).name
+
+
+def exchange_bytes(cluster: Cluster | None, plan: Plan, exchange: Exchange) -> dict[str, float]:
+    """Bytes that an exchange put on every link, by what its collective sends."""
+    names = [Layout(plan).devices[number] for number in exchange.ranks]
+    if exchange.kind == "send":
+        return {link_name(cluster, *names): float(exchange.bytes)}
+    if exchange.kind == "all_to_all" or cluster is None:  # each pair of members by itself
+        members = len(names)
+        pair = exchange.bytes / members * _PASSES.get(exchange.kind, 1.0)
+        pairs: dict[str, float] = defaultdict(float)
+        for i, a in enumerate(names):
+            for b in names[i + 1 :]:
+                pairs[link_name(cluster, a, b)] += 2 * pair
+        return dict(pairs)
+    span = span_of(cluster, [[device_index(cluster)[name] for name in names]], Calibration())
+    return collective_bytes(span, float(exchange.bytes), _PASSES[exchange.kind])
+
+
+def link_bytes(cluster: Cluster | None, plan: Plan, ranks: Sequence[RankMeasured]) -> dict[str, float]:
+    """Bytes a step put on every link, as they were counted: each group's collectives once, each transfer where it was sent."""
+    carried: dict[str, float] = defaultdict(float)
+    for exchange in distinct_exchanges(ranks):
+        for name, nbytes in exchange_bytes(cluster, plan, exchange).items():
+            carried[name] += nbytes
+    return dict(carried)
+
+
+def distinct_exchanges(ranks: Sequence[RankMeasured]) -> list[Exchange]:
+    """Every exchange of a step once: all members of a group have counted it."""
+    found: Mapping[tuple[str, tuple[int, ...]], Exchange] = {
+        (exchange.kind, exchange.ranks): exchange
+        for rank in ranks
+        for exchange in sorted(rank.exchanges, key=lambda exchange: exchange.bytes)
+        if len(exchange.ranks) > 1
+    }
+    return [found[key] for key in sorted(found)]

@@ -5,63 +5,62 @@ that talk to other ranks say so: all ranks take them together.
 """
 
 import dataclasses
+import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from atoll.cluster.memory import host_memory
 from atoll.cost.evaluate import DEFAULT_BUCKET_BYTES
 from atoll.graph.capture import Captured
 from atoll.job import Job
 from atoll.runtime.checkpoint.exchange import CheckpointRanks
-from atoll.runtime.checkpoint.local_shard import LocalShard
-from atoll.runtime.executor import Accumulated, StageExecutor, Updater, WorkItem
-from atoll.runtime.modes.lockstep.agreement import agree, digest_of_weights
-from atoll.runtime.modes.lockstep.buffers import ChangedBuffers
+from atoll.runtime.executor import Accumulated, LossScale, StageExecutor, Updater, WorkItem
+from atoll.runtime.imposed_speed import Pace
+from atoll.runtime.modes.lockstep.agreement import ChangedBuffers, agree, digest_of_weights
 from atoll.runtime.modes.lockstep.channels import Channels
 from atoll.runtime.modes.lockstep.data_loader import ShardLoader
-from atoll.runtime.modes.lockstep.divisibility import check_lane_sizes
 from atoll.runtime.modes.lockstep.evaluation import EvaluatedFunction, Evaluation, buffers_read, capture_evaluated, prepare_evaluation
-from atoll.runtime.modes.lockstep.gradient_groups import GradientGroup, Share, gradient_groups
-from atoll.runtime.modes.lockstep.gradients import Gradients
+from atoll.runtime.modes.lockstep.gradients import GradientGroup, Gradients, Share, gradient_groups
 from atoll.runtime.modes.lockstep.layout import Layout, RankPlace
-from atoll.runtime.modes.lockstep.model_builder import build_in_turn
-from atoll.runtime.modes.lockstep.optimizer_step import Counted, build_on_parts, check_elementwise, check_separable
-from atoll.runtime.modes.lockstep.parallelize import Parallelizer
-from atoll.runtime.modes.lockstep.schedule import Action, Schedule, Workers
+from atoll.runtime.modes.lockstep.parallelize import CutStage, check_lane_sizes, cut_stages
+from atoll.runtime.modes.lockstep.recorder import Recorder
+from atoll.runtime.modes.lockstep.schedule import Schedule, Workers
 from atoll.runtime.modes.lockstep.schedule_builder import make_schedule, post_receives_early
 from atoll.runtime.modes.lockstep.schedule_check import check
-from atoll.runtime.modes.lockstep.schedule_runner import Generators, ScheduleRunner, StageWork
-from atoll.runtime.modes.lockstep.sharding import BackwardPhases, OptimizerShard, make_meshes, owned_shard, shard_stage
+from atoll.runtime.modes.lockstep.schedule_runner import Activity, Generators, ScheduleRunner, StageWork
+from atoll.runtime.modes.lockstep.sharding import (
+    BackwardPhases,
+    Counted,
+    OptimizerShard,
+    build_on_parts,
+    check_elementwise,
+    check_separable,
+    make_meshes,
+    owned_shard,
+    shard_stage,
+)
 from atoll.runtime.stage.collectives import Lanes
-from atoll.runtime.stage.loss_scale import LossScale
 from atoll.runtime.stage.module import StageBuilder, StageModule
-from atoll.runtime.stage.program import StageProgram, cut_stage, shared_parameters
+from atoll.runtime.stage.program import shared_parameters
 from atoll.runtime.stage.rng import DrawKey
 from atoll.runtime.stage.shard_spec import ShardSpec
 from atoll.runtime.stage.sizes import Sizes
 from atoll.runtime.stage.state import InitialState, model_config, tied_names, unread_state
 
-__all__ = ["RankWork", "assemble", "make_plan_schedule"]
+__all__ = ["RankWork", "assemble", "make_plan_schedule", "turns"]
 
+T = TypeVar("T")
 _AHEAD = 2  # pieces of data that are read before they are needed
+_MODELS_SHARE = 0.5  # of a host's free memory that whole models may take while ranks pick their parts
 
 
-@dataclass
-class OtherState:
-    """What belongs to the model but is not trained here: for checkpoints."""
-
-    to_save: list[LocalShard]
-    to_load: list[LocalShard]
-    tied: dict[str, str]  # other names of a parameter → its first
-    model_config: dict[str, Any] | None  # of a Hugging Face model
-
-
-@dataclass
+@dataclass(frozen=True)
 class RankWork:
     """Everything a rank works with."""
 
@@ -71,11 +70,11 @@ class RankWork:
     executor: StageExecutor
     runner: ScheduleRunner
     feed: ShardLoader
-    stages: list[StageWork]
     owned: list[OptimizerShard]  # its parts of trainable and frozen parameters
     counted: list[Counted]  # what it adds to the norm of the gradient
     trainable_parameters: int  # of the whole model
-    other: OtherState
+    tied: dict[str, str]  # other names of a parameter → its first
+    model_config: dict[str, Any] | None  # of a Hugging Face model
     buffers: ChangedBuffers  # running statistics and the like
     evaluation: Evaluation | None  # None: the job has no evaluation data
     callbacks: bool  # whether some rank has callbacks, which may ask to stop
@@ -85,7 +84,7 @@ class RankWork:
 def make_plan_schedule(layout: Layout) -> Schedule:
     """The schedule of a plan's steps, checked."""
     workers = Workers(layout.homes, layout.route)
-    schedule = post_receives_early(make_schedule(layout.plan.schedule, workers), workers=workers)
+    schedule = post_receives_early(make_schedule(layout.plan.schedule, workers))
     check(schedule, workers)
     return schedule
 
@@ -98,22 +97,25 @@ def assemble(
     device: torch.device,
     evaluated: Mapping[str, Captured] | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    pace: Pace | None = None,
     doing: Callable[[object, int], None] = lambda action, step: None,
 ) -> RankWork:
     """Put this process's rank together. All ranks do so at the same time: process groups are made on the way.
 
-    `evaluated` is what `capture_evaluated` found, if it was asked before; `bucket_bytes` must be the same on all ranks.
+    `evaluated` is what `capture_evaluated` found, if it was asked before; `bucket_bytes` must be the same on all ranks; `pace` is where
+    speeds are imposed.
     """
     programs = capture_evaluated(job) if evaluated is None else evaluated
     rank = _Rank(job, layout, captured, device, dist.get_rank(), Sizes(captured), DrawKey(job.seed))
     check_lane_sizes(layout, captured, rank.sizes)
-    cut = _cut(rank)
-    parts = build_in_turn(lambda: _take_parts(rank, cut, programs), 4.0 * captured.graph.parameters)
+    cut = cut_stages(layout, rank.number, captured)
+    parts = _build_in_turn(lambda: _take_parts(rank, cut, programs), 4.0 * captured.graph.parameters)
     callbacks = agree(job, parts.weights)
     held = _held(rank, cut, parts, _shard(rank, cut, parts))
     groups = _agree_on_groups(rank, parts, held)
     _check_optimizer(rank, groups)
-    gradients = _gradients(rank, held, groups, bucket_bytes)
+    recorder = Recorder(device)
+    gradients = _gradients(rank, held, groups, recorder, bucket_bytes)
     stages = [
         StageWork(
             program=stage.program,
@@ -125,9 +127,12 @@ def assemble(
         )
         for stage, module in zip(cut, parts.modules, strict=True)
     ]
-    schedule, generators = make_plan_schedule(layout), Generators(rank.key.lock)
+    schedule, activity = make_plan_schedule(layout), Activity(doing)
     actions = schedule[layout.worker_of(rank.number)]
-    feed, executor = _feed(rank, actions, stages), _executor(rank, stages, parts, held, generators)
+    feed = ShardLoader(
+        job.samples, layout, actions, stages, rank.sizes, device, last_step=job.total_steps, ahead=_AHEAD, lock=rank.key.lock
+    )
+    executor = _executor(rank, stages, parts, held, Generators(rank.key.lock, feed.reading, activity))
     runner = ScheduleRunner(
         layout,
         actions,
@@ -137,8 +142,9 @@ def assemble(
         channels=Channels(rank.number, device),
         gradients=gradients,
         feed=feed,
-        generators=generators,
-        doing=doing,
+        activity=activity,
+        recorder=recorder,
+        pace=pace,
     )
     buffers = _changed_buffers(rank, cut, parts)
     divided = _lane_divided(cut)
@@ -150,11 +156,11 @@ def assemble(
         executor=executor,
         runner=runner,
         feed=feed,
-        stages=stages,
         owned=held.owned,
         counted=_counted(rank, held, groups),
         trainable_parameters=parts.trainable,
-        other=_other(rank, cut, parts),
+        tied=parts.tied,
+        model_config=parts.config,
         buffers=buffers,
         evaluation=evaluation,
         callbacks=callbacks,
@@ -175,28 +181,7 @@ class _Rank:
     key: DrawKey
 
 
-@dataclass(frozen=True)
-class _CutStage:
-    """One of the rank's stages as a program, rewritten for its part."""
-
-    place: RankPlace
-    program: StageProgram
-    holdings: dict[str, ShardSpec]  # what the rank holds of divided parameters
-    lane_divided: set[str]  # parameters that lanes divide between them: experts, split layers
-    lanes: Lanes | None
-
-
-def _cut(rank: _Rank) -> list[_CutStage]:
-    """Groups of ranks that divide layers are made on the way."""
-    dividing, stages = Parallelizer(rank.layout, rank.number, rank.captured), []
-    for place in rank.layout.places(rank.number):
-        stage = rank.layout.plan.stages[place.stage]
-        program = cut_stage(rank.captured, stage.start, stage.stop)
-        stages.append(_CutStage(place, program, *dividing.divide(place, program)))
-    return stages
-
-
-def _lane_divided(cut: Sequence[_CutStage]) -> set[str]:
+def _lane_divided(cut: Sequence[CutStage]) -> set[str]:
     return {name for stage in cut for name in stage.lane_divided}
 
 
@@ -209,14 +194,42 @@ class _Parts:
     order: list[str]  # of all parameters of the model
     weights: str  # digest of the whole model's
     trainable: int
-    persistent: set[str]
+    persistent: frozenset[str]
     unread: dict[str, Tensor]
     tied: dict[str, str]
     config: dict[str, Any] | None
     evaluated: list[EvaluatedFunction]
 
 
-def _take_parts(rank: _Rank, cut: Sequence[_CutStage], evaluated: Mapping[str, Captured]) -> _Parts:
+def turns(hosts: list[str], free_bytes: list[float], model_bytes: float) -> list[int]:
+    """In which turn each rank builds: all in turn 0, unless a host could not hold a whole model for each of its ranks. Pure."""
+    counts = Counter(hosts)
+    free = {host: min(amount for name, amount in zip(hosts, free_bytes, strict=True) if name == host) for host in counts}
+    if all(counts[host] * model_bytes <= _MODELS_SHARE * free[host] for host in counts):
+        return [0] * len(hosts)
+    seen: Counter[str] = Counter()
+    order = []
+    for host in hosts:
+        order.append(seen[host])
+        seen[host] += 1
+    return order
+
+
+def _build_in_turn(build: Callable[[], T], model_bytes: float) -> T:
+    """What `build` returns; it must have dropped the whole model by then. All ranks call it together."""
+    said = CheckpointRanks(dist.group.WORLD).gather((socket.gethostname(), host_memory().available_bytes), tuple[str, float])
+    order = turns([host for host, _ in said], [free for _, free in said], model_bytes)
+    own, built = order[dist.get_rank()], None
+    for turn in range(max(order) + 1):
+        if turn == own:
+            built = build()
+        if max(order):
+            dist.barrier()
+    assert built is not None, "every rank has a turn"
+    return built
+
+
+def _take_parts(rank: _Rank, cut: Sequence[CutStage], evaluated: Mapping[str, Captured]) -> _Parts:
     """Build the whole model and take from it what this rank holds."""
     model = rank.job.build_model("cpu")
     builder = StageBuilder(InitialState(rank.captured, model), device=rank.device, key=rank.key)
@@ -232,7 +245,7 @@ def _take_parts(rank: _Rank, cut: Sequence[_CutStage], evaluated: Mapping[str, C
         order=[name for name, _ in model.named_parameters()],
         weights=digest_of_weights(model),
         trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
-        persistent=set(model.state_dict()),
+        persistent=frozenset(model.state_dict()),
         unread=unread_state(rank.captured, model),
         tied=tied_names(model),
         config=model_config(model),
@@ -240,7 +253,7 @@ def _take_parts(rank: _Rank, cut: Sequence[_CutStage], evaluated: Mapping[str, C
     )
 
 
-def _shard(rank: _Rank, cut: Sequence[_CutStage], parts: _Parts) -> dict[str, RankPlace]:
+def _shard(rank: _Rank, cut: Sequence[CutStage], parts: _Parts) -> dict[str, RankPlace]:
     """Shard over lanes what only one layer uses and lanes hold alike; which parameters, and where. Meshes are made on the way."""
     plan, lane_divided = rank.layout.plan, _lane_divided(cut)
     meshes, shared = make_meshes(rank.layout, rank.device), shared_parameters(rank.captured)
@@ -273,7 +286,7 @@ class _HeldParameters:
         return {name: value for name, value in self.parameters.items() if value.requires_grad and name not in self.sharded}
 
 
-def _held(rank: _Rank, cut: Sequence[_CutStage], parts: _Parts, sharded: dict[str, RankPlace]) -> _HeldParameters:
+def _held(rank: _Rank, cut: Sequence[CutStage], parts: _Parts, sharded: dict[str, RankPlace]) -> _HeldParameters:
     places = [(stage.place, module.parameters_by_name()) for stage, module in zip(cut, parts.modules, strict=True)]
     parameters = {name: value for _, named in places for name, value in named.items()}
     owned = []
@@ -313,11 +326,11 @@ def _check_optimizer(rank: _Rank, groups: Sequence[GradientGroup]) -> None:
         check_separable(rank.job.build_optimizer)
 
 
-def _gradients(rank: _Rank, held: _HeldParameters, groups: Sequence[GradientGroup], bucket_bytes: int) -> Gradients:
+def _gradients(rank: _Rank, held: _HeldParameters, groups: Sequence[GradientGroup], recorder: Recorder, bucket_bytes: int) -> Gradients:
     """Process groups are made on the way."""
     uses = Counter(name for _, named in held.places for name in named)
     late = frozenset(name for name in held.whole if uses[name] > 1)
-    return Gradients(rank.number, groups, held.whole, held.holdings, bucket_bytes=bucket_bytes, ready_late=late)
+    return Gradients(rank.number, groups, held.whole, held.holdings, recorder, bucket_bytes=bucket_bytes, ready_late=late)
 
 
 def _counted(rank: _Rank, held: _HeldParameters, groups: Sequence[GradientGroup]) -> list[Counted]:
@@ -334,20 +347,8 @@ def _counted(rank: _Rank, held: _HeldParameters, groups: Sequence[GradientGroup]
         if group.dim is None:
             counted.append(Counted(parameter, group.holders))
             continue
-        offset = 0
-        for start, stop in holding.parts if holding.dim is not None else ((0, holding.shape[group.dim]),):
-            first, last = max(start, group.start), min(stop, group.stop)
-            if first < last:
-                counted.append(Counted(parameter, group.holders, group.dim, offset + first - start, offset + last - start))
-            offset += stop - start
+        counted += [Counted(parameter, group.holders, group.dim, *part) for part in group.ranges_in(holding)]
     return counted
-
-
-def _feed(rank: _Rank, actions: Sequence[Action], stages: Sequence[StageWork]) -> ShardLoader:
-    job, lock = rank.job, rank.key.lock
-    return ShardLoader(
-        job.samples, rank.layout, actions, stages, rank.sizes, rank.device, last_step=job.total_steps, ahead=_AHEAD, lock=lock
-    )
 
 
 def _executor(rank: _Rank, stages: Sequence[StageWork], parts: _Parts, held: _HeldParameters, generators: Generators) -> StageExecutor:
@@ -360,8 +361,9 @@ def _executor(rank: _Rank, stages: Sequence[StageWork], parts: _Parts, held: _He
         generators=generators,
         gradients=Accumulated(rank.job.batch_size),
         updater=_updater(rank.job, held.owned),
-        persistent=frozenset(parts.persistent),
-        owned=held.owned,
+        persistent=parts.persistent,
+        owned=[part.held for part in held.owned],
+        unread=parts.unread if rank.number == 0 else {},
     )
 
 
@@ -373,7 +375,7 @@ def _updater(job: Job, owned: Sequence[OptimizerShard]) -> Updater:
     return Updater(leaves, optimizer, job.build_scheduler(optimizer), LossScale(job.precision == "fp16"), steps=job.total_steps)
 
 
-def _changed_buffers(rank: _Rank, cut: Sequence[_CutStage], parts: _Parts) -> ChangedBuffers:
+def _changed_buffers(rank: _Rank, cut: Sequence[CutStage], parts: _Parts) -> ChangedBuffers:
     """Training's own tensors first; evaluation mostly has the same ones. Asks all ranks."""
     held: dict[str, list[Tensor]] = {}
     changed: dict[str, RankPlace] = {}
@@ -386,22 +388,6 @@ def _changed_buffers(rank: _Rank, cut: Sequence[_CutStage], parts: _Parts) -> Ch
         held.setdefault(name, []).append(buffer)
     distinct = {name: list({id(copy): copy for copy in copies}.values()) for name, copies in held.items()}
     return ChangedBuffers(rank.number, distinct, changed)
-
-
-def _other(rank: _Rank, cut: Sequence[_CutStage], parts: _Parts) -> OtherState:
-    """Buffers are saved by the first that reads them and loaded by all; after every step all that read one have it alike."""
-    to_save: list[LocalShard] = []
-    to_load: list[LocalShard] = []
-    for stage, module in zip(cut, parts.modules, strict=True):
-        first = (stage.place.replica, stage.place.lane, stage.place.tensor) == (0, 0, 0)
-        for name, buffer in module.buffers_by_name().items():
-            if name in parts.persistent and not any(held.name == name for held in to_load):
-                to_load.append(LocalShard(ShardSpec(name=name, shape=tuple(buffer.shape)), buffer))
-                to_save += to_load[-1:] if first else []
-    if rank.number == 0:
-        unread = [LocalShard(ShardSpec(name=name, shape=tuple(value.shape)), value) for name, value in parts.unread.items()]
-        to_save, to_load = to_save + unread, to_load + unread
-    return OtherState(to_save, to_load, parts.tied, parts.config)
 
 
 def _tell(lanes: Lanes | None, layout: Layout) -> Callable[[WorkItem], None]:

@@ -5,8 +5,6 @@ with joined(role, "oslo-1/gpu0", "stage 1") as run:
     for step in range(1, steps + 1):
         run.doing(action, step)  # for every action: an attribute is written, no more
         ...
-        if run.stops_after(step):
-            break
 ```
 """
 
@@ -34,28 +32,19 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from atoll.errors import AtollError
 from atoll.events import Observer, Stalled, Wait
 from atoll.runtime.modes.lockstep.failure import VICTIM_EXIT_CODE, Watcher
-from atoll.runtime.modes.lockstep.heartbeat import NOTHING, Doing, heartbeat_key
+from atoll.runtime.modes.lockstep.heartbeat import DEFAULT_STALL_SECONDS, NOTHING, Doing, heartbeat_key
 from atoll.runtime.modes.lockstep.role import Role
-from atoll.runtime.modes.lockstep.stall_detector import DEFAULT_STALL_SECONDS
 
-__all__ = ["RankMembership", "connect", "join_process_group", "joined"]
+__all__ = ["DEFAULT_TIMEOUT_SECONDS", "RankMembership", "joined", "own_device"]
 
 DEFAULT_TIMEOUT_SECONDS = 600.0  # of a collective; a dead peer is noticed by the watcher long before
 _LEAVING, _ALL_LEAVE, _GONE = "atoll/leaving", "atoll/all_leave", "atoll/gone"
 _GOING_SECONDS = 5.0  # the host of the store waits for the last one to go
 _SHOWN_RANKS = 8
 _SIOCGIFADDR = 0x8915  # asks the kernel for an interface's address
-_KEPT_DECISIONS = 64  # steps: far more than ranks can be apart
 
 
-def connect(
-    role: Role,
-    generation: int,
-    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-    *,
-    host: bool = False,
-    observer: Observer = lambda event: None,
-) -> Store:
+def _connect(role: Role, timeout_seconds: float, *, host: bool = False, observer: Observer = lambda event: None) -> Store:
     """A connection to the store of this generation of ranks; `host` it when this rank has to."""
     try:
         with _telling_that_it_waits(role, observer):
@@ -72,7 +61,7 @@ def connect(
         raise AtollError(
             f"rank {role.rank}: the store at {where} {what} ({_first_line(error)}); check MASTER_ADDR, MASTER_PORT and rank 0"
         ) from error
-    return PrefixStore(f"generation-{generation}", store)
+    return PrefixStore(f"generation-{role.generation}", store)
 
 
 @contextmanager
@@ -98,29 +87,16 @@ def _telling_that_it_waits(role: Role, observer: Observer) -> Iterator[None]:
         thread.join()
 
 
-def join_process_group(
-    role: Role,
-    generation: int,
-    *,
-    backend: str | None = None,
-    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-    device: torch.device | None = None,
-    store: Store | None = None,
-) -> Store:
-    """Make this process a member of the default process group, and return the store.
-
-    `device` is the one it computes on: by default the accelerator, if there is one.
-    """
-    device = device or _own_device(role)
-    store = store or connect(role, generation, timeout_seconds, host=role.hosts_store)
+def _join_process_group(role: Role, store: Store, timeout_seconds: float, device: torch.device) -> None:
+    """Make this process a member of the default process group."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
-    interface = own_interface(role.master_addr)
+    interface = _own_interface(role.master_addr)
     if interface is not None and not os.environ.get("GLOO_SOCKET_IFNAME"):
         os.environ["GLOO_SOCKET_IFNAME"] = interface  # else it takes that of the host's name, which may be one that no other host reaches
     try:
         dist.init_process_group(
-            backend or _backend(device),
+            _backend(device),
             store=store,
             rank=role.rank,
             world_size=role.world_size,
@@ -132,10 +108,9 @@ def join_process_group(
             f"rank {role.rank}: the {role.world_size} ranks did not meet within {timeout_seconds:g} s{_absent(role, store)} "
             f"({_first_line(error)})"
         ) from error
-    return store
 
 
-def own_interface(master: str) -> str | None:
+def _own_interface(master: str) -> str | None:
     """The network interface on this host's way to another; None where it cannot be told."""
     for *_, target in _found(master):
         family = socket.AF_INET6 if ":" in target[0] else socket.AF_INET
@@ -180,8 +155,8 @@ def _absent(role: Role, store: Store) -> str:
     return f": of {', '.join(f'rank {rank}' for rank in absent[:_SHOWN_RANKS])}{more} nothing was heard" if absent else ""
 
 
-def _own_device(role: Role) -> torch.device:
-    """The accelerator with this rank's local number, if there is one."""
+def own_device(role: Role) -> torch.device:
+    """The accelerator with this rank's local number, or the CPU."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
@@ -198,9 +173,8 @@ def _backend(device: torch.device) -> str:
 class RankMembership:
     """A rank's membership in a run: it says what it does, and hears when to stop."""
 
-    def __init__(self, role: Role, generation: int, store: Store, watcher: Watcher) -> None:
-        self.role, self.generation, self.store, self._watcher = role, generation, store, watcher
-        self._decided_ahead, self._next_stops = False, False
+    def __init__(self, role: Role, store: Store, watcher: Watcher) -> None:
+        self.role, self.store, self._watcher = role, store, watcher
 
     def doing(self, action: object, step: int | None = None) -> None:
         """This rank does `action` now. Cheap: its `str()` is taken by the watcher's thread, every half a second."""
@@ -223,29 +197,8 @@ class RankMembership:
 
     @property
     def stop_asked(self) -> bool:
-        """Whether somebody asked this rank to stop politely. Ranks hear it at different moments: `stops_after` is what they agree on."""
+        """Whether somebody asked this rank to stop politely. Ranks hear it at different moments, and agree when they do."""
         return self._watcher.stop_asked
-
-    def ask_to_stop(self) -> None:
-        """Ask every rank to stop after a step; which one is agreed by `stops_after`."""
-        self._watcher.stop_asked = True
-
-    def stops_after(self, step: int) -> bool:
-        """Whether every rank stops after this step: the same answer on all of them. Call it once after each step, on every rank.
-
-        Rank 0 decides a step ahead, so that nobody waits for it: a request takes effect at the end of the next step.
-        """
-        stops = self._decided_ahead and (self._next_stops if self.role.rank == 0 else self.store.get(_stop_key(step)) == b"1")
-        self._decided_ahead = True
-        if self.role.rank == 0:
-            self._next_stops = self.stop_asked
-            self.store.set(_stop_key(step + 1), "1" if self._next_stops else "0")
-            self.store.delete_key(_stop_key(step - _KEPT_DECISIONS))
-        return stops
-
-
-def _stop_key(step: int) -> str:
-    return f"atoll/stops_after/{step}"
 
 
 @contextmanager
@@ -254,8 +207,6 @@ def joined(
     device_name: str,
     stage: str = "",
     *,
-    generation: int | None = None,
-    backend: str | None = None,
     device: torch.device | None = None,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     deadline_seconds: float = 10.0,
@@ -267,11 +218,10 @@ def joined(
     was. When this one raises, the others are told and the error goes on; if another was first, this one exits instead. `observer` hears, in
     other threads too, what keeps this process waiting and why it ends; nobody else tells where there is no supervisor.
     """
-    generation = role.generation if generation is None else generation
-    store = connect(role, generation, timeout_seconds, host=role.hosts_store, observer=observer)
+    store = _connect(role, timeout_seconds, host=role.hosts_store, observer=observer)
     watcher = Watcher(
         role,
-        connect(role, generation, timeout_seconds),
+        _connect(role, timeout_seconds),
         device=device_name,
         stage=stage,
         deadline_seconds=deadline_seconds,
@@ -281,10 +231,10 @@ def joined(
     watcher.action = Doing("waiting for the other ranks", "others")
     watcher.start()
     with _telling(watcher):
-        join_process_group(role, generation, backend=backend, timeout_seconds=timeout_seconds, device=device, store=store)
+        _join_process_group(role, store, timeout_seconds, device or own_device(role))
     with _polite_signals(watcher), _telling(watcher):
         watcher.action = "starting"
-        yield RankMembership(role, generation, store, watcher)
+        yield RankMembership(role, store, watcher)
         watcher.action = Doing("waiting for the others to end", "others")
         _wait_for_all(role, store)
         dist.destroy_process_group()

@@ -231,10 +231,9 @@ def _from_indexed_job(variables: _Variables) -> Role:
 
 def _checked(role: Role) -> Role:
     """The role, if its numbers can be true together."""
-    for small, great, least in (("rank", "world size", role.world_size), ("local rank", "local world size", role.local_world_size)):
-        number = role.rank if small == "rank" else role.local_rank
-        if number >= least:
-            raise RoleError(f"environment: {small} {number} with a {great} of {least}; ranks count from 0 (by {role.source})")
+    for local, rank, size in (("", role.rank, role.world_size), ("local ", role.local_rank, role.local_world_size)):
+        if rank >= size:
+            raise RoleError(f"environment: {local}rank {rank} with a {local}world size of {size}; ranks count from 0 (by {role.source})")
     if role.local_world_size > role.world_size:
         raise RoleError(f"environment: {role.local_world_size} processes on this host, but {role.world_size} in all (by {role.source})")
     if not 0 < role.master_port < 65536:

@@ -34,7 +34,6 @@ Kind = Literal["F", "B", "RF", "SF", "RB", "SB", "G", "O"]
 _NUMBER = r"0|[1-9]\d{0,8}"
 _ACTION = re.compile(rf"({_NUMBER})(F|B|RF|SF|RB|SB)({_NUMBER})|({_NUMBER})(G)|(O)")
 _LINE = re.compile(rf"\s*({_NUMBER})\s*:(.*)")
-_FORMAT = 1  # of the JSON form
 
 
 class Action(msgspec.Struct, frozen=True, order=True):
@@ -171,28 +170,6 @@ class Schedule(msgspec.Struct, frozen=True):
                 )
             rows.append(_parsed(match[2], f"{source}: line {number}"))
         return Schedule(tuple(rows))
-
-    def to_json(self) -> str:
-        """This schedule as JSON; `from_json` reads it back equal."""
-        return msgspec.json.format(msgspec.json.encode(_Written(workers=[_words(row) for row in self.actions])), indent=1).decode()
-
-    @staticmethod
-    def from_json(text: str | bytes, source: str = "schedule") -> "Schedule":
-        """The schedule that `to_json` wrote; errors begin with `source`."""
-        try:
-            written = msgspec.json.decode(text, type=_Written)
-        except (msgspec.MsgspecError, UnicodeError) as error:
-            raise ScheduleError(f"{source}: this is not a schedule's JSON: {error}") from None
-        if written.format != _FORMAT:
-            raise ScheduleError(f"{source}: format: this Atoll reads format {_FORMAT}, got {written.format}")
-        return Schedule(tuple(_parsed(row, f"{source}: worker {worker}") for worker, row in enumerate(written.workers)))
-
-
-class _Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The JSON form."""
-
-    format: int = _FORMAT
-    workers: list[str]
 
 
 def _words(row: tuple[Action, ...]) -> str:

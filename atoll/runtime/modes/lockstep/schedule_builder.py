@@ -1,11 +1,11 @@
-"""Orders: from a plan's schedule and its workers to the Schedule they follow.
+"""The schedule builder: from a plan's schedule and its workers to the Schedule they follow.
 
-One engine makes all of them. It plays a step on a clock (with the given times, or 1 for a forward and 2 for a backward) and notes who
-computed what in which order. Its policy is that of 1F1B: a forward while there is room, else a backward, waiting for either if need be.
-Of several inputs a worker takes the earliest micro-batch that has arrived; a worker with several stages keeps to Megatron-LM's order: a
-block of as many micro-batches as the pipeline is deep through one stage, then through the next. In a column of stages all of this is
-decided by the limits alone, so it gives classic GPipe, 1F1B and interleaved 1F1B whatever the times are; with other routes the order is
-what those times make of it. The policy is `plan/schedule_policy.py`, by which `cost/pipeline.py` predicts a step.
+One engine makes all of them. It plays a step on a clock (a forward takes 1, a backward 2) and notes who computed what in which order. Its
+policy is that of 1F1B: a forward while there is room, else a backward, waiting for either if need be. Of several inputs a worker takes the
+earliest micro-batch that has arrived; a worker with several stages keeps to Megatron-LM's order: a block of as many micro-batches as the
+pipeline is deep through one stage, then through the next. In a column of stages all of this is decided by the limits alone, so it gives
+classic GPipe, 1F1B and interleaved 1F1B whatever the times are; with other routes the order is what those times make of it. The policy is
+`plan/schedule_policy.py`, by which `cost/pipeline.py` predicts a step.
 
 Room is what that policy says a replica may hold, since memory was planned for that much: no schedule ever holds more. Should all
 wait in a circle, one takes another task that is ready. There always is one: a micro-batch takes its room stage by stage, the last stage
@@ -15,33 +15,22 @@ needs no other's, and going back needs none.
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
-from itertools import accumulate
 from typing import NamedTuple
 
-from atoll.errors import ScheduleError
 from atoll.plan import Plan, Replica, Stage
 from atoll.plan import Schedule as PlanSchedule
 from atoll.plan.division import micro_batch_counts
 from atoll.plan.schedule_policy import device_limits, forward_next, in_flight_bounds
 from atoll.runtime.modes.lockstep.schedule import Action, Schedule, Workers
 
-__all__ = ["compute_order", "in_flight_limits", "make_schedule", "post_receives_early", "with_communication"]
+__all__ = ["compute_order", "in_flight_limits", "make_schedule", "post_receives_early"]
 
-Table = Sequence[Sequence[float]]  # by stage and replica
-Limits = Sequence[Sequence[int]]  # by stage and replica
+_Limits = Sequence[Sequence[int]]  # by stage and replica
 
 
-def make_schedule(
-    plan_schedule: PlanSchedule,
-    workers: Workers,
-    *,
-    limits: Limits | None = None,
-    forward_seconds: Table | None = None,
-    backward_seconds: Table | None = None,
-) -> Schedule:
-    """The schedule of one step. `limits[stage][replica]` bounds the micro-batches held, as the plan's memory was planned for unless given;
-    `forward_seconds[stage][replica]` and `backward_seconds` say what one micro-batch takes, 1 and 2 unless given."""
-    return with_communication(compute_order(plan_schedule, workers, limits, forward_seconds, backward_seconds), workers)
+def make_schedule(plan_schedule: PlanSchedule, workers: Workers) -> Schedule:
+    """The schedule of one step."""
+    return _with_communication(compute_order(plan_schedule, workers), workers)
 
 
 def in_flight_limits(plan_schedule: PlanSchedule, workers: Workers) -> list[list[int]]:
@@ -60,28 +49,15 @@ def _shape(plan_schedule: PlanSchedule, workers: Workers) -> Plan:
     return Plan(graph="", cluster="", batch_size=workers.micro_batches, micro_batch_size=1, stages=tuple(stages), schedule=plan_schedule)
 
 
-def compute_order(
-    plan_schedule: PlanSchedule,
-    workers: Workers,
-    limits: Limits | None = None,
-    forward_seconds: Table | None = None,
-    backward_seconds: Table | None = None,
-) -> list[list[Action]]:
+def compute_order(plan_schedule: PlanSchedule, workers: Workers) -> list[list[Action]]:
     """The forwards and backwards of each worker, in order."""
-    bounds = limits if limits is not None else in_flight_limits(plan_schedule, workers)
-    for name, table in (("limits", bounds), ("forward_seconds", forward_seconds), ("backward_seconds", backward_seconds)):
-        if table is not None and [len(row) for row in table] != [len(row) for row in workers.homes]:
-            raise ScheduleError(f"{name} must have an entry for each replica of each stage")
-    for s, (row, route) in enumerate(zip(bounds, workers.route, strict=True)):
-        for r, limit in enumerate(row):
-            if limit < 1 and r in route:
-                raise ScheduleError(f"limits: stage {s}, replica {r} takes micro-batches, so it must be allowed to hold one, not {limit}")
+    bounds = in_flight_limits(plan_schedule, workers)
     room = _worker_limits(plan_schedule, workers, bounds)
-    played = [_Clock(workers, bounds, room, policy, forward_seconds, backward_seconds).play() for policy in _policies(workers)]
+    played = [_Clock(workers, bounds, room, policy).play() for policy in _policies(workers)]
     return min(played, key=lambda pair: pair[0])[1]  # the first of equals
 
 
-def _worker_limits(plan_schedule: PlanSchedule, workers: Workers, bounds: Limits) -> list[int]:
+def _worker_limits(plan_schedule: PlanSchedule, workers: Workers, bounds: _Limits) -> list[int]:
     """What each worker holds of all its stages before it prefers a backward."""
     room = [0] * workers.count
     for homes, row in zip(workers.homes, bounds, strict=True):
@@ -177,17 +153,8 @@ class _Turns:
 class _Clock:
     """A step, played in order of time."""
 
-    def __init__(
-        self,
-        workers: Workers,
-        limits: Limits,
-        room: Sequence[int],
-        policy: _Policy,
-        forward_seconds: Table | None,
-        backward_seconds: Table | None,
-    ) -> None:
+    def __init__(self, workers: Workers, limits: _Limits, room: Sequence[int], policy: _Policy) -> None:
         self.workers, self.limits, self.room, self.policy = workers, limits, room, policy
-        self.seconds = {"F": forward_seconds, "B": backward_seconds}
         self.blocks = _blocks(workers, policy.block)
         self.inboxes = [(_Inbox(), _Inbox()) for _ in range(workers.count)]  # forwards, backwards
         self.orders: list[list[Action]] = [[] for _ in range(workers.count)]
@@ -266,11 +233,9 @@ class _Clock:
         self.held[worker] += change
         self.forwards_left[worker] -= not backward
         action = Action("B" if backward else "F", stage, m)
-        table = self.seconds[action.kind]
-        seconds = table[stage][replica] if table is not None else 1.0 + backward
         self.orders[worker].append(action)
         self.idle.remove(worker)
-        heappush(self.ends, (now + seconds, worker, action))
+        heappush(self.ends, (now + 1 + backward, worker, action))
 
     def _hand_on(self, worker: int, action: Action) -> int:
         """Gives what a task made to whoever needs it; returns that worker."""
@@ -297,7 +262,7 @@ def _blocks(workers: Workers, size: int) -> list[int]:
     return blocks
 
 
-def with_communication(orders: Sequence[Sequence[Action]], workers: Workers) -> Schedule:
+def _with_communication(orders: Sequence[Sequence[Action]], workers: Workers) -> Schedule:
     """Adds sends, receives, gradient synchronisation and the optimizer to the forwards and backwards of each worker.
 
     A send follows what made it; a receive stands before what needs it, or before the first that needs something sent later by the same
@@ -346,39 +311,18 @@ def _receives(orders: Sequence[Sequence[Action]], workers: Workers) -> list[list
     return received
 
 
-def post_receives_early(schedule: Schedule, ahead: int = 1, *, workers: Workers | None = None, limits: Limits | None = None) -> Schedule:
-    """The schedule with every receive moved up by `ahead` forwards or backwards, so that it is under way while those are computed.
-
-    With `workers` and `limits`, an input that is waited for counts as a micro-batch held, and moves up only as far as limits allow.
-    """
-    rows = []
-    for worker, row in enumerate(schedule.actions):
-        room: dict[int, int] = {}
-        if workers is not None and limits is not None:
-            room = {stage: limits[stage][workers.homes[stage].index(worker)] for stage in workers.stages_of[worker]}
-        rows.append(_moved_up(row, ahead, room))
-    return Schedule(tuple(rows))
+def post_receives_early(schedule: Schedule, ahead: int = 1) -> Schedule:
+    """The schedule with every receive moved up by `ahead` forwards or backwards, so that it is under way while those are computed."""
+    return Schedule(tuple(_moved_up(row, ahead) for row in schedule.actions))
 
 
-def _moved_up(row: Sequence[Action], ahead: int, room: dict[int, int]) -> tuple[Action, ...]:
-    """A worker's actions with its receives moved up; `room` is what each stage may hold, of stages that have a limit."""
-    computes = [action for action in row if action.computes]
-    index_of = {action: index for index, action in enumerate(computes)}
-    held = {stage: [0, *accumulate((1 if a.kind == "F" else -1) * (a.stage == stage) for a in computes)] for stage in room}
-    before: list[list[Action]] = [[] for _ in computes]
-    least = {"RF": 0, "RB": 0}  # what arrives from one worker stays in order
+def _moved_up(row: Sequence[Action], ahead: int) -> tuple[Action, ...]:
+    """A worker's actions with its receives moved up; what arrives from one worker stays in order."""
+    before: list[list[Action]] = [[] for action in row if action.computes]
     passed = 0  # forwards and backwards so far
     for action in row:
         if action.receives:
-            index = max(least[action.kind], passed - ahead)
-            if action.kind == "RF" and action.stage in room:
-                holding, needed = held[action.stage], index_of[Action("F", action.stage, action.micro_batch)]
-                while index < passed and max(holding[index:needed], default=0) >= room[action.stage]:
-                    index += 1
-                for k in range(index, needed):
-                    holding[k] += 1
-            least[action.kind] = index
-            before[index].append(action)
+            before[max(0, passed - ahead)].append(action)
         passed += action.computes
     moved: list[Action] = []
     passed = 0

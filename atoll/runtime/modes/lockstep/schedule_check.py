@@ -1,5 +1,5 @@
-"""Check: whether a schedule does what its workers have to do, and ends. A `ScheduleError` says what is wrong in a sentence and shows the
-table with the wrong cell marked.
+"""The check of schedules: whether one does what its workers have to do, and ends. A `ScheduleError` says what is wrong and shows the table
+with the wrong cell marked.
 
 The rules, each relying on those before it:
 1. Every worker computes the forward and the backward of its stages' micro-batches once, sends and receives once what has to cross, and
@@ -8,12 +8,11 @@ The rules, each relying on those before it:
    backward; what a worker hands to itself is made before it is used.
 3. Between two workers the n-th activation sent is the n-th received, and so for gradients. Workers that share two stages synchronise them
    in the same order.
-4. No replica holds more micro-batches than its limit, where limits are given.
-5. Nobody waits for ever. Receives are posted and sends go on by themselves, so only forwards and backwards wait. With `rendezvous` sends
+4. Nobody waits for ever. Receives are posted and sends go on by themselves, so only forwards and backwards wait. With `rendezvous` sends
    wait too, until their receive is posted, and so does synchronisation, until every replica is there: as a transport without buffers would.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import combinations
 from typing import NamedTuple
 
@@ -31,13 +30,11 @@ class _Problem(NamedTuple):
     marks: Mapping[tuple[int, int], str]  # worker and position → what to show there; a position after the last adds a cell
 
 
-def check(schedule: Schedule, workers: Workers, *, limits: Sequence[Sequence[int]] | None = None, rendezvous: bool = False) -> None:
+def check(schedule: Schedule, workers: Workers, *, rendezvous: bool = False) -> None:
     """Raise `ScheduleError` for the first rule that the schedule breaks; see the module's text for the rules."""
     for rule in (_every_action_once, _in_order_on_each_worker, _in_order_between_workers):
         for problem in rule(schedule, workers):
             raise _error(schedule, problem)
-    for problem in _within_limits(schedule, workers, limits) if limits is not None else ():
-        raise _error(schedule, problem)
     stuck = _DryRun(schedule, workers, rendezvous).stuck()
     if stuck is not None:
         raise _error(schedule, stuck)
@@ -197,19 +194,6 @@ def _synchronised_alike(synchronised: list[dict[int, int]]) -> Iterator[_Problem
                 order = f"worker {first[b, a]} synchronises stage {b} before {a}, but worker {worker} stage {a} before {b}"
                 yield _Problem(f"{order}: they would not meet", {(worker, positions[a]): f"{a}G"})
             first.setdefault((a, b), worker)
-
-
-def _within_limits(schedule: Schedule, workers: Workers, limits: Sequence[Sequence[int]]) -> Iterator[_Problem]:
-    for worker, row in enumerate(schedule.actions):
-        held = dict.fromkeys(workers.stages_of[worker], 0)
-        for index, action in enumerate(row):
-            if not action.computes:
-                continue
-            held[action.stage] += 1 if action.kind == "F" else -1
-            limit = limits[action.stage][workers.homes[action.stage].index(worker)]
-            if held[action.stage] > limit:
-                sentence = f"worker {worker} holds {held[action.stage]} micro-batches of stage {action.stage} after {action}"
-                yield _Problem(f"{sentence}, but there is memory for {limit}", {(worker, index): str(action)})
 
 
 class _DryRun:

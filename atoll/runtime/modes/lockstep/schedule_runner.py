@@ -1,7 +1,7 @@
 """The schedule runner: does one rank's actions of a step in order — computes through the stage executor, sends and receives in between."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Protocol
@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from atoll.runtime.activations import Activations
 from atoll.runtime.executor import BuiltStage, StageExecutor, WorkItem
 from atoll.runtime.imposed_speed import Pace
-from atoll.runtime.modes.lockstep.bridge import backward_hops, forward_hops
-from atoll.runtime.modes.lockstep.channels import Arrival, Channels, Transfer
+from atoll.runtime.modes.lockstep.channels import Arrival, Channels, Transfer, backward_hops, forward_hops
 from atoll.runtime.modes.lockstep.gradients import Gradients
 from atoll.runtime.modes.lockstep.heartbeat import Doing
 from atoll.runtime.modes.lockstep.layout import Layout, RankPlace
-from atoll.runtime.modes.lockstep.measurement import Bucket, Recorder
+from atoll.runtime.modes.lockstep.measurement import Bucket
+from atoll.runtime.modes.lockstep.recorder import Recorder
 from atoll.runtime.modes.lockstep.schedule import Action
 from atoll.runtime.stage.sizes import Binding, Sizes
 
-__all__ = ["Feed", "Generators", "ScheduleRunner", "StageWork", "StepSums"]
+__all__ = ["Activity", "Feed", "Generators", "ScheduleRunner", "StageWork", "StepSums"]
 
 _SYNCHRONISING = Doing("synchronising gradients", "others")
 
@@ -36,19 +36,37 @@ class Feed(Protocol):
         ...
 
 
+class Activity:
+    """What the rank does, said to its watcher through `doing`."""
+
+    def __init__(self, doing: Callable[[object, int], None]) -> None:
+        self._doing = doing
+        self._action: object = "starting"
+        self._step = 0
+
+    def begin(self, action: object, step: int) -> None:
+        """The rank does this from now on."""
+        self._action, self._step = action, step
+        self._doing(action, step)
+
+    @contextmanager
+    def instead(self, action: object) -> Iterator[None]:
+        """In the middle of what it does, something else; what fails there stays what it was doing."""
+        self._doing(action, self._step)
+        yield
+        self._doing(self._action, self._step)
+
+
 class Generators:
     """Around what draws random numbers: nobody else seeds the generators meanwhile. Says who has them where it has to wait."""
 
-    def __init__(self, lock: Lock) -> None:
-        self._lock = lock
-        self.waiting: Callable[[], None] = lambda: None
-        self.working: Callable[[], None] = lambda: None
+    def __init__(self, lock: Lock, reading: Doing, activity: Activity) -> None:
+        self._lock, self._reading, self._activity = lock, reading, activity
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
-            self.waiting()
-            self._lock.acquire()
-            self.working()
+            with self._activity.instead(self._reading):
+                self._lock.acquire()
 
     def __exit__(self, *error: object) -> None:
         self._lock.release()
@@ -85,19 +103,18 @@ class ScheduleRunner:
         channels: Channels,
         gradients: Gradients,
         feed: Feed,
-        generators: Generators,
-        doing: Callable[[object, int], None],
+        activity: Activity,
+        recorder: Recorder,
+        pace: Pace | None,
     ) -> None:
+        """`pace` is where speeds are imposed."""
         self._layout, self._actions, self._executor = layout, actions, executor
         self._stages = {work.place.stage: work for work in stages}
-        self._sizes, self._channels, self._gradients, self._feed, self._doing = sizes, channels, gradients, feed, doing
+        self._sizes, self._channels, self._gradients, self._feed = sizes, channels, gradients, feed
+        self._activity, self.recorder, self._pace = activity, recorder, pace
         self._last_backward = {action.stage: action.micro_batch for action in actions if action.kind == "B"}
-        self._dims = {work.place.stage: [sizes.sample_dim(crossing) for crossing in work.program.receives] for work in stages}
-        self._dims_out = {work.place.stage: [sizes.sample_dim(crossing) for crossing in work.program.sends] for work in stages}
-        generators.waiting = lambda: self._doing(self._feed.reading, self._step)
-        generators.working = lambda: self._doing(self._action, self._step)
-        self.pace: Pace | None = None  # where speeds are imposed
-        self.recorder = gradients.recorder = Recorder(channels.device.type)
+        crossings = [crossing for work in stages for crossing in (*work.program.receives, *work.program.sends)]
+        self._sample_dims = {crossing.name: sizes.sample_dim(crossing) for crossing in crossings}
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -114,10 +131,9 @@ class ScheduleRunner:
         self.recorder.begin()
         self._gradients.begin()
         for action in self._actions:
-            self._action = action
-            self._doing(action, step)
+            self._activity.begin(action, step)
             self._perform(action)
-        self._doing(_SYNCHRONISING, step)
+        self._activity.begin(_SYNCHRONISING, step)
         began = self.recorder.now()
         self._gradients.finish()
         self._channels.settle()
@@ -133,12 +149,11 @@ class ScheduleRunner:
                 self._backward(stage, m)
             case "RF" | "RB":
                 began = self.recorder.now()
-                receive = self._receive_activations if action.kind == "RF" else self._receive_gradients
-                self._arriving[action.kind[1], stage, m] = receive(stage, m)
+                self._arriving[action.kind[1], stage, m] = self._receive(stage, m, back=action.kind == "RB")
                 self.recorder.add("P", stage, m, began)
             case "SF" | "SB":
                 began = self.recorder.now()
-                (self._send_activations if action.kind == "SF" else self._send_gradients)(stage, m)
+                self._send(stage, m, back=action.kind == "SB")
                 self.recorder.add(action.kind, stage, m, began)
             case _:
                 pass  # synchronisation runs by itself as gradients become ready; the optimizer is the trainer's
@@ -156,17 +171,15 @@ class ScheduleRunner:
         if arrival is None:
             return self._handed.pop((direction, stage, m))
         began = self.recorder.now()
-        self._doing(Action("RF" if direction == "F" else "RB", stage, m), self._step)
-        values = arrival.wait()
-        self._doing(Action("F" if direction == "F" else "B", stage, m), self._step)
+        with self._activity.instead(Action("RF" if direction == "F" else "RB", stage, m)):
+            values = arrival.wait()
         self.recorder.add(f"R{direction}", stage, m, began)
         return values
 
     def _forward(self, stage: int, m: int) -> None:
         began = self.recorder.now()
-        self._doing(self._feed.reading, self._step)
-        leaves, binding = self._feed.get(self._step, stage, m)
-        self._doing(Action("F", stage, m), self._step)
+        with self._activity.instead(self._feed.reading):
+            leaves, binding = self._feed.get(self._step, stage, m)
         self.recorder.add("D", stage, m, began)
         inputs = Activations(binding, leaves, self._arrived("F", stage, m) if stage else [])
         began, work = self.recorder.now(), self._work(stage, m)
@@ -181,7 +194,7 @@ class ScheduleRunner:
         self.recorder.add("F", stage, m, began)
 
     def _paced(self, stage: int, m: int, *, backward: bool) -> AbstractContextManager[None]:
-        return nullcontext() if self.pace is None else self.pace.imposed(stage, m, backward)
+        return nullcontext() if self._pace is None else self._pace.imposed(stage, m, backward)
 
     def _layout_keeps(self, stage: int, m: int) -> bool:
         """Whether the next stage of the micro-batch is on this worker, so that nothing is sent."""
@@ -210,33 +223,25 @@ class ScheduleRunner:
 
     def _message(self, boundary: int, m: int, *, back: bool) -> Transfer:
         """About the values between `boundary` and the stage after it."""
-        if boundary in self._stages:
-            crossings, dims = self._stages[boundary].program.sends, self._dims_out[boundary]
-        else:
-            crossings, dims = self._stages[boundary + 1].program.receives, self._dims[boundary + 1]
-        chosen = [i for i, crossing in enumerate(crossings) if crossing.wants_gradient or not back]
+        here = boundary in self._stages
+        crossings = self._stages[boundary].program.sends if here else self._stages[boundary + 1].program.receives
+        chosen = [crossing for crossing in crossings if crossing.wants_gradient or not back]
         micro_batches = len(self._layout.micro_batches)
         tag = (2 * boundary + back) * micro_batches + m
         messages = 2 * len(self._layout.plan.stages) * micro_batches  # in a step: something both ends know
-        return Transfer([crossings[i] for i in chosen], [dims[i] for i in chosen], tag, messages)
+        return Transfer(chosen, [self._sample_dims[crossing.name] for crossing in chosen], tag, messages)
 
-    def _receive_activations(self, stage: int, m: int) -> Arrival:
-        message = self._message(stage - 1, m, back=False)
-        return self._receive(message, forward_hops(self._layout, stage, m), stage, m)
-
-    def _receive_gradients(self, stage: int, m: int) -> Arrival:
-        message = self._message(stage, m, back=True)
-        return self._receive(message, backward_hops(self._layout, stage, m), stage, m)
-
-    def _receive(self, message: Transfer, hops: Sequence[Any], stage: int, m: int) -> Arrival:
+    def _receive(self, stage: int, m: int, *, back: bool) -> Arrival:
+        """Activations from the stage before, or gradients from the one after."""
+        message = self._message(stage if back else stage - 1, m, back=back)
+        hops = (backward_hops if back else forward_hops)(self._layout, stage, m)
         _, binding = self._feed.get(self._step, stage, m)
         shapes = [self._sizes.shape(crossing, binding) for crossing in message.crossings]
-        return self._channels.receive(message, hops, shapes, self._piece(stage, m))
+        return self._channels.receive(message, hops, shapes, self._piece(stage, m)[0])
 
-    def _send_activations(self, stage: int, m: int) -> None:
-        message, values = self._message(stage, m, back=False), self._handed.pop(("SF", stage, m))
-        self._channels.send(message, forward_hops(self._layout, stage + 1, m), values, self._piece(stage, m)[0])
-
-    def _send_gradients(self, stage: int, m: int) -> None:
-        message, values = self._message(stage - 1, m, back=True), self._handed.pop(("SB", stage, m))
-        self._channels.send(message, backward_hops(self._layout, stage - 1, m), values, self._piece(stage, m)[0])
+    def _send(self, stage: int, m: int, *, back: bool) -> None:
+        """Gradients to the stage before, or activations to the one after."""
+        message = self._message(stage - 1 if back else stage, m, back=back)
+        hops = backward_hops(self._layout, stage - 1, m) if back else forward_hops(self._layout, stage + 1, m)
+        values = self._handed.pop(("SB" if back else "SF", stage, m))
+        self._channels.send(message, hops, values, self._piece(stage, m)[0])

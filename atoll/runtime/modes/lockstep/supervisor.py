@@ -1,4 +1,4 @@
-"""Launch: one process per device, and what the end of one means: everybody ends, and starts anew where that is asked for.
+"""The supervisor: one process per device, and what the end of one means: everybody ends, and starts anew where that is asked for.
 
 The launcher hosts the store, so that any rank may die; it sees how each process ends, tells the others at once, and leaves nobody behind.
 """
@@ -18,10 +18,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from atoll.errors import AtollError
 from atoll.events import MemberChanged, MemberState, Observer, Restarted
 from atoll.runtime.modes.lockstep.failure import STOP, Failure, condemn, prepare
-from atoll.runtime.modes.lockstep.heartbeat import Heartbeat, read_heartbeats, state_of
+from atoll.runtime.modes.lockstep.heartbeat import DEFAULT_STALL_SECONDS, Heartbeat, StallDetector, read_heartbeats, state_of
 from atoll.runtime.modes.lockstep.rendezvous import DEFAULT_TIMEOUT_SECONDS
 from atoll.runtime.modes.lockstep.role import GENERATION
-from atoll.runtime.modes.lockstep.stall_detector import DEFAULT_STALL_SECONDS, StallDetector
 from atoll.runtime.supervise.hosts import ProcessHost, ProcessSpec, ThisMachine
 from atoll.runtime.supervise.supervisor import INTERRUPTED, Supervisor
 
@@ -30,6 +29,7 @@ __all__ = ["CommandOfRank", "LaunchResult", "launch"]
 CommandOfRank: TypeAlias = Callable[[int, int], Sequence[str]]
 
 _LISTEN_SECONDS = 1.0  # between two looks at what ranks say they do
+_GRACE_SECONDS = 3.0  # for the others to end by themselves after a failure
 _WRONG_INPUT = 2  # exit code of a user's mistake: trying again would not help
 
 
@@ -52,14 +52,13 @@ def launch(
     max_restarts: int = 0,
     environ: Mapping[str, str] | None = None,
     terminal_for_rank_0: bool = True,
-    grace_seconds: float = 3.0,
     stall_seconds: float = DEFAULT_STALL_SECONDS,
     address: str = "127.0.0.1",
     newest_checkpoint: Callable[[], int | None] = lambda: None,
 ) -> LaunchResult:
     """Run `command_of_rank(rank, generation)` for every rank on its host and wait for all of them.
 
-    When one dies, the others learn it through the store and are killed after `grace_seconds`; then everybody is started anew under the
+    When one dies, the others learn it through the store and are killed after some seconds; then everybody is started anew under the
     next generation number, at most `max_restarts` times (the command of a generation above 0 should resume). However this function ends,
     and even if the launcher itself is killed, no rank outlives it. When nobody gets on for `stall_seconds` (or ten steps, if they are
     longer), an event a minute says who keeps the others waiting. `newest_checkpoint` says what there is to go on from when a rank fails.
@@ -80,8 +79,9 @@ def launch(
                 list(devices) or [""] * world_size,
                 list(hosts) or [ThisMachine()] * world_size,
                 observer,
+                stall_seconds,
+                newest_checkpoint,
             )
-            ranks.grace_seconds, ranks.stall_seconds, ranks.newest_checkpoint = grace_seconds, stall_seconds, newest_checkpoint
             meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(port), **_generation(generation)}
             failure = ranks.run(lambda rank: command_of_rank(rank, generation), {**(environ or {}), **meeting}, terminal_for_rank_0)  # noqa: B023
             if failure is None:
@@ -102,25 +102,28 @@ class _Ranks:
     """All ranks of one generation: a supervisor's policy. After a failure the others have a moment to end by themselves."""
 
     def __init__(
-        self, supervisor: Supervisor, store: Store, devices: Sequence[str], hosts: Sequence[ProcessHost], observer: Observer
+        self,
+        supervisor: Supervisor,
+        store: Store,
+        devices: Sequence[str],
+        hosts: Sequence[ProcessHost],
+        observer: Observer,
+        stall_seconds: float,
+        newest_checkpoint: Callable[[], int | None],
     ) -> None:
         self.failure: Failure | None = None  # the first
-        self.grace_seconds, self.stall_seconds = 3.0, DEFAULT_STALL_SECONDS
-        self.newest_checkpoint: Callable[[], int | None] = lambda: None  # asked when a rank fails: what ranks last said of it may be old
+        self._newest_checkpoint = newest_checkpoint  # asked when a rank fails: what ranks last said of it may be old
         self._supervisor, self._store, self._devices, self._hosts, self._observer = supervisor, store, devices, hosts, observer
         self._ranks = range(len(devices))
         self._kill_at = float("inf")
         self._listened = time.monotonic()
         self._states: dict[int, MemberState] = {}
+        self._stalling = StallDetector(
+            len(devices), least_seconds=stall_seconds, give_up_seconds=DEFAULT_TIMEOUT_SECONDS, devices=dict(enumerate(devices))
+        )
 
     def run(self, command_of_rank: Callable[[int], Sequence[str]], environ: Mapping[str, str], terminal: bool) -> Failure | None:
         """From start to end; the failure that ended them, if one did."""
-        self._stalling = StallDetector(
-            len(self._ranks),
-            least_seconds=self.stall_seconds,
-            give_up_seconds=DEFAULT_TIMEOUT_SECONDS,
-            devices=dict(enumerate(self._devices)),
-        )
         prepare(self._store, self._ranks)
         try:
             for rank in self._ranks:
@@ -164,7 +167,7 @@ class _Ranks:
         if self.failure is None or not failed:
             return
         self._change(int(spec.environment["RANK"]), "dead", how)
-        self._kill_at = time.monotonic() + self.grace_seconds
+        self._kill_at = time.monotonic() + _GRACE_SECONDS
         self._observer(self.failure.event(generation=int(spec.environment[GENERATION])))
         if self.failure.kind == "silent":  # it cannot end by itself
             self._supervisor.signal(signal.SIGKILL, f"rank {self.failure.rank}")
@@ -173,16 +176,23 @@ class _Ranks:
         rank = int(spec.environment["RANK"])
         beats = read_heartbeats(self._store, self._ranks)
         beat = beats.get(rank)
+        if beat is not None:
+            self._hear(beat)  # what it was before it ended may be newer than the last look
         if code == 0 and (beat is None or beat.left):
             return False
         what = how if code else "it ended before the run did, with exit code 0"
-        if beat is not None:
-            self._change(rank, state_of(beat), stage=beat.stage)  # what it was before it died may be newer than the last look
         beats.setdefault(rank, Heartbeat(rank=rank, device=self._devices[rank], stage="", place="", pid=0, count=0))
         failure = condemn(self._store, Failure.of(rank, beats, "died", what, max(1, code)))
-        newest = self.newest_checkpoint()
+        newest = self._newest_checkpoint()
         self.failure = failure if newest is None else msgspec.structs.replace(failure, checkpoint=newest)
         return True
+
+    def _hear(self, beat: Heartbeat) -> None:
+        """Tell what a rank says of its state. Who left after steps was active, even if that was too short for a heartbeat to say it."""
+        state = state_of(beat)
+        if state == "left" and beat.step is not None and self._states.get(beat.rank) != "left":
+            self._change(beat.rank, "active", stage=beat.stage)
+        self._change(beat.rank, state, stage=beat.stage)
 
     def _change(self, rank: int, state: MemberState, reason: str = "", stage: str = "") -> None:
         """A rank is in another state than when it was last looked at."""
@@ -208,8 +218,8 @@ class _Ranks:
         if self.failure is None and now - self._listened > _LISTEN_SECONDS:
             self._listened = now
             beats = read_heartbeats(self._store, self._ranks)
-            for rank, beat in beats.items():
-                self._change(rank, state_of(beat), stage=beat.stage)
+            for beat in beats.values():
+                self._hear(beat)
             event = self._stalling.event(beats, now)
             if event is not None:
                 self._observer(event)

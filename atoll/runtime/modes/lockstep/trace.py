@@ -12,7 +12,7 @@ import msgspec
 from atoll.errors import ScheduleError
 from atoll.runtime.modes.lockstep.schedule import Action, Schedule
 
-__all__ = ["TraceSpan", "chrome_trace", "predict", "read_chrome_trace", "step_seconds", "table"]
+__all__ = ["TraceSpan", "chrome_trace", "predict", "step_seconds", "table"]
 
 _ROWS = ("compute", "send", "receive", "synchronise")
 _ROW_OF = {"F": "compute", "B": "compute", "O": "compute", "SF": "send", "SB": "send", "RF": "receive", "RB": "receive", "G": "synchronise"}
@@ -165,39 +165,6 @@ def _names(rows: Mapping[tuple[int, int, int], int], names: Mapping[int, str]) -
         events.append({**head, "name": "thread_name", "args": {"name": name}})
         events.append({**head, "name": "thread_sort_index", "args": {"sort_index": row * 1000 + further}})
     return events
-
-
-class _Event(msgspec.Struct):
-    """What reading back looks at; metadata has no duration."""
-
-    ph: str
-    name: str
-    pid: int
-    ts: float = 0.0
-    dur: float = 0.0
-
-
-class _Trace(msgspec.Struct):
-    traceEvents: list[_Event]  # noqa: N815 - the format's name
-
-
-def read_chrome_trace(trace: Mapping[str, Any] | str | bytes, source: str = "trace") -> list[TraceSpan]:
-    """The spans of a trace that `chrome_trace` made, in order of time; errors begin with `source`."""
-    try:
-        read = msgspec.json.decode(trace, type=_Trace) if isinstance(trace, (str, bytes)) else msgspec.convert(trace, _Trace)
-    except (msgspec.MsgspecError, UnicodeError) as error:
-        raise ScheduleError(f"{source}: this is not a trace: {error}") from None
-    spans = []
-    for number, event in enumerate(read.traceEvents):
-        if event.ph != "X":
-            continue
-        try:
-            action = Action.parse(event.name)
-        except ScheduleError as error:
-            raise ScheduleError(f"{source}: event {number}: {error}") from None
-        begin = round(event.ts * 1000)
-        spans.append(TraceSpan(event.pid - 1, action, begin / 1e9, (begin + round(event.dur * 1000)) / 1e9))
-    return spans
 
 
 def table(schedule: Schedule, most_columns: int = 60) -> str:

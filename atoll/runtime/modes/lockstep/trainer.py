@@ -20,10 +20,10 @@ from atoll.runtime.checkpoint.loading import Loaded
 from atoll.runtime.checkpoint.training_state import restore_training
 from atoll.runtime.evaluation import evaluates_after
 from atoll.runtime.executor import Update
-from atoll.runtime.modes.lockstep.exchange_counter import counted
 from atoll.runtime.modes.lockstep.heartbeat import Doing
-from atoll.runtime.modes.lockstep.optimizer_step import squared_norm
 from atoll.runtime.modes.lockstep.rank import RankWork
+from atoll.runtime.modes.lockstep.recorder import counted
+from atoll.runtime.modes.lockstep.sharding import squared_norm
 from atoll.runtime.nonfinite import checked_weight, not_finite
 from atoll.runtime.peak import peak_memory_bytes
 

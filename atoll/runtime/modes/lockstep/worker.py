@@ -1,8 +1,11 @@
 """A rank's run from meeting the others to leaving them: it captures the job, puts its rank together, continues, trains and saves."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, TypeAlias
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import torch
@@ -12,16 +15,17 @@ from atoll.cluster import Cluster, load_cluster
 from atoll.cluster.memory import keep_freed_memory
 from atoll.cost import Evaluator
 from atoll.cost.evaluate import DEFAULT_BUCKET_BYTES, bucket_bytes
-from atoll.errors import AtollError, JobFailedError, PlanError
+from atoll.errors import AtollError, JobError, JobFailedError, PlanError
 from atoll.events import CheckpointBegun, Evaluated, EventLog, Observer
 from atoll.graph import Graph
 from atoll.graph.capture import Captured, capture_program
 from atoll.job import Job
-from atoll.plan import Plan, validate
+from atoll.plan import Plan, Replica, Stage, load_plan, validate
+from atoll.plan.division import apportion
 from atoll.plan.link_codecs import PlanCodecs
+from atoll.plan.modes.lockstep import LOCKSTEP
 from atoll.runtime.checkpoint.checkpointer import Checkpointer
 from atoll.runtime.checkpoint.exchange import CheckpointRanks
-from atoll.runtime.checkpoint.local_shard import LocalShard
 from atoll.runtime.checkpoint.manifest import RunIdentity
 from atoll.runtime.checkpoint.save_policy import SavePolicy
 from atoll.runtime.checkpoint.training_state import training_state
@@ -29,18 +33,21 @@ from atoll.runtime.imposed_speed import pace_of_rank
 from atoll.runtime.modes.lockstep.evaluation import capture_evaluated
 from atoll.runtime.modes.lockstep.heartbeat import Doing
 from atoll.runtime.modes.lockstep.layout import Layout
-from atoll.runtime.modes.lockstep.measured_file import MeasuredFile
 from atoll.runtime.modes.lockstep.rank import assemble
-from atoll.runtime.modes.lockstep.rendezvous import RankMembership, joined
+from atoll.runtime.modes.lockstep.recorder import MeasuredFile
+from atoll.runtime.modes.lockstep.rendezvous import RankMembership, joined, own_device
 from atoll.runtime.modes.lockstep.role import Role
 from atoll.runtime.modes.lockstep.trainer import Reason, Trainer
-from atoll.runtime.run_directory import RunDirectory, RunSettings
+from atoll.runtime.run_directory import SPEEDS, RunDirectory, RunSettings
+from atoll.runtime.run_lock import run_lock
 
-__all__ = ["Ended", "Planning", "run_rank"]
+__all__ = ["ClusterSource", "Ended", "PlanSource", "Planning", "run_among_others", "run_rank"]
 
 
 _PLAN = "atoll/plan"  # in the store: what rank 0 says of it
 Planning: TypeAlias = Plan | Callable[[Graph], Plan]  # a plan, or who makes one for the captured job
+PlanSource: TypeAlias = Plan | str | Path
+ClusterSource: TypeAlias = Cluster | str | Path
 
 
 class Ended(NamedTuple):
@@ -50,14 +57,6 @@ class Ended(NamedTuple):
     losses: tuple[float, ...]
     evaluations: tuple[Evaluated, ...]
     seconds: float
-
-
-def own_device(role: Role) -> torch.device:
-    """The accelerator with this rank's local number, or the CPU."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return torch.device("cpu")
-    return torch.device(accelerator.type, role.local_rank % torch.accelerator.device_count())
 
 
 def run_rank(
@@ -165,16 +164,20 @@ class _Session:
         run.doing("taking its part of the model")
         self.cluster = cluster if cluster is not None and cluster.name == layout.plan.cluster else None
         size = _bucket_bytes(layout.plan, captured.graph, self.cluster)
-        self.work = assemble(job, layout, captured, device=device, evaluated=evaluated, bucket_bytes=size, doing=run.doing)
+        pace = None
         if settings.speeds is not None:
             replicas = {place.stage: place.replica for place in layout.places(run.role.rank)}
             sizes = [stop - start for start, stop in layout.micro_batches]
-            self.work.runner.pace = pace_of_rank(settings.speeds, layout.plan, replicas, sizes, captured.graph, device)
+            pace = pace_of_rank(settings.speeds, layout.plan, replicas, sizes, captured.graph, device)
+        self.work = assemble(job, layout, captured, device=device, evaluated=evaluated, bucket_bytes=size, pace=pace, doing=run.doing)
         self.trainer = Trainer(job, self.work, device)
         self.graph = captured.graph
         self.policy: SavePolicy | None = None
         self.ask_at = 0  # after which step rank 0 is asked again whether to save
-        self.measured = MeasuredFile(directory, self.work, device) if directory is not None else None
+        self.measured: MeasuredFile | None = None
+        if directory is not None:
+            runner = self.work.runner
+            self.measured = MeasuredFile(directory, layout, run.role.rank, self.work.schedule, runner.recorder, runner.buckets)
 
     def train(self, observers: Sequence[Observer]) -> Reason:
         """Continue from the last checkpoint if there is one, train, save."""
@@ -229,23 +232,21 @@ class _Session:
             seed=self.job.seed,
             batch_size=self.job.batch_size,
             plan=str(self.plan),
-            tied=self.work.other.tied,
-            model_config=self.work.other.model_config,
+            tied=self.work.tied,
+            model_config=self.work.model_config,
         )
         return stack.enter_context(Checkpointer(self.directory.checkpoints, group, identity=identity, keep_last=self.settings.keep_last))
-
-    def _held(self, *, saving: bool) -> list[LocalShard]:
-        return [owned.held for owned in self.work.owned] + (self.work.other.to_save if saving else self.work.other.to_load)
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         return [self.trainer.optimizer] if self.trainer.trainable else []  # else it has nothing of the model's
 
-    def _extra(self) -> dict[str, Any]:
-        return training_state(self.trainer.scheduler, self.trainer.updater.scale, self.trainer.losses)
+    def _save(self, checkpoints: Checkpointer, step: int, *, final: bool = False) -> None:
+        extra = training_state(self.trainer.scheduler, self.trainer.updater.scale, self.trainer.losses)
+        checkpoints.save(step, self.work.executor.shards(), optimizers=self._optimizers(), extra=extra, final=final)
 
     def _load(self, checkpoints: Checkpointer) -> None:
         self.run.doing("reading the checkpoint")
-        loaded = checkpoints.load(self._held(saving=False), optimizers=self._optimizers())
+        loaded = checkpoints.load(self.work.executor.shards(), optimizers=self._optimizers())
         if loaded is None:
             return
         self.trainer.resume(loaded.step, loaded.extra)
@@ -263,7 +264,7 @@ class _Session:
         if step != self.job.total_steps and self._due(self.policy, step):
             self.trainer.tell(CheckpointBegun(at_seconds=self.trainer.moment(), step=step))
             self.run.doing("saving a checkpoint")
-            checkpoints.save(step, self._held(saving=True), optimizers=self._optimizers(), extra=self._extra())
+            self._save(checkpoints, step)
         self._tell_saved(checkpoints)
 
     def _save_last(self, checkpoints: Checkpointer) -> None:
@@ -271,7 +272,7 @@ class _Session:
         self.run.doing("saving the last checkpoint")
         step = self.trainer.last_step
         try:
-            checkpoints.save(step, self._held(saving=True), optimizers=self._optimizers(), extra=self._extra(), final=True)
+            self._save(checkpoints, step, final=True)
         except JobFailedError as error:
             self._tell_saved(checkpoints)
             self.trainer.finish("failed", str(error))
@@ -317,3 +318,81 @@ def _failures_per_hour(plan: Plan, cluster: Cluster | None) -> float | None:
         return None
     used = {name for stage in plan.stages for name in stage.devices}
     return sum(device.preemptions_per_hour for device in cluster.devices if device.name in used)
+
+
+def run_among_others(
+    job: Job,
+    role: Role,
+    *,
+    out: str | Path | None,
+    plan: PlanSource | None,
+    cluster: ClusterSource | None,
+    resume: bool,
+    checkpoint_every: int | None,
+    observers: Sequence[Observer],
+    own: Observer,
+    environ: Mapping[str, str],
+) -> Ended:
+    """`Job.run` under torchrun, Slurm or Kubernetes: train this process's rank of a lockstep run.
+
+    What runs where comes from a plan or a cluster file, given or in the environment (`ATOLL_PLAN`, `ATOLL_CLUSTER`). Rank r is the r-th of
+    the cluster file's devices that the plan uses. Only rank 0 needs the files: it tells the others. With neither, every process takes an
+    equal share of the batch. `observers` are told of events on rank 0 only, `own` on every rank of what concerns its process.
+    """
+    plan, cluster = plan or environ.get("ATOLL_PLAN") or None, cluster or environ.get("ATOLL_CLUSTER") or None
+    if role.rank:  # rank 0 tells those whose hosts do not have the files
+        plan, cluster = None if _is_missing(plan) else plan, None if _is_missing(cluster) else cluster
+    devices = load_cluster(cluster) if isinstance(cluster, (str, Path)) else cluster
+    given = load_plan(plan) if isinstance(plan, (str, Path)) else plan
+    order = [device.name for device in devices.devices] if devices is not None else None
+    planning: Planning = given if given is not None else partial(_make_plan, job, role, devices)
+    directory = RunDirectory(out) if out is not None else None
+    settings = RunSettings(
+        script=str(Path(sys.argv[0]).resolve()),
+        arguments=tuple(sys.argv[1:]),
+        checkpoint_every=checkpoint_every,
+        speeds=environ.get(SPEEDS) or None,
+    )
+    told = observers if role.rank == 0 else ()
+    with ExitStack() as stack:
+        if directory is not None and role.rank == 0:
+            stack.enter_context(run_lock(directory.path))
+            _begin(directory, settings, resume or role.generation > 0)
+        return run_rank(job, planning, role, directory=directory, settings=settings, observers=told, order=order, cluster=devices, own=own)
+
+
+def _is_missing(source: object) -> bool:
+    return isinstance(source, (str, Path)) and not Path(source).exists()
+
+
+def _begin(directory: RunDirectory, settings: RunSettings, resume: bool) -> None:
+    if resume:
+        directory.settings()  # an error where there is no run to continue
+        directory.write_settings(settings)
+    else:
+        directory.create(settings)
+    EventLog(directory.path, resume=True).close()  # the run's time goes on from here
+
+
+def _make_plan(job: Job, role: Role, cluster: Cluster | None, graph: Graph) -> Plan:
+    """For the captured job; only rank 0 is asked."""
+    if cluster is None:
+        return _equal_shares(graph, job.batch_size, job.micro_batch_size, role.world_size)
+    from atoll.planner import plan  # it needs scipy, which takes a moment to load
+
+    return plan(graph, cluster, batch_size=job.batch_size, mode=LOCKSTEP.name).candidates[0].plan
+
+
+def _equal_shares(graph: Graph, batch_size: int, micro_batch_size: int | None, processes: int) -> Plan:
+    """Data parallel over all processes, as equally as the batch allows."""
+    if processes > batch_size:
+        raise JobError(f"{processes} processes cannot share a batch of {batch_size} samples; start fewer or make batch_size larger")
+    shares = apportion(batch_size, [1] * processes)
+    replicas = tuple(Replica(devices=(f"process-{rank}",), samples=(share,)) for rank, share in enumerate(shares))
+    return Plan(
+        graph=graph.name,
+        cluster="processes",
+        batch_size=batch_size,
+        micro_batch_size=min(micro_batch_size or shares[0], shares[0]),
+        stages=(Stage(start=0, stop=len(graph.layers), replicas=replicas),),
+    )

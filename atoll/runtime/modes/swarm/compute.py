@@ -31,10 +31,9 @@ from atoll.runtime.checkpoint.safetensors_file import dtype_name
 from atoll.runtime.checkpoint.state_file import BEFORE, BUFFER, StateFile, StateReader
 from atoll.runtime.checkpoint.training_state import restore_training, training_state
 from atoll.runtime.checkpoint.values import from_plain, to_plain
-from atoll.runtime.executor import BuiltStage, Contributed, StageExecutor, Update, Updater, WorkItem
+from atoll.runtime.executor import BuiltStage, Contributed, LossScale, StageExecutor, Update, Updater, WorkItem
 from atoll.runtime.imposed_speed import Pace
 from atoll.runtime.modes.swarm.staleness import check_rebindable, rebind
-from atoll.runtime.stage.loss_scale import LossScale
 from atoll.runtime.stage.module import StageBuilder, StageModule
 from atoll.runtime.stage.program import StageProgram, cut_stage
 from atoll.runtime.stage.rng import DrawKey

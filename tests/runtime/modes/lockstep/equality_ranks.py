@@ -167,7 +167,7 @@ def _weight_difference(owned: OptimizerShard, true: Tensor) -> float:
 
 def _missing_elements(work: RankWork, reference: Reference) -> int:
     """Numbers of trained parameters that no rank holds. What no operator reads is rank 0's to keep."""
-    unread = {held.holding.name for held in work.other.to_save}
+    unread = {shard.name for shard in work.executor.shards()}
     parts = {owned.name: (~spread(owned).isnan()).flatten() for owned in work.owned}
     held = [parts.get(name, torch.full((w.numel(),), name in unread)) for name, w in reference.weights.items()]
     counts = torch.cat([part.reshape(-1) for part in held]).to(torch.uint8)

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import traceback
 from functools import partial
@@ -93,7 +94,7 @@ def part_of_run(
 
         def ask_to_stop(event: AnyEvent) -> None:
             if isinstance(event, StepFinished) and event.step + 1 == stop:
-                run.ask_to_stop()  # as Ctrl-C does: heard by all at the end of the next step
+                signal.raise_signal(signal.SIGTERM)  # as Ctrl-C does: heard by all at the end of the next step
 
         def callback(event: AnyEvent) -> None:
             if isinstance(event, StepFinished) and event.step == stop:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.runtime.modes.lockstep.buffers import Bundle, SaidOfBuffers, bundles
+from atoll.runtime.modes.lockstep.agreement import Bundle, SaidOfBuffers, bundles
 
 NAMES = ("mean", "variance", "count")
 places = st.tuples(*(st.integers(0, 2) for _ in range(4)))

@@ -11,7 +11,7 @@ import pytest
 from atoll.codec import codec_spec
 from atoll.errors import PlanError
 from atoll.plan import parse_plan
-from atoll.runtime.modes.lockstep.bridge import backward_hops, forward_hops
+from atoll.runtime.modes.lockstep.channels import backward_hops, forward_hops
 from atoll.runtime.modes.lockstep.layout import Layout
 
 from .codec_ranks import CLUSTER, CODECS

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.runtime.modes.lockstep.gradient_groups import GradientGroup, Share, gradient_groups
+from atoll.runtime.modes.lockstep.gradients import GradientGroup, Share, gradient_groups
 from atoll.runtime.stage.shard_spec import ShardSpec
 
 LENGTH = 12

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from atoll.runtime.modes.lockstep.gradient_groups import GradientGroup
-from atoll.runtime.modes.lockstep.gradients import Gradients
+from atoll.runtime.modes.lockstep.gradients import GradientGroup, Gradients
+from atoll.runtime.modes.lockstep.recorder import Recorder
 from atoll.runtime.stage.shard_spec import ShardSpec
 from tests.process_group import fake_group
 
@@ -54,7 +54,7 @@ def gradients_of(parameters: dict[str, nn.Parameter], *, bucket_bytes: int = 1 <
         for name in parameters
     ]
     holdings = {name: ShardSpec(name=name, shape=tuple(parameter.shape)) for name, parameter in parameters.items()}
-    return Gradients(0, parts, parameters, holdings, bucket_bytes=bucket_bytes)
+    return Gradients(0, parts, parameters, holdings, Recorder(torch.device("cpu")), bucket_bytes=bucket_bytes)
 
 
 def parameters_of(*shapes: tuple[int, ...]) -> dict[str, nn.Parameter]:
@@ -123,7 +123,7 @@ def test_parts_go_to_their_own_places_and_repeated_ones_count_once(others: Other
         GradientGroup(name="w", dim=1, start=4, stop=6, ranks=BOTH, repeats=(1, 1), stages=(0,)),
         GradientGroup(name="v", dim=None, ranks=BOTH, repeats=(2, 2), stages=(0,)),
     ]
-    gradients = Gradients(0, parts, {"w": weight, "v": vector}, holdings, bucket_bytes=1 << 20)
+    gradients = Gradients(0, parts, {"w": weight, "v": vector}, holdings, Recorder(torch.device("cpu")), bucket_bytes=1 << 20)
     others.adds = [[0.5, 0.5, 10, 20, 30, 40, 1, 1]]  # v, the shared columns of w row by row, and that it has both
     gradients.begin()
     gradients.arm([weight, vector])

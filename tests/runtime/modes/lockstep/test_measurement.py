@@ -11,8 +11,6 @@ import torch.distributed as dist
 from atoll.cluster import load_cluster
 from atoll.errors import JobError
 from atoll.plan import Plan, Replica, Stage
-from atoll.runtime.modes.lockstep.exchange_counter import ExchangeCounter, counted
-from atoll.runtime.modes.lockstep.exchange_times import link_bytes, measure_links, sync_seconds, transfer_seconds
 from atoll.runtime.modes.lockstep.layout import Layout
 from atoll.runtime.modes.lockstep.measurement import (
     Bucket,
@@ -20,14 +18,19 @@ from atoll.runtime.modes.lockstep.measurement import (
     MeasuredSpan,
     MeasuredStep,
     RankMeasured,
-    Recorder,
     executed_spans,
+    link_bytes,
+    measure_links,
     read_measured,
+    sync_seconds,
+    transfer_seconds,
     write_measured,
 )
-from atoll.runtime.modes.lockstep.trace import chrome_trace, read_chrome_trace
+from atoll.runtime.modes.lockstep.recorder import ExchangeCounter, Recorder, counted
+from atoll.runtime.modes.lockstep.trace import chrome_trace
 from atoll.runtime.run_directory import RunDirectory
 from tests.process_group import process_group
+from tests.runtime.modes.lockstep.read_trace import read_chrome_trace
 
 CLUSTER = """
 name = "here"
@@ -58,7 +61,7 @@ def pipeline() -> Plan:
 
 
 def recorded(recorder: Recorder, layout: Layout, rank: int) -> RankMeasured:
-    return recorder.measured(layout, rank, accelerator="cpu", threads=1, buckets=(), memory=123)
+    return recorder.measured(layout, rank, ())
 
 
 def record(recorder: Recorder, step: int, *, micro_batches: int = 3, stage: int = 0) -> None:
@@ -71,7 +74,7 @@ def record(recorder: Recorder, step: int, *, micro_batches: int = 3, stage: int 
 
 
 def test_the_last_steps_are_kept_and_all_are_summed() -> None:
-    recorder = Recorder()
+    recorder = Recorder(torch.device("cpu"))
     for step in range(1, 51):
         record(recorder, step)
     measured = recorded(recorder, Layout(pipeline()), 0)
@@ -83,7 +86,7 @@ def test_the_last_steps_are_kept_and_all_are_summed() -> None:
 
 
 def test_a_stage_is_told_by_its_most_common_micro_batch() -> None:
-    recorder = Recorder()
+    recorder = Recorder(torch.device("cpu"))
     record(recorder, 1)
     (stage,) = recorded(recorder, Layout(pipeline()), 0).stages
     assert (stage.samples, stage.micro_batches) == (3, 3)  # of 8 samples: 3, 3 and 2
@@ -94,7 +97,7 @@ def test_a_stage_is_told_by_its_most_common_micro_batch() -> None:
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     assert read_measured(directory) == []
-    recorder = Recorder()
+    recorder = Recorder(torch.device("cpu"))
     record(recorder, 1)
     rows = [recorded(recorder, Layout(pipeline()), rank) for rank in (1, 0)]
     for row in rows:
@@ -106,7 +109,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 
 
 def test_a_long_step_is_written_whole_and_others_give_way() -> None:
-    recorder = Recorder()
+    recorder = Recorder(torch.device("cpu"))
     for step in (1, 2, 3):
         record(recorder, step, micro_batches=6000)
     measured = recorded(recorder, Layout(pipeline()), 0)
@@ -220,7 +223,7 @@ def test_collectives_are_counted_also_from_inside_a_backward() -> None:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("last", "expected"), [(1, 1), (5, 2)])
 def test_the_second_step_is_counted_or_the_only_one(last: int, expected: int) -> None:
-    recorder = Recorder()
+    recorder = Recorder(torch.device("cpu"))
     for step in range(1, last + 1):
         with counted(recorder, step, is_last=step == last):
             record(recorder, step)

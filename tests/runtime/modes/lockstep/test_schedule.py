@@ -19,7 +19,6 @@ schedules = st.lists(st.lists(actions, max_size=8).map(tuple), max_size=5).map(l
 @given(schedules)
 def test_a_schedule_prints_and_reads_back_equal(schedule: Schedule) -> None:
     assert Schedule.parse(str(schedule)) == schedule
-    assert Schedule.from_json(schedule.to_json()) == schedule
     assert hash(Schedule.parse(str(schedule))) == hash(schedule)
 
 
@@ -40,13 +39,12 @@ def test_any_other_word_is_refused(text: str) -> None:
 
 @given(st.one_of(st.text(max_size=30), st.text(alphabet="01: FBO#\n", max_size=30)))
 def test_any_text_is_read_or_refused(text: str) -> None:
-    for read in (Schedule.parse, Schedule.from_json):
-        message = "schedule: "
-        try:
-            read(text)
-        except ScheduleError as error:
-            message = str(error)
-        assert message.startswith("schedule: ")
+    message = "schedule: "
+    try:
+        Schedule.parse(text)
+    except ScheduleError as error:
+        message = str(error)
+    assert message.startswith("schedule: ")
 
 
 def test_words_are_as_documented() -> None:
@@ -76,14 +74,6 @@ def test_mistakes_name_the_line(text: str, message: str) -> None:
         Schedule.parse(text, "steps.txt")
     assert str(caught.value).startswith("steps.txt: ")
     assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", '{"format": 2, "workers": []}', '{"workers": ["0Q"]}', '{"workers": [], "more": 1}', '{"workers": [1]}']
-)
-def test_wrong_json_is_refused(text: str) -> None:
-    with pytest.raises(ScheduleError, match=r"^x\.json: "):
-        Schedule.from_json(text, "x.json")
 
 
 def test_workers_know_the_other_end() -> None:

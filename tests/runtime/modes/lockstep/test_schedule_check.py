@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from atoll.errors import ScheduleError
 from atoll.runtime.modes.lockstep.schedule import Action, Schedule, Workers
-from atoll.runtime.modes.lockstep.schedule_builder import in_flight_limits, make_schedule, post_receives_early
+from atoll.runtime.modes.lockstep.schedule_builder import make_schedule, post_receives_early
 from atoll.runtime.modes.lockstep.schedule_check import check, marked_table
 from tests.runtime.modes.lockstep.schedule_cases import SCHEDULES, any_workers, column, random_workers
 
@@ -203,14 +203,6 @@ def test_stages_are_synchronised_in_the_same_order_everywhere() -> None:
 def test_what_is_handed_over_on_one_worker_is_not_sent() -> None:
     with pytest.raises(ScheduleError, match="0SF0: stages 0 and 1 of micro-batch 0 are both here, so nothing is sent"):
         check(Schedule.parse("0: 0F0 0SF0 1F0 1B0 0B0 1G 0G O"), Workers(((0,), (0,)), ((0,), (0,))))
-
-
-def test_limits_are_kept() -> None:
-    workers = column(2, 4)
-    schedule = make_schedule("gpipe", workers)
-    check(schedule, workers, limits=in_flight_limits("gpipe", workers))
-    with pytest.raises(ScheduleError, match="worker 0 holds 3 micro-batches of stage 0 after 0F2, but there is memory for 2"):
-        check(schedule, workers, limits=in_flight_limits("1f1b", workers))
 
 
 def test_long_rows_are_shown_around_the_mark() -> None:

@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import MultiStepLR
 from atoll.errors import JobError
 from atoll.runtime.checkpoint.training_state import restore_training, training_state
 from atoll.runtime.checkpoint.values import from_plain, to_plain
-from atoll.runtime.modes.lockstep.optimizer_step import check_elementwise, check_separable
-from atoll.runtime.stage.loss_scale import LossScale
+from atoll.runtime.executor import LossScale
+from atoll.runtime.modes.lockstep.sharding import check_elementwise, check_separable
 
 
 class Scaled(torch.optim.Optimizer):

@@ -41,6 +41,14 @@ def run(*actions: str, culprit: int = 2, ranks: int = 3) -> tuple[LaunchResult, 
     return result, events
 
 
+def test_ranks_of_a_run_too_short_for_a_heartbeat_were_active_before_they_left() -> None:
+    _, events = run("train", culprit=9)  # nobody waits at step 3
+    for rank in range(3):
+        states = [event.state for event in events if isinstance(event, MemberChanged) and event.name == f"rank {rank}"]
+        assert states[-2:] == ["active", "left"]
+        assert states.count("active") == states.count("left") == 1
+
+
 def test_a_killed_rank_is_named_and_everybody_starts_anew(capfd: pytest.CaptureFixture[str]) -> None:
     result, events = run("die", "train")
     sentence = (

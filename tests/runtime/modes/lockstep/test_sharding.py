@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from atoll.errors import JobError
-from atoll.runtime.modes.lockstep.optimizer_step import (
+from atoll.runtime.modes.lockstep.sharding import (
     Counted,
     build_on_parts,
     check_elementwise,

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 
 from atoll.plan import Plan
-from atoll.runtime.modes.lockstep.bridge import SampleTransfer, backward_hops, forward_hops
+from atoll.runtime.modes.lockstep.channels import SampleTransfer, backward_hops, forward_hops
 from atoll.runtime.modes.lockstep.layout import Layout, RankPlace
 
 from .test_layout_of_ranks import layout_of, plans

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.runtime.modes.lockstep.model_builder import turns
+from atoll.runtime.modes.lockstep.rank import RankWork, turns
 
 
 def test_all_at_once_where_memory_allows() -> None:
@@ -19,3 +19,7 @@ def test_nobody_shares_a_turn_with_a_neighbour_unless_all_fit(hosts: list[str], 
     order = turns(hosts, [free] * len(hosts), model)
     if any(order) or max(hosts.count(host) for host in hosts) * model > 0.5 * free:
         assert len({(host, turn) for host, turn in zip(hosts, order, strict=True)}) == len(hosts)
+
+
+def test_a_rank_is_put_together_once_and_not_changed_afterwards() -> None:
+    assert RankWork.__dataclass_params__.frozen  # type: ignore[attr-defined]

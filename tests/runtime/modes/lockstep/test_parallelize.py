@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from atoll.errors import PlanError
 from atoll.graph.capture import Captured, capture_program
-from atoll.runtime.modes.lockstep.divisibility import check_lane_sizes
 from atoll.runtime.modes.lockstep.layout import Layout
+from atoll.runtime.modes.lockstep.parallelize import check_lane_sizes
 from atoll.runtime.stage.sizes import Sizes
 from tests.runtime.stage.stage_chain import job_of
 

@@ -1,9 +1,8 @@
 """When nobody gets on: who is said to keep the others waiting, and how often it is said."""
 
 from atoll.events import Stalled, StallEnded
-from atoll.runtime.modes.lockstep.heartbeat import Doing, Heartbeat, Whose, blamed, whose
+from atoll.runtime.modes.lockstep.heartbeat import Doing, Heartbeat, StallDetector, Whose, blamed, whose
 from atoll.runtime.modes.lockstep.schedule import Action
-from atoll.runtime.modes.lockstep.stall_detector import StallDetector
 from atoll.watch.describe import describe_event
 
 

@@ -20,8 +20,7 @@ from atoll.runtime.checkpoint.local_shard import LocalShard
 from atoll.runtime.checkpoint.manifest import RunIdentity
 from atoll.runtime.checkpoint.safetensors_file import dtype_name
 from atoll.runtime.checkpoint.save_policy import SavePolicy
-from atoll.runtime.run_directory import RunDirectory, RunSettings
-from atoll.runtime.run_lock import run_lock
+from atoll.runtime.run_directory import RunDirectory, RunSettings, run_lock
 from atoll.runtime.stage.shard_spec import ShardSpec
 from atoll.runtime.stage.state import model_config, tied_names
 

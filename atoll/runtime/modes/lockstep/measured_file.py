@@ -6,7 +6,6 @@ from contextlib import suppress
 import msgspec
 import torch
 
-from atoll.cluster import load_cluster
 from atoll.cost import Cost
 from atoll.graph import Graph
 from atoll.runtime.modes.lockstep.calibration import calibrate
@@ -98,6 +97,6 @@ class MeasuredFile:
         names = {rank.rank: f"rank {rank.rank} {rank.device}" for rank in ranks}
         with suppress(OSError):
             self.directory.write("trace.json", msgspec.json.encode(chrome_trace(executed_spans(ranks), names)))
-            cluster = load_cluster(self.directory.cluster) if self.directory.cluster.exists() else None
+            cluster = self.directory.load_cluster()
             if cluster is not None and cluster.name == self.work.layout.plan.cluster:
                 self.directory.write("calibration.json", calibrate(graph, cluster, self.work.layout.plan, ranks).to_json())

@@ -21,8 +21,7 @@ from atoll.plan.division import apportion
 from atoll.plan.modes.lockstep import LOCKSTEP
 from atoll.runtime.modes.lockstep.role import Role
 from atoll.runtime.modes.lockstep.worker import Ended, Planning, run_rank
-from atoll.runtime.run_directory import SPEEDS, RunDirectory, RunSettings
-from atoll.runtime.run_lock import run_lock
+from atoll.runtime.run_directory import SPEEDS, RunDirectory, RunSettings, run_lock
 
 __all__ = ["ClusterSource", "PlanSource", "run_among_others"]
 

@@ -8,7 +8,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from atoll.cluster import Cluster, load_cluster
+from atoll.cluster import Cluster
 from atoll.cluster.memory import keep_freed_memory
 from atoll.cost import Evaluator
 from atoll.cost.evaluate import DEFAULT_BUCKET_BYTES, bucket_bytes
@@ -77,8 +77,8 @@ def run_rank(
     `order` names devices in the order of ranks; by default it is the order in which the plan names them. `cluster` is what the run's
     directory has unless given. `own` hears, on every rank and in any thread, what keeps this process waiting and why it ends.
     """
-    if cluster is None and directory is not None and directory.cluster.exists():
-        cluster = load_cluster(directory.cluster)
+    if cluster is None and directory is not None:
+        cluster = directory.load_cluster()
     layout = _checked_layout(planning, order, role, cluster) if isinstance(planning, Plan) else None
     device_name = layout.devices[role.rank] if layout is not None else ""
     stages = " and ".join(f"stage {place.stage}" for place in layout.places(role.rank)) if layout is not None else ""

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from atoll.errors import JobFailedError
 from atoll.graph.capture import Captured, capture_program
-from atoll.runtime.checkpoint.optimizer_state import optimizer_state
+from atoll.runtime.checkpoint.training_state import optimizer_state
 from atoll.runtime.executor import Accumulated, Contributed, GradientSink, Update, Updater, scaled
 from atoll.runtime.stage.loss_scale import LossScale
 from tests.runtime.stage.stage_chain import Chain, job_of

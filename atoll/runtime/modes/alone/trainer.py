@@ -24,12 +24,11 @@ from atoll.events import AnyEvent, CheckpointBegun, Evaluated, NonFinite, Observ
 from atoll.job import Job, LossValue, RunResult, read_loss
 from atoll.plan.modes.alone import ALONE
 from atoll.randomness import mix, own_randomness, seed_everything
-from atoll.runtime.checkpoint.checkpointer import Checkpointer
+from atoll.runtime.checkpoint.checkpointer import Checkpointer, SavePolicy
 from atoll.runtime.checkpoint.loading import Loaded
 from atoll.runtime.checkpoint.local_shard import LocalShard
 from atoll.runtime.checkpoint.manifest import RunIdentity
 from atoll.runtime.checkpoint.safetensors_file import dtype_name
-from atoll.runtime.checkpoint.save_policy import SavePolicy
 from atoll.runtime.checkpoint.training_state import restore_training, training_state
 from atoll.runtime.evaluation import evaluate, evaluates_after
 from atoll.runtime.executor import Accumulated, Update, Updater, loss_share, scaled

@@ -19,11 +19,10 @@ from atoll.graph.capture import Captured, capture_program
 from atoll.job import Job
 from atoll.plan import Plan, validate
 from atoll.plan.link_codecs import PlanCodecs
-from atoll.runtime.checkpoint.checkpointer import Checkpointer
+from atoll.runtime.checkpoint.checkpointer import Checkpointer, SavePolicy
 from atoll.runtime.checkpoint.exchange import CheckpointRanks
 from atoll.runtime.checkpoint.local_shard import LocalShard
 from atoll.runtime.checkpoint.manifest import RunIdentity
-from atoll.runtime.checkpoint.save_policy import SavePolicy
 from atoll.runtime.checkpoint.training_state import training_state
 from atoll.runtime.imposed_speed import pace_of_rank
 from atoll.runtime.modes.lockstep.evaluation import capture_evaluated

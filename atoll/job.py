@@ -230,7 +230,7 @@ class Job:
         `JobError`, a `JobFailedError` once the run is under way; if the main script lets it pass, the script ends with its sentence and
         its exit code rather than with a traceback.
         """
-        from atoll.runtime.modes.alone.checkpoints import opened_run
+        from atoll.runtime.modes.alone.runtime import opened_run
         from atoll.runtime.modes.alone.trainer import train_alone  # later on the road than this file, and not needed to plan
         from atoll.runtime.modes.lockstep.role import find_role
         from atoll.watch.progress import Progress

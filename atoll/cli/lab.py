@@ -88,7 +88,7 @@ def _faults(cluster: Cluster, file: Path | None, texts: list[str]) -> "tuple[Lab
 
 
 def _clean() -> None:
-    from atoll.lab.orphans import remove_orphans
+    from atoll.lab.world import remove_orphans
 
     removed = remove_orphans()
     print("\n".join(f"removed {what}" for what in removed) or "nothing is left of dead labs", file=sys.stdout)

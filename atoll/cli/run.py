@@ -26,8 +26,7 @@ from atoll.plan.link_codecs import PlanCodecs
 from atoll.plan.modes import ModeRules, default_rules, mode_rules
 from atoll.plan.modes.alone import ALONE
 from atoll.runtime.mode import ModeRuntime, RunContext, mode_runtime
-from atoll.runtime.run_directory import SPEEDS, RunDirectory, RunSettings
-from atoll.runtime.run_lock import run_lock
+from atoll.runtime.run_directory import SPEEDS, RunDirectory, RunSettings, run_lock, with_checksum
 from atoll.runtime.supervise.placement import Placement, place_processes
 
 if TYPE_CHECKING:
@@ -119,12 +118,11 @@ class _Given:
         """The devices, if they are known; JobError where nothing says which there are."""
         if self.cluster_file is not None:
             return load_cluster(self.cluster_file)
-        if self.before is not None and self.directory.cluster.exists():
-            return load_cluster(self.directory.cluster)
-        if needed:
+        known = self.directory.load_cluster() if self.before is not None else None
+        if known is None and needed:
             probe = "`atoll probe -o here.toml` writes one"
             raise JobError(f"give the devices with --cluster FILE ({probe}), a plan with --plan FILE, or --alone")
-        return None
+        return known
 
 
 @dataclass(frozen=True)
@@ -262,7 +260,7 @@ def _write(run: RunContext, prepared: _Prepared) -> None:
         directory.create(run.settings)
     directory.write_plan(run.plan)
     if prepared.cluster is not None:
-        directory.write("cluster.toml", dump_cluster(prepared.cluster))
+        directory.write("cluster.toml", with_checksum(dump_cluster(prepared.cluster).encode()))
     if prepared.predicted is not None:
         directory.write("predicted.json", msgspec.json.format(msgspec.json.encode(prepared.predicted), indent=1))
     else:

@@ -21,8 +21,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from atoll.lab.network import TUNNEL
-from atoll.lab.pipes import ForwarderState, Pipes, wire_bytes
+from atoll.lab.network import TUNNEL, ForwarderState, Pipes, wire_bytes
 
 __all__ = ["main"]
 
@@ -32,9 +31,7 @@ _CHECKSUMS_LATER, _TCP_BUNDLES = 0x01, 0x02 | 0x08  # TUN_F_CSUM; TUN_F_TSO4 wit
 _BUNDLE_HEADER = struct.Struct("<BBHHHH")  # virtio_net_hdr: flags, kind, header bytes, segment bytes, checksum's start and offset
 _LARGEST_BYTES = 65536 + _BUNDLE_HEADER.size
 _TURN_PACKETS = 64  # read from one site before the others have their turn
-_GATHER_SECONDS = (
-    0.00025  # packets that come and go at nearly the same time are moved together: waking up for each costs more than moving it
-)
+_GATHER_SECONDS = 0.00025  # packets that come and go at nearly the same time are moved together: waking up costs more than moving one
 _EARLY_SECONDS = 0.0002  # and sleepers wake late anyway
 _PRIORITY = 10
 _NICENESS = -15
@@ -74,9 +71,7 @@ class Forwarder:
             if wait > _EARLY_SECONDS:
                 return wait - _EARLY_SECONDS
             _, _, site, packet = heapq.heappop(heap)
-            with contextlib.suppress(
-                OSError
-            ):  # the site's side is down, or the packet is one its kernel does not like: lost, as on a real network
+            with contextlib.suppress(OSError):  # the site is down, or its kernel does not like the packet: lost, as on a real network
                 os.write(devices[site], packet)
         return None
 

@@ -29,10 +29,9 @@ from atoll.events import FaultEnded, FaultInjected, Observer
 from atoll.lab.environment import PER_HOST, host_environment
 from atoll.lab.faults import Conditions, LabFault, check_fault
 from atoll.lab.loopback import LoopbackWorld
-from atoll.lab.orphans import OWNER, mark, remove_orphans
-from atoll.lab.remote import RemoteServer, Request, Started
-from atoll.lab.world import NamespaceWorld, Stream, World, why_no_namespaces
-from atoll.runtime.supervise.hosts import LabView
+from atoll.lab.remote import RemoteServer, Request
+from atoll.lab.world import OWNER, NamespaceWorld, Stream, World, mark, remove_orphans, why_no_namespaces
+from atoll.runtime.supervise.hosts import LabView, exit_in_words
 
 __all__ = ["Lab", "LabProcess", "Place"]
 
@@ -76,20 +75,25 @@ class LabProcess:
         out, complaints = self._process.communicate(timeout=timeout_seconds)
         return out or b"", complaints or b""
 
+    def poll(self) -> int | None:
+        """As `returncode`: what a supervisor asks."""
+        return self.returncode
+
+    def how(self) -> str:
+        """In words, how it ended."""
+        return exit_in_words(self.returncode or 0)
+
     def signal(self, number: int) -> None:
         """Sends it a signal; to its whole process group if it is one that nobody can catch and pass on, or that ends such a stop."""
         with contextlib.suppress(ProcessLookupError):
-            if number in (signal.SIGSTOP, signal.SIGCONT) and self._session and self._process.poll() is None:
+            if number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT) and self._session and self._process.poll() is None:
                 os.killpg(self._process.pid, number)
             else:
                 self._process.send_signal(number)
 
     def kill(self) -> None:
         """Ends it, and what is in its process group."""
-        with contextlib.suppress(ProcessLookupError):
-            if self._session and self._process.poll() is None:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.kill()
+        self.signal(signal.SIGKILL)
 
 
 class Lab:
@@ -106,11 +110,10 @@ class Lab:
         impose_speeds: bool = False,
         namespaces: bool | None = None,
         cluster_file: str | Path | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.cluster, self.name = cluster, f"lab-{secrets.token_hex(3)}"
         self.booted: Callable[[str], None] | None = None  # called when a killed host is there again
-        self._observer, self._impose_speeds, self._clock = observer, impose_speeds, clock
+        self._observer, self._impose_speeds = observer, impose_speeds
         remove_orphans()
         self._mark = mark(os.getpid())
         self.why_not = None if namespaces else why_no_namespaces() if namespaces is None else "loopback was asked for"
@@ -125,7 +128,7 @@ class Lab:
         self.problems: list[str] = []  # of faults that were due and not possible
         self._cluster_file = str(Path(cluster_file).resolve()) if cluster_file is not None else self._write_cluster()
         self._remote = RemoteServer(str(self.world.files / "socket"), self._start_for)
-        self._began = clock()
+        self._began = time.monotonic()
 
     # ---- what there is
 
@@ -151,7 +154,7 @@ class Lab:
 
     def elapsed_seconds(self) -> float:
         """Since the lab was ready."""
-        return self._clock() - self._began
+        return time.monotonic() - self._began
 
     # ---- processes
 
@@ -161,7 +164,6 @@ class Lab:
         command: Sequence[str],
         *,
         environ: Mapping[str, str] | None = None,
-        directory: str | None = None,
         stdin: Stream = subprocess.DEVNULL,
         stdout: Stream = None,
         stderr: Stream = None,
@@ -170,7 +172,7 @@ class Lab:
         """Starts a command on a host. `environ` comes on top of this process's environment; `session` False leaves it the terminal."""
         self._known(host)
         kept = {key: value for key, value in os.environ.items() if key not in _ROLE_VARIABLES}
-        return self._start(host, command, {**self.environment(host, kept), **(environ or {})}, directory, (stdin, stdout, stderr), session)
+        return self._start(host, command, {**self.environment(host, kept), **(environ or {})}, None, (stdin, stdout, stderr), session)
 
     def run(self, host: str, command: Sequence[str], *, timeout_seconds: float = 60.0, environ: Mapping[str, str] | None = None) -> str:
         """What a command prints; LabError if it fails or takes longer."""
@@ -303,11 +305,23 @@ class Lab:
         with self._lock:
             self._open()
             self._processes = [process for process in self._processes if process.returncode is None]
-            started = LabProcess(host, self.world.spawn(host, command, environ, directory, streams, session), session)
+            wrapped, files = self.world.wrapped(host, command)
+            stdin, stdout, stderr = streams
+            process = subprocess.Popen(
+                wrapped,
+                env=dict(environ),
+                cwd=directory,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=session,
+                pass_fds=files,
+            )
+            started = LabProcess(host, process, session)
             self._processes.append(started)
             return started
 
-    def _start_for(self, request: Request, streams: tuple[int, int, int]) -> Started:
+    def _start_for(self, request: Request, streams: tuple[int, int, int]) -> LabProcess:
         """For a process of the lab that wants one on another host."""
         self._known(request.host)
         own = self.environment(request.host, {})

@@ -10,10 +10,10 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,15 +25,14 @@ from atoll.errors import LabError
 from atoll.lab.environment import LINKS
 from atoll.lab.faults import Conditions
 from atoll.lab.network import LabNetwork
-from atoll.lab.orphans import LAB_FILES, mark
-from atoll.lab.world import Stream
+from atoll.lab.world import LAB_FILES, all_processes, inside_command, mark
 
 if TYPE_CHECKING:
     from atoll.fabric.shaped import ImposedLinks
 
 __all__ = ["LoopbackWorld"]
 
-_INSIDE = str(Path(__file__).with_name("inside.py"))
+_LOOK_SECONDS = 0.01
 
 
 class LoopbackWorld:
@@ -48,7 +47,6 @@ class LoopbackWorld:
         self.files = Path(tempfile.mkdtemp(prefix=f"{LAB_FILES}{mark(os.getpid())}-"))
         self.files_inside = str(self.files)
         self._alive, self._watched = os.pipe()[::-1]
-        self._running: dict[str, list[subprocess.Popen[bytes]]] = {}
         for host in cluster.hosts:
             (self.files / f"{host.name}.json").write_bytes(msgspec.json.encode(self._links(host.name)))
 
@@ -69,30 +67,9 @@ class LoopbackWorld:
         """Where the host's links are written."""
         return {LINKS: str(self.files / f"{host}.json")}
 
-    def spawn(
-        self,
-        host: str,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        directory: str | None,
-        streams: tuple[Stream, Stream, Stream],
-        session: bool,
-    ) -> "subprocess.Popen[bytes]":
-        """A process that ends with this one."""
-        wrapped = [sys.executable, "-I", "-S", _INSIDE, "guard", str(self._watched), *command]
-        stdin, stdout, stderr = streams
-        process = subprocess.Popen(
-            wrapped,
-            env=dict(environ),
-            cwd=directory,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            start_new_session=session,
-            pass_fds=[self._watched],
-        )
-        self._running.setdefault(host, []).append(process)
-        return process
+    def wrapped(self, host: str, command: Sequence[str]) -> tuple[list[str], tuple[int, ...]]:
+        """With a guard that kills it when this process ends."""
+        return inside_command("guard", str(self._watched), *command), (self._watched,)
 
     def change(self, before: Conditions, after: Conditions) -> None:
         """There is no network of its own to change."""
@@ -100,16 +77,12 @@ class LoopbackWorld:
 
     def processes(self, host: str) -> list[int]:
         """Those whose environment says that they are the host's."""
-        wanted = (f"ATOLL_LAB={self._name}".encode(), f"ATOLL_LAB_HOST={host}".encode())
+        wanted = {f"ATOLL_LAB={self._name}".encode(), f"ATOLL_LAB_HOST={host}".encode()}
         found = []
-        for name in os.listdir("/proc"):
+        for pid in all_processes():
             with contextlib.suppress(OSError):
-                if (
-                    name.isdigit()
-                    and set(wanted) <= set(Path(f"/proc/{name}/environ").read_bytes().split(b"\0"))
-                    and int(name) != os.getpid()
-                ):
-                    found.append(int(name))
+                if pid != os.getpid() and wanted <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")):
+                    found.append(pid)
         return found
 
     def kill(self, host: str) -> None:
@@ -118,9 +91,7 @@ class LoopbackWorld:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            for process in self._running.get(host, []):
-                process.wait()
-        self._running.pop(host, None)
+            time.sleep(_LOOK_SECONDS)
 
     def boot(self, host: str) -> None:
         """Nothing to do."""

@@ -1,4 +1,5 @@
-"""Network: addresses and names of a lab's hosts, the commands that build it, and those that lead from some conditions to others. Pure.
+"""Network: addresses and names of a lab's hosts, the commands that build it, those that lead from some conditions to others, and what the
+forwarder does to a packet. Pure: times and chances are given.
 
 Each host has a network namespace with one interface, `eth0`, at a port of its site's bridge; both ends are shaped to the interface's
 bandwidth. A site's namespace sends everything for other sites into a TUN device, where the forwarder (`forwarder.py`) gives each pair of
@@ -6,7 +7,7 @@ sites its bandwidth and latency. Traffic inside a site takes the bridge, unless 
 bridge cannot make, loss, a cut in one direction.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -14,9 +15,19 @@ from atoll.cluster import Cluster, Host, Site
 from atoll.cluster.cluster import wan_index
 from atoll.errors import LabError
 from atoll.lab.faults import Conditions
-from atoll.lab.pipes import ForwarderState, PipeState
 
-__all__ = ["INTERFACE", "SLOWEST_BRIDGE_SECONDS", "TUNNEL", "Command", "LabNetwork"]
+__all__ = [
+    "INTERFACE",
+    "SLOWEST_BRIDGE_SECONDS",
+    "TUNNEL",
+    "Command",
+    "ForwarderState",
+    "LabNetwork",
+    "Pipe",
+    "PipeState",
+    "Pipes",
+    "wire_bytes",
+]
 
 INTERFACE, TUNNEL, _BRIDGE = "eth0", "tun0", "br0"
 SLOWEST_BRIDGE_SECONDS = 0.0005  # latencies inside a site from here on are imposed by the forwarder; a bridge has about 0.05 ms
@@ -25,6 +36,19 @@ _QUEUE_MILLISECONDS = 50
 _LEAST_BUFFER_BYTES = 16 << 20  # of a socket; more where a link holds more
 _MOST_SITES, _MOST_HOSTS = 250, 60_000
 _FORWARDED_TABLE = "100"
+_BUFFERS_IN_FLIGHT = 4
+_ROUTER_SETTINGS = "; ".join(
+    f"echo {value} > /proc/sys/net/{name}"
+    for name, value in (
+        ("ipv4/ip_forward", 1),
+        ("ipv4/conf/all/rp_filter", 0),
+        ("ipv4/conf/default/rp_filter", 0),
+        ("ipv4/conf/all/send_redirects", 0),
+        (f"ipv4/conf/{_BRIDGE}/send_redirects", 0),
+    )
+)
+_QUEUE_SECONDS = 0.05  # a link's buffer holds so much, and a round trip
+_LEAST_QUEUE_BYTES = 256 * 1024
 
 Command = tuple[str, ...]
 
@@ -37,6 +61,29 @@ class _Place(msgspec.Struct, frozen=True):
     site_number: int
     number: int  # among all hosts: h3
     address: str
+
+
+class PipeState(msgspec.Struct, frozen=True, array_like=True):
+    """One direction of the link of two sites, by their numbers; or the inside of a site."""
+
+    source: int
+    target: int
+    bytes_per_s: float | None  # None: as fast as it goes
+    latency_s: float
+    loss: float
+
+
+class ForwarderState(msgspec.Struct, frozen=True):
+    """Everything the forwarder has to know. `blocked` are pairs of addresses, or of prefixes that end in a dot."""
+
+    pipes: tuple[PipeState, ...]
+    blocked: tuple[tuple[str, str], ...] = ()
+    lossy: dict[str, float] = {}
+
+    @property
+    def loses(self) -> bool:
+        """Whether packets are lost anywhere: then they must come one by one, not in bundles of up to 64 KB."""
+        return bool(self.lossy) or any(pipe.loss for pipe in self.pipes)
 
 
 class LabNetwork:
@@ -178,19 +225,6 @@ class LabNetwork:
         return [("tc", "-n", network, "qdisc", "replace", "dev", device, "root", *token_bucket(rate)) for network, device in ends]
 
 
-_BUFFERS_IN_FLIGHT = 4
-_ROUTER_SETTINGS = "; ".join(
-    f"echo {value} > /proc/sys/net/{name}"
-    for name, value in (
-        ("ipv4/ip_forward", 1),
-        ("ipv4/conf/all/rp_filter", 0),
-        ("ipv4/conf/default/rp_filter", 0),
-        ("ipv4/conf/all/send_redirects", 0),
-        (f"ipv4/conf/{_BRIDGE}/send_redirects", 0),
-    )
-)
-
-
 def token_bucket(bytes_per_s: float) -> Sequence[str]:
     """The queueing discipline of an interface with this bandwidth."""
     burst = int(min(max(bytes_per_s * _BURST_SECONDS, _LEAST_BURST_BYTES), _MOST_BURST_BYTES))
@@ -203,3 +237,67 @@ def _gateway(site_number: int) -> str:
 
 def _port(place: _Place) -> str:
     return f"p{place.number}"
+
+
+class Pipe:
+    """A narrow place followed by a long way. A packet enters when those before it have passed, or is dropped when too many wait."""
+
+    def __init__(self, state: PipeState) -> None:
+        self.state = state  # may be replaced: what is on its way stays on its way, what waits passes at the new speed
+        self._free_at = 0.0  # when all that entered will have passed the narrow place
+
+    def leaves_at(self, now: float, size_bytes: int) -> float | None:
+        """When a packet that comes now is at the other end; None: dropped."""
+        state = self.state
+        if state.bytes_per_s is None:
+            return now + state.latency_s
+        queue_bytes = max(state.bytes_per_s * (2 * state.latency_s + _QUEUE_SECONDS), _LEAST_QUEUE_BYTES)
+        if (self._free_at - now) * state.bytes_per_s > queue_bytes:
+            return None
+        self._free_at = max(now, self._free_at) + size_bytes / state.bytes_per_s
+        return self._free_at + state.latency_s
+
+
+class Pipes:
+    """All pipes, and which packets may enter them."""
+
+    def __init__(self, state: ForwarderState, chance: Callable[[], float]) -> None:
+        self._chance = chance
+        self._pipes: dict[tuple[int, int], Pipe] = {}
+        self.change(state)
+
+    def change(self, state: ForwarderState) -> None:
+        """Other conditions from now on."""
+        for one in state.pipes:
+            self._pipes.setdefault((one.source, one.target), Pipe(one)).state = one
+        self._blocked = [(_bytes(a), _bytes(b)) for a, b in state.blocked]
+        self._lossy = {_bytes(address): share for address, share in state.lossy.items()}
+
+    def leaves_at(self, now: float, source: bytes, target: bytes, size_bytes: int) -> float | None:
+        """When a packet from one address to another is there; None: never."""
+        pipe = self._pipes.get((source[1] - 1, target[1] - 1))
+        if pipe is None or (self._blocked and self._is_blocked(source, target)):
+            return None
+        if (pipe.state.loss or self._lossy) and self._is_lost(pipe.state.loss, source, target):
+            return None
+        return pipe.leaves_at(now, size_bytes)
+
+    def _is_lost(self, of_pipe: float, source: bytes, target: bytes) -> bool:
+        shares = (of_pipe, self._lossy.get(source, 0.0), self._lossy.get(target, 0.0))
+        return any(share and self._chance() < share for share in shares)
+
+    def _is_blocked(self, source: bytes, target: bytes) -> bool:
+        return any(source.startswith(a) and target.startswith(b) for a, b in self._blocked)
+
+
+def _bytes(text: str) -> bytes:
+    """`"10.1.0.2"` or `"10.1."` as the bytes addresses begin with."""
+    return bytes(int(part) for part in text.split(".") if part)
+
+
+def wire_bytes(size_bytes: int, segment_bytes: int, header_bytes: int) -> int:
+    """What a packet, or a bundle of segments that the kernel left together, takes on a wire: every segment has headers."""
+    if not segment_bytes or size_bytes <= header_bytes:
+        return size_bytes
+    segments = -(-(size_bytes - header_bytes) // segment_bytes)
+    return size_bytes + (segments - 1) * header_bytes

@@ -8,17 +8,19 @@ that all hosts see.
 import contextlib
 import os
 import selectors
+import signal
 import socket
 import struct
 import threading
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
 from atoll.errors import AtollError, LabError
+from atoll.runtime.supervise.hosts import StartedProcess
 
-__all__ = ["REQUEST_LENGTH", "RemoteServer", "Reply", "Request", "Started"]
+__all__ = ["REQUEST_LENGTH", "RemoteServer", "Reply", "Request"]
 
 REQUEST_LENGTH = struct.Struct("<I")
 _LARGEST_REQUEST = 8 << 20
@@ -41,24 +43,7 @@ class Reply(msgspec.Struct, frozen=True):
     complaint: str = ""
 
 
-class Started(Protocol):
-    """A process that was asked for."""
-
-    @property
-    def returncode(self) -> int | None:
-        """How it ended; None: it runs."""
-
-    def wait(self) -> int:
-        """Until it ends."""
-
-    def signal(self, number: int) -> None:
-        """Sends it a signal."""
-
-    def kill(self) -> None:
-        """Ends it."""
-
-
-Starter: TypeAlias = Callable[[Request, tuple[int, int, int]], Started]
+Starter: TypeAlias = Callable[[Request, tuple[int, int, int]], StartedProcess]
 
 
 class RemoteServer:
@@ -102,7 +87,7 @@ class RemoteServer:
             with contextlib.suppress(OSError):
                 connection.sendall(msgspec.json.encode(reply))
 
-    def _begin(self, connection: socket.socket) -> Started:
+    def _begin(self, connection: socket.socket) -> StartedProcess:
         head, files, _, _ = socket.recv_fds(connection, REQUEST_LENGTH.size, 3)
         try:
             size = REQUEST_LENGTH.unpack(head)[0] if len(head) == REQUEST_LENGTH.size else _LARGEST_REQUEST + 1
@@ -122,16 +107,14 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-def _look_after(process: Started, connection: socket.socket) -> int:
+def _look_after(process: StartedProcess, connection: socket.socket) -> int:
     """Until it ends: signals are passed on; if whoever asked for it is gone, it is killed."""
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
-        while process.returncode is None:
+        while (code := process.poll()) is None:
             for _ in selector.select(_LOOK_SECONDS):
                 asked = connection.recv(1)
-                if asked:
-                    process.signal(asked[0])
-                else:
-                    process.kill()
-                    break
-    return process.wait()
+                process.signal(asked[0] if asked else signal.SIGKILL)
+                if not asked:
+                    selector.unregister(connection)
+    return code

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from atoll.lab.environment import device_environments
 from atoll.lab.lab import Lab, LabProcess
-from atoll.runtime.supervise.hosts import LineSource, OutputSource, ProcessSpec, StartedProcess, ThisMachine, exit_in_words
+from atoll.runtime.supervise.hosts import LineSource, OutputSource, ProcessSpec, StartedProcess, ThisMachine
 from atoll.runtime.supervise.supervisor import INTERRUPTED, Supervisor
 
 __all__ = ["Spread", "run_in_lab"]
@@ -102,23 +102,4 @@ class _LabHost(ThisMachine):
             process = self._lab.start(self.name, spec.command, environ=spec.environment, stdout=piped, stderr=piped)
         self._processes[spec.name] = process
         streams = ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
-        return _LabChild(process), [LineSource(stream, spec.prefix, into) for stream, into in streams if stream is not None]
-
-
-class _LabChild:
-    """A process of a lab, as a supervisor knows it."""
-
-    def __init__(self, process: LabProcess) -> None:
-        self._process = process
-
-    def poll(self) -> int | None:
-        return self._process.returncode
-
-    def signal(self, number: int) -> None:
-        if number == signal.SIGKILL:
-            self._process.kill()
-        else:
-            self._process.signal(number)
-
-    def how(self) -> str:
-        return exit_in_words(self._process.returncode or 0)
+        return process, [LineSource(stream, spec.prefix, into) for stream, into in streams if stream is not None]

@@ -1,12 +1,16 @@
-"""What a lab's hosts are made of. Here the interface and the real one, network namespaces; `loopback.py` needs no rights."""
+"""What a lab's hosts are made of, and what a dead lab may have left of them. Here the interface and the real one, network namespaces;
+`loopback.py` needs no rights.
+"""
 
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeAlias
 
@@ -16,11 +20,23 @@ from atoll.cluster import Cluster
 from atoll.errors import LabError
 from atoll.lab.faults import Conditions
 from atoll.lab.network import INTERFACE, Command, LabNetwork
-from atoll.lab.orphans import OWNER, mark
 
-__all__ = ["NamespaceWorld", "Stream", "World", "why_no_namespaces"]
+__all__ = [
+    "LAB_FILES",
+    "OWNER",
+    "NamespaceWorld",
+    "Stream",
+    "World",
+    "all_processes",
+    "inside_command",
+    "mark",
+    "remove_orphans",
+    "why_no_namespaces",
+]
 
 Stream: TypeAlias = int | IO[Any] | None
+LAB_FILES = "atoll-lab-"
+OWNER = "ATOLL_LAB_OWNER"  # in the environment of every process of a lab
 _INSIDE = str(Path(__file__).with_name("inside.py"))
 _OF_HOST = "user,mnt,net,uts,pid"
 _OF_LAB = "user,mnt,net"
@@ -44,16 +60,8 @@ class World(Protocol):
     def extra(self, host: str) -> dict[str, str]:
         """What a host's processes find in their environment because of this world."""
 
-    def spawn(
-        self,
-        host: str,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        directory: str | None,
-        streams: tuple[Stream, Stream, Stream],
-        session: bool,
-    ) -> "subprocess.Popen[bytes]":
-        """A process on a host. It does not outlive the lab."""
+    def wrapped(self, host: str, command: Sequence[str]) -> tuple[list[str], tuple[int, ...]]:
+        """What runs a command on a host so that it does not outlive the lab, and the files that has to inherit."""
 
     def change(self, before: Conditions, after: Conditions) -> None:
         """Other conditions from now on; LabError where this world has no such thing."""
@@ -98,7 +106,7 @@ class _Inside:
 
     def __init__(self, *arguments: str, command: Sequence[str] | None = None) -> None:
         self.process = subprocess.Popen(
-            command or _inside(*arguments),
+            command or inside_command(*arguments),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -150,7 +158,8 @@ class _Inside:
             self.process.wait()
 
 
-def _inside(*arguments: str) -> list[str]:
+def inside_command(*arguments: str) -> list[str]:
+    """That runs `inside.py`."""
     return [sys.executable, "-I", "-S", _INSIDE, *arguments]
 
 
@@ -186,7 +195,7 @@ class NamespaceWorld:
     def _build(self, cluster: Cluster) -> None:
         self._do(self.network.build())
         forwarder = [sys.executable, "-m", "atoll.lab.forwarder", *self.network.site_networks]
-        self._forwarder = _Inside(command=_inside("enter", self._holder.first, _OF_LAB, *forwarder))
+        self._forwarder = _Inside(command=inside_command("enter", self._holder.first, _OF_LAB, *forwarder))
         self.priority = self._forwarder.first.removeprefix("ready ")
         self._do(self.network.connect_sites())
         self._tell_forwarder(Conditions())
@@ -233,23 +242,11 @@ class NamespaceWorld:
         )
         return _Inside("host", msgspec.json.encode(setup).decode())
 
-    def spawn(
-        self,
-        host: str,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        directory: str | None,
-        streams: tuple[Stream, Stream, Stream],
-        session: bool,
-    ) -> "subprocess.Popen[bytes]":
-        """A process among the host's."""
+    def wrapped(self, host: str, command: Sequence[str]) -> tuple[list[str], tuple[int, ...]]:
+        """Among the host's processes."""
         if host not in self._hosts:
             raise LabError(f"{host} is dead; restore it first")
-        wrapped = _inside("enter", self._hosts[host].first, _OF_HOST, *command)
-        stdin, stdout, stderr = streams
-        return subprocess.Popen(
-            wrapped, env=dict(environ), cwd=directory, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=session
-        )
+        return inside_command("enter", self._hosts[host].first, _OF_HOST, *command), ()
 
     def change(self, before: Conditions, after: Conditions) -> None:
         """Interfaces, ports, routes; then the forwarder."""
@@ -262,7 +259,7 @@ class NamespaceWorld:
             return []
         first = int(self._hosts[host].first)
         space = _pid_namespace(first)
-        return [] if space is None else [pid for pid in _all_processes() if pid != first and _pid_namespace(pid) == space]
+        return [] if space is None else [pid for pid in all_processes() if pid != first and _pid_namespace(pid) == space]
 
     def kill(self, host: str) -> None:
         """The kernel ends all processes of a PID namespace with its first."""
@@ -292,7 +289,7 @@ class NamespaceWorld:
             f"{shlex.join(command)} || {{ echo {shlex.quote('failed: ' + shlex.join(command))} >&2; exit 1; }}" for command in commands
         ]
         result = subprocess.run(
-            _inside("enter", self._holder.first, _OF_LAB, "sh", "-s"),
+            inside_command("enter", self._holder.first, _OF_LAB, "sh", "-s"),
             input="\n".join(lines).encode(),
             capture_output=True,
             env={**os.environ, "PATH": _path()},
@@ -302,7 +299,8 @@ class NamespaceWorld:
             raise LabError(f"the lab's network cannot be built: {' '.join(result.stderr.decode(errors='replace').split())}")
 
 
-def _all_processes() -> list[int]:
+def all_processes() -> list[int]:
+    """Of this PID namespace and those in it."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
@@ -315,3 +313,56 @@ def _pid_namespace(pid: int) -> str | None:
 
 def _only_child(pid: int) -> int:
     return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
+def mark(pid: int) -> str:
+    """A process of this boot and PID namespace, by which it can be told whether it still lives: `1234.98765.4026531836`."""
+    return f"{pid}.{_started(pid)}.{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def remove_orphans() -> list[str]:
+    """Removes what labs left that died without a chance to tidy up; says what that was.
+
+    Normally there is nothing: a lab's processes see it end and end with it. But one of them may have been stopped just then, or another
+    program may hold the pipe. Only what this user may touch is looked at.
+    """
+    if not os.path.isdir("/proc/self/ns"):
+        return []
+    removed = []
+    for pid in all_processes():
+        if (owner := _owner(pid)) and _dead(owner):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+                removed.append(f"process {pid}")
+    for folder in Path(tempfile.gettempdir()).glob(f"{LAB_FILES}*"):
+        if _dead(folder.name.removeprefix(LAB_FILES).partition("-")[0]):
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(str(folder))
+    return removed
+
+
+def _owner(pid: int) -> str | None:
+    """The mark of the lab a process belongs to."""
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    prefix = f"{OWNER}=".encode()
+    return next((entry.removeprefix(prefix).decode(errors="replace") for entry in environ if entry.startswith(prefix)), None)
+
+
+def _dead(owner: str) -> bool:
+    """Whether that process has ended. Marks of other PID namespaces cannot be judged from here."""
+    pid, _, rest = owner.partition(".")
+    started, _, namespace = rest.partition(".")
+    if not pid.isdigit() or namespace != str(os.stat("/proc/self/ns/pid").st_ino):
+        return False
+    return _started(int(pid)) != started
+
+
+def _started(pid: int) -> str:
+    """When a process was started, in ticks since boot; empty: there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""

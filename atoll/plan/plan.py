@@ -152,6 +152,7 @@ def decode_strictly(text: "str | bytes", kind: type[T], *, what: str, version: i
     except (msgspec.DecodeError, UnicodeError) as error:
         raise PlanError(f"{what}: this is not JSON: {error}") from None
     if isinstance(raw, dict):
+        raw.pop("sha256", None)  # of a plan in a run's directory, which whoever continues the run checks
         found = raw.pop("format", version)
         if found != version:
             raise PlanError(f"{what}: format: this Atoll reads format {version}, got {found!r}")

@@ -1,4 +1,4 @@
-"""Parcel: what travels with a micro-batch from stage to stage — activations, and what later stages need of the batch itself.
+"""Activations: what travels with a micro-batch from stage to stage — activations, and what later stages need of the batch itself.
 
 Workers therefore need no data: feeders read it, and what is not used before the last stage (labels, masks) passes through.
 """
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from torch import Tensor
 
-if TYPE_CHECKING:  # it loads what captures models, and the coordinator, which passes parcels' codecs on, captures none
+if TYPE_CHECKING:  # it loads what captures models, and the coordinator, which passes their codecs on, captures none
     from atoll.runtime.stage.program import StageProgram
 
 __all__ = ["Activations", "activations_of", "leaves_from"]
@@ -24,7 +24,7 @@ class Activations(msgspec.Struct, frozen=True, array_like=True):
 
 
 def activations_of(entering: Any) -> Activations:
-    """What enters, as a parcel: messages from elsewhere bring it as plain lists."""
+    """What enters, typed: messages from elsewhere bring it as plain lists."""
     if isinstance(entering, Activations):
         return entering
     binding, leaves, values = entering

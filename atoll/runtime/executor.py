@@ -370,7 +370,7 @@ class StageExecutor:
     def shards(self) -> "list[LocalShard]":
         """What this device has of the model, by the user's names: the tensors themselves, for checkpoints, joins and averaging.
 
-        Parameters (trained and frozen) and what else `state_dict` has, each once. `runtime/checkpoint/optimizer_state.py` finds the
+        Parameters (trained and frozen) and what else `state_dict` has, each once. `runtime/checkpoint/training_state.py` finds the
         optimizer's state by them. They are those after a whole step except while `apply` runs; with FSDP they are the device's own ranges.
         """
         from atoll.runtime.checkpoint.local_shard import LocalShard

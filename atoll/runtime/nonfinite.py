@@ -1,4 +1,4 @@
-"""Refusing: how a run ends when a number of a step must not be as it is, in the same words whatever runs it."""
+"""How a run ends when a number of a step must not be as it is, in the same words whatever runs it."""
 
 import math
 

@@ -7,23 +7,35 @@ predicted.json    what the cost model expected
 events.jsonl      what happened
 measured/         what each rank measured
 checkpoints/      the weights and everything else a run continues from
+
+Small files that a run is continued from (run.json, plan.json, cluster.toml; a swarm's swarm.json and started.json) begin with a checksum of
+the rest. A file without one is taken as it is: an earlier Atoll wrote it, or somebody who changed it and took the checksum out.
 """
 
+import fcntl
+import hashlib
 import os
+import re
+import socket
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from atoll.cluster import Cluster, load_cluster
 from atoll.errors import AtollError, JobError
-from atoll.plan import Plan, load_plan, save_plan
+from atoll.plan import Plan
 from atoll.plan.modes import default_rules
 
-__all__ = ["SPEEDS", "RunDirectory", "RunSettings"]
+__all__ = ["LOCK", "SPEEDS", "RunDirectory", "RunSettings", "run_lock", "with_checksum"]
 
+LOCK = "lock"
 SPEEDS = "ATOLL_SPEEDS"  # in the environment: the cluster file whose speeds are imposed
 _TAIL_BYTES = 1 << 16  # more than any event has
+_CHECKSUM = re.compile(rb'(?:(\{)\s*"sha256"\s*:\s*"|# sha256: )([0-9a-f]{64})(?(1)"\s*,|\n)')  # what a file begins with
 
 T = TypeVar("T")
 Options = TypeVar("Options", bound=msgspec.Struct)
@@ -46,6 +58,26 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     def options_as(self, kind: type[Options]) -> Options:
         """The mode's own options, typed; those that were not given have their defaults."""
         return msgspec.convert(self.options, kind)
+
+
+def with_checksum(content: bytes) -> bytes:
+    """A small file that notices when one bit of it changes: JSON gets an entry `sha256`, TOML a comment."""
+    if content.startswith(b"{"):
+        rest = content[1:] if content[1:2] == b"\n" else b"\n" + content[1:]
+        return b'{"sha256": "%s",%s' % (hashlib.sha256(rest).hexdigest().encode(), rest)
+    return b"# sha256: %s\n%s" % (hashlib.sha256(content).hexdigest().encode(), content)
+
+
+def _checked(path: Path, data: bytes) -> bytes:
+    """What `with_checksum` was given; a file without a checksum is taken as it is. JobError where it is not what was written."""
+    found = _CHECKSUM.match(data)
+    if found is None and b"sha256" not in data[:32]:
+        return data
+    rest = data[found.end() :] if found is not None else b""
+    if found is None or hashlib.sha256(rest).hexdigest() != found[2].decode():
+        what = "it is not what was written: its checksum differs; restore it from a copy"
+        raise JobError(f"{path}: {what}. If you changed it yourself, remove sha256 from it, and it is used as it is")
+    return b"{" + rest if found[1] else rest
 
 
 class _Moment(msgspec.Struct):
@@ -100,7 +132,7 @@ class RunDirectory:
 
     def write_settings(self, settings: RunSettings) -> None:
         """Say what is run."""
-        self.write("run.json", msgspec.json.format(msgspec.json.encode(settings), indent=1))
+        self.write("run.json", with_checksum(msgspec.json.format(msgspec.json.encode(settings), indent=1)))
 
     def settings(self) -> RunSettings:
         """What was started."""
@@ -108,11 +140,18 @@ class RunDirectory:
 
     def write_plan(self, plan: Plan) -> None:
         """Say what runs where."""
-        save_plan(plan, self.path / "plan.json")
+        self.write("plan.json", with_checksum(f"{plan.to_json()}\n".encode()))
 
     def plan(self) -> Plan:
         """What runs where."""
-        return load_plan(self.path / "plan.json")
+        return Plan.from_json(self.read("plan.json"), str(self.path / "plan.json"))
+
+    def load_cluster(self) -> Cluster | None:
+        """The devices it was planned for, where they are known."""
+        if not self.cluster.exists():
+            return None
+        self.read(self.cluster.name)  # as it was written
+        return load_cluster(self.cluster)
 
     def last_moment(self) -> float:
         """`at_seconds` of the last event, which a run that is continued goes on from; 0 when there is none."""
@@ -144,9 +183,9 @@ class RunDirectory:
             Path(temporary).unlink(missing_ok=True)
 
     def read(self, name: str) -> bytes:
-        """A file of the run; an error says what a run's directory is."""
+        """A file of the run, without its checksum; an error says what a run's directory is."""
         try:
-            return (self.path / name).read_bytes()
+            return _checked(self.path / name, (self.path / name).read_bytes())
         except FileNotFoundError:
             what = f"is no run's directory: {name} is missing" if self.path.is_dir() else "there is no such directory"
             raise JobError(f"{self.path}: {what}; `atoll run SCRIPT --out DIRECTORY` makes one") from None
@@ -160,3 +199,42 @@ class RunDirectory:
         except (msgspec.DecodeError, UnicodeError) as error:
             why = f"another version of Atoll wrote it, or it was changed since ({error})"
             raise JobError(f"{self.path / name}: {why}; go on with that version, or start a new run") from None
+
+
+class _Holder(msgspec.Struct):
+    pid: int
+    host: str
+
+
+@contextmanager
+def run_lock(directory: Path) -> Iterator[None]:
+    """Hold the run's directory, which is made if need be, so that two runs never write into one. JobError where another process holds it.
+
+    The kernel keeps the lock with the open file, so it ends with the process, however that ends; what the file says is only for people.
+    """
+    path = directory / LOCK
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+b", buffering=0)
+    except OSError as error:
+        raise AtollError(f"{directory}: cannot write the run there: {error.strerror or error}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            under_way = f"a run is under way in it{_holder(path)}"
+            raise JobError(f"{directory}: {under_way}; wait until it has ended, or choose another directory") from None
+        except OSError as error:
+            raise AtollError(f"{path}: cannot lock it: {error.strerror or error}; choose a directory on another file system") from error
+        with suppress(OSError):  # a full disk; the lock itself needs no room
+            file.truncate(0)
+            file.write(msgspec.json.encode(_Holder(os.getpid(), socket.gethostname())))
+        yield
+
+
+def _holder(path: Path) -> str:
+    try:
+        holder = msgspec.json.decode(path.read_bytes(), type=_Holder)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return ""
+    return f" (process {holder.pid} on {holder.host})"

@@ -13,8 +13,7 @@ from atoll.errors import FabricError, LabError
 from atoll.fabric import CallingPeer, Fabric, TcpCarrier
 from atoll.fabric.shaped import LINKS, ImposedLink, ImposedLinks, LinkChoice, imposed_links
 from atoll.lab import Lab, parse_fault
-from atoll.lab.orphans import LAB_FILES, mark, remove_orphans
-from atoll.lab.world import why_no_namespaces
+from atoll.lab.world import LAB_FILES, mark, remove_orphans, why_no_namespaces
 from tests.lab.clusters import two_sites
 from tests.lab.traces import eventually, left_of
 

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.lab.pipes import ForwarderState, Pipe, Pipes, PipeState, wire_bytes
+from atoll.lab.network import ForwarderState, Pipe, Pipes, PipeState, wire_bytes
 
 PIPES = tuple(PipeState(i, j, 1000.0 if i != j else None, 0.5, 0.0) for i in range(2) for j in range(2))
 OSLO, NEIGHBOUR, ROME = bytes([10, 1, 0, 2]), bytes([10, 1, 0, 3]), bytes([10, 2, 0, 2])
@@ -36,7 +36,7 @@ def test_a_full_queue_drops_and_takes_packets_again_later() -> None:
 def test_other_bandwidths_hold_from_the_next_packet_on() -> None:
     pipe = Pipe(PipeState(0, 1, 1000.0, 0.0, 0.0))
     assert pipe.leaves_at(0.0, 100) == 0.1
-    pipe.change(PipeState(0, 1, 100.0, 0.0, 0.0))
+    pipe.state = PipeState(0, 1, 100.0, 0.0, 0.0)
     assert pipe.leaves_at(0.0, 100) == 1.1
 
 

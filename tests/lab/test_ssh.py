@@ -213,3 +213,20 @@ def test_a_host_that_cannot_be_reached_is_told(address: str, said: str, office: 
     process = office.run("lockstep", out=tmp_path / "run", elsewhere=address)
     assert process.wait(120) == 2
     assert said in office.log(tmp_path / "run").read_text()
+
+
+def test_lockstep_refuses_a_host_that_does_not_see_the_runs_directory(office: Office, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    office.lab.run("site-2", ["mount", "-t", "tmpfs", "none", str(own)])  # of that host alone: its mounts are its own
+    try:
+        process = office.run("lockstep", out=own / "run")
+        assert process.wait(120) == 2, office.log(own / "run").read_text()
+    finally:
+        office.lab.run("site-2", ["umount", str(own)])
+    said = " ".join(office.log(own / "run").read_text().split())
+    assert f"host 'site-2': it does not see the run's directory {own / 'run'}, where ranks read the plan and write checkpoints" in said
+    assert "put it (--out) on a file system that all hosts mount at the same path, or train with --mode swarm" in said
+    assert "host 'site-1'" not in said
+    assert not list((own / "run").glob(".shared-*"))
+    office.nothing_is_left()

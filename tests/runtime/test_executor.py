@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from atoll.errors import JobFailedError
 from atoll.graph.capture import Captured, capture_program
-from atoll.runtime.checkpoint.optimizer_state import optimizer_state
+from atoll.runtime.checkpoint.training_state import optimizer_state
 from atoll.runtime.executor import Accumulated, Contributed, GradientSink, LossScale, Update, Updater, scaled
 from tests.runtime.stage.stage_chain import Chain, job_of
 

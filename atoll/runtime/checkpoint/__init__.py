@@ -1,10 +1,8 @@
 """Checkpoints: written by any plan, read by any other; safetensors and JSON only, never a pickle.
 
 ```python
-from atoll.runtime.checkpoint import Checkpointer, Held, RunIdentity
-
 identity = RunIdentity(job="gpt", optimizer="AdamW", seed=0, batch_size=512, plan=str(plan), tied={"lm_head.weight": "wte.weight"})
-held = [Held(holding, tensor), Held(holding, shard, flat=(1000, 2000)), ...]     # what this rank has of the user's tensors
+held = [LocalShard(spec, tensor), LocalShard(spec, shard, flat=(1000, 2000)), ...]     # what this rank has of the user's tensors
 
 with Checkpointer(run / "checkpoints", group, identity=identity, keep_last=2) as checkpoints:   # a Gloo group of its own, or None
     loaded = checkpoints.load(held, optimizers=[optimizer])     # None: nothing to resume from
@@ -17,8 +15,7 @@ with Checkpointer(run / "checkpoints", group, identity=identity, keep_last=2) as
     checkpoints.save(step, held, optimizers=[optimizer], extra={...}, final=True)   # in place when it returns, or JobFailedError
 ```
 
-`export` turns a checkpoint into a file for plain PyTorch or transformers, `import_weights` starts from such a file. Both stream: one
-process, without a group, and no more memory than a block of a tensor.
+`export` turns a checkpoint into a file for plain PyTorch or transformers: in one process, with no more memory than a block of a tensor.
 
 What holds after a failure. Whenever and wherever a process dies, the newest checkpoint that was whole is found and can be read. A save that
 fails on one rank fails on all, leaves nothing behind and does not end the run, unless it was the final one.

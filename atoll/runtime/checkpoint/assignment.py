@@ -1,5 +1,6 @@
-"""Who writes what: every number of every tensor exactly once, the work spread evenly over the ranks that hold it. Pure."""
+"""Who writes what: every number of every tensor exactly once, the work spread evenly over the ranks that hold it."""
 
+import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -8,9 +9,12 @@ from typing import NamedTuple
 import msgspec
 
 from atoll.errors import CheckpointError
+from atoll.runtime.checkpoint.exchange import CheckpointRanks
+from atoll.runtime.checkpoint.local_shard import Keyed, Piece
 from atoll.runtime.checkpoint.rectangles import Rectangle, disjoint, intersect, split_longest, uncovered, whole
+from atoll.runtime.checkpoint.safetensors_file import DTYPES, dtype_name
 
-__all__ = ["Assigned", "Layout", "Outline", "assign"]
+__all__ = ["Agreement", "Assigned", "Layout", "Outline", "assign", "of_rank", "outlines"]
 
 _SPLIT_BYTES = 16 * 2**20  # what several ranks hold is divided between them from this size on
 
@@ -85,3 +89,53 @@ def _check_complete(layouts: Sequence[Layout], taken: Mapping[str, Sequence[Rect
         held = sum(rectangle.elements for rectangle in taken.get(key, ()))
         if held != whole(shape).elements:
             raise CheckpointError(f"{key}: all ranks together hold {held} of its {whole(shape).elements} elements; nothing was saved")
+
+
+def outlines(tensors: Sequence[Keyed], mine: Sequence[Piece]) -> dict[str, Outline]:
+    """What this rank holds, for the others to know."""
+    rectangles: dict[str, list[Rectangle]] = {key: [] for key, _ in tensors}
+    for piece in mine:
+        rectangles[piece.key].append(piece.rectangle)
+    return {
+        key: Outline(shape=held.holding.shape, dtype=dtype_name(held.tensor.dtype, key), rectangles=tuple(rectangles[key]))
+        for key, held in tensors
+    }
+
+
+class _Greeting(msgspec.Struct):
+    """What a rank says before a save: a hash of what it holds, or why it cannot take part."""
+
+    digest: str
+    problem: str | None
+
+
+class Agreement:
+    """Who writes what. It is worked out when a rank's holdings change, and remembered."""
+
+    def __init__(self, ranks: CheckpointRanks) -> None:
+        self._ranks = ranks
+        self._digests: list[str] = []
+        self._mine: list[Assigned] = []
+        self.everything: dict[str, Outline] = {}  # what there is to save on all ranks, without rectangles
+
+    def reach(self, mine: Mapping[str, Outline], problem: str | None) -> list[Assigned]:
+        """What this rank is to write. When any rank has a problem, every rank raises it."""
+        digest = hashlib.sha256(msgspec.json.encode(dict(mine), order="sorted")).hexdigest()
+        greetings = self._ranks.gather(_Greeting(digest, problem), _Greeting)
+        for rank, greeting in enumerate(greetings):
+            if greeting.problem is not None:
+                raise CheckpointError(of_rank(rank, len(greetings), greeting.problem))
+        if self._digests != [greeting.digest for greeting in greetings]:
+            layouts = self._ranks.gather(dict(mine), dict[str, Outline])
+            sizes = {key: DTYPES[outline.dtype].itemsize for layout in layouts for key, outline in layout.items()}
+            self._mine = assign(layouts, sizes)[self._ranks.rank]
+            self.everything = {
+                key: msgspec.structs.replace(outline, rectangles=()) for layout in layouts for key, outline in layout.items()
+            }
+            self._digests = [greeting.digest for greeting in greetings]
+        return self._mine
+
+
+def of_rank(rank: int, count: int, text: str) -> str:
+    """A sentence that says whose it is, where there are several."""
+    return text if count == 1 else f"rank {rank}: {text}"

@@ -1,32 +1,47 @@
-"""Checkpointer: saves while training goes on, and loads under any other plan. The package's text says how to use it."""
+"""Checkpointer: saves while training goes on, and loads under any other plan. The package's text says how to use it. SavePolicy: when."""
 
 import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from atoll.errors import AtollError, CheckpointError, JobFailedError
-from atoll.events import CheckpointFailed, CheckpointSaved
-from atoll.runtime.checkpoint.assignment import Outline
-from atoll.runtime.checkpoint.directory import partial_path, step_path, tidy
+from atoll.events import CheckpointFailed, CheckpointIntervalChosen, CheckpointSaved
+from atoll.plan.checkpoint_interval import CheckpointInterval, checkpoint_interval
+from atoll.runtime.checkpoint.assignment import Agreement, Assigned, of_rank, outlines
+from atoll.runtime.checkpoint.directory import commit, partial_path, prune, step_path, tidy
 from atoll.runtime.checkpoint.exchange import CheckpointRanks
 from atoll.runtime.checkpoint.loading import Loaded, load_from
 from atoll.runtime.checkpoint.local_shard import LocalShard, Piece, pieces
-from atoll.runtime.checkpoint.manifest import MODEL, RunIdentity, SmallState
-from atoll.runtime.checkpoint.optimizer_state import optimizer_state
-from atoll.runtime.checkpoint.saving import Agreement, Background, Staging, explain, outlines
+from atoll.runtime.checkpoint.manifest import (
+    MODEL,
+    Index,
+    RunIdentity,
+    SmallState,
+    StoredTensor,
+    make_manifest,
+    merge_small,
+    write_description,
+)
+from atoll.runtime.checkpoint.rectangles import intersect
+from atoll.runtime.checkpoint.storage import Written, write_pieces
+from atoll.runtime.checkpoint.training_state import optimizer_state
 from atoll.runtime.checkpoint.values import to_plain
 
-__all__ = ["Checkpointer", "Outcome"]
+__all__ = ["Checkpointer", "Outcome", "SavePolicy", "Staging"]
 
 _GRACE_SECONDS = 10.0  # for a save under way when the run fails
+_MARKED = 1.5  # another interval is told where it is so many times the one before, or less than that part of it
 
 
 @dataclass(frozen=True)
@@ -54,14 +69,52 @@ class Outcome:
         )
 
 
-@dataclass(frozen=True)
-class _Content:
-    """What a rank has to save."""
+class Staging:
+    """Copies of what a rank is to write, in the CPU's memory, so that training goes on. Its buffers are used again for the next save."""
 
-    pieces: list[Piece]
-    outlines: dict[str, Outline]
+    def __init__(self) -> None:
+        self._buffers: dict[Assigned, Tensor] = {}
+
+    def copy(self, pieces: Sequence[Piece], assigned: Sequence[Assigned]) -> list[Piece]:
+        """The assigned rectangles, copied out of the pieces that hold them. Training may go on when it returns."""
+        by_key: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            by_key.setdefault(piece.key, []).append(piece)
+        self._buffers = {one: self._buffer(one, by_key[one.key][0].view) for one in assigned}
+        copies = []
+        for one in assigned:
+            source = by_key[one.key][0]
+            for piece in by_key[one.key]:
+                self._copy(one, piece)
+            copies.append(Piece(one.key, source.shape, one.rectangle, self._buffers[one]))
+        if any(piece.view.device.type != "cpu" for piece in pieces):
+            torch.accelerator.synchronize()  # the copies were only queued
+        return copies
+
+    def _buffer(self, one: Assigned, like: Tensor) -> Tensor:
+        known = self._buffers.get(one)
+        if known is not None and known.dtype == like.dtype:
+            return known
+        return torch.empty(one.rectangle.sizes, dtype=like.dtype, pin_memory=like.device.type == "cuda")
+
+    def _copy(self, one: Assigned, piece: Piece) -> None:
+        common = intersect(one.rectangle, piece.rectangle)
+        if common is not None:
+            target = self._buffers[one][common.relative_to(one.rectangle).slices()]
+            target.copy_(piece.view[common.relative_to(piece.rectangle).slices()], non_blocking=True)
+
+
+class _Report(msgspec.Struct):
+    """What a rank says after writing its part."""
+
+    written: Written | None
+    error: str | None
     small: SmallState
-    extra: dict[str, Any]
+
+
+class _Verdict(msgspec.Struct):
+    error: str | None
+    size_bytes: int
 
 
 class Checkpointer:
@@ -159,37 +212,77 @@ class Checkpointer:
         self, began: float, step: int, tensors: Sequence[LocalShard], optimizers: Sequence[torch.optim.Optimizer], extra: Mapping[str, Any]
     ) -> Outcome | None:
         """Agree with the other ranks who writes what, copy it and start writing. An Outcome when that failed."""
-        path = step_path(self.directory, step)
-        content, problem = _Content([], {}, SmallState(), {}), None
+        path, mine, held, state, plain, problem = step_path(self.directory, step), [], {}, None, {}, None
         try:
-            content = _content(tensors, optimizers, extra)
-            self._prepare_step(step)
+            state = optimizer_state(optimizers, tensors)
+            keyed = [(MODEL + part.name, part) for part in tensors] + state.tensors
+            mine = pieces(keyed)
+            held = outlines(keyed, mine)
+            plain = {key: to_plain(value, key) for key, value in extra.items()}
+            if self._ranks.rank == 0:  # makes an empty directory to write into; the others hear of it when they agree
+                partial = partial_path(self.directory, step)
+                if partial.exists():
+                    shutil.rmtree(partial)
+                partial.mkdir()
         except (AtollError, OSError) as error:
-            problem = explain(path, error)
+            problem = _explain(path, error)
         try:
-            assigned = self._agreement.reach(content.outlines, problem)
+            assigned = self._agreement.reach(held, problem)
         except CheckpointError as error:
             return Outcome(step, path, time.perf_counter() - began, time.perf_counter() - began, error=str(error))
-        task = Background(
-            ranks=self._ranks,
-            directory=self.directory,
-            step=step,
-            identity=self.identity,
-            copies=self._staging.copy(content.pieces, assigned),
-            everything=self._agreement.everything,
-            small=content.small,
-            extra=content.extra,
-            keep_last=self.keep_last,
-        )
+        assert state is not None  # else there was a problem
+        copies, small = self._staging.copy(mine, assigned), state.small
         self._outcome, blocked = None, time.perf_counter() - began
 
         def write() -> None:
-            error, size_bytes = task.run()
-            self._outcome = Outcome(step, path, blocked, time.perf_counter() - began, size_bytes, error)
+            verdict = self._save_copies(step, copies, small, plain)
+            self._outcome = Outcome(step, path, blocked, time.perf_counter() - began, verdict.size_bytes, verdict.error)
 
         self._thread = threading.Thread(target=write, name=f"checkpoint of step {step}", daemon=True)
         self._thread.start()
         return None
+
+    def _save_copies(self, step: int, copies: Sequence[Piece], small: SmallState, extra: dict[str, Any]) -> _Verdict:
+        """Called in its own thread, on every rank. All ranks get the same answer, unless one of them is gone."""
+        partial = partial_path(self.directory, step)
+        try:
+            report = _Report(write_pieces(partial, self._ranks.rank, copies), None, small)
+        except Exception as error:  # the other ranks wait for this report, whatever happened
+            report = _Report(None, _explain(partial, error), SmallState())
+        try:
+            reports = self._ranks.gather(report, _Report)
+            verdict = self._conclude(step, reports, extra) if self._ranks.rank == 0 else _Verdict(None, 0)
+            return self._ranks.gather(verdict, _Verdict)[0]
+        except RuntimeError as error:  # what torch.distributed raises
+            return _Verdict(f"{step_path(self.directory, step)}: another rank is gone: {error}", 0)
+
+    def _conclude(self, step: int, reports: Sequence[_Report], extra: dict[str, Any]) -> _Verdict:
+        """Rank 0 puts the checkpoint in place, or removes what there is of it."""
+        partial = partial_path(self.directory, step)
+        errors = [of_rank(rank, len(reports), report.error) for rank, report in enumerate(reports) if report.error is not None]
+        try:
+            if not errors:
+                return _Verdict(None, self._commit(step, [report.written for report in reports if report.written], reports, extra))
+        except Exception as error:  # the other ranks wait for this, too
+            errors = [_explain(partial, error)]
+        shutil.rmtree(partial, ignore_errors=True)
+        return _Verdict(errors[0], 0)
+
+    def _commit(self, step: int, written: Sequence[Written], reports: Sequence[_Report], extra: dict[str, Any]) -> int:
+        tensors = {
+            key: StoredTensor(
+                shape=outline.shape, dtype=outline.dtype, chunks=tuple(chunk for part in written for chunk in part.chunks.get(key, ()))
+            )
+            for key, outline in sorted(self._agreement.everything.items())
+        }
+        index = Index(tensors=tensors, files={name: file for part in written for name, file in part.files.items()})
+        manifest = make_manifest(step, self.identity, index, self._ranks.count)
+        write_description(partial_path(self.directory, step), manifest, index, merge_small([report.small for report in reports], extra))
+        commit(self.directory, step)
+        if self.keep_last is not None:
+            with suppress(OSError):  # one too many is no reason to fail; the next save tries again
+                prune(self.directory, step, self.keep_last)
+        return sum(file.size_bytes for file in index.files.values())
 
     def _prepare_directory(self) -> None:
         """Rank 0 makes and tidies the directory before any rank goes on."""
@@ -199,23 +292,62 @@ class Checkpointer:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 tidy(self.directory)
             except OSError as error:
-                problem = explain(self.directory, error)
+                problem = _explain(self.directory, error)
         problem = self._ranks.gather(problem, str | None)[0]  # type: ignore[arg-type]
         if problem is not None:
             raise CheckpointError(problem)
 
-    def _prepare_step(self, step: int) -> None:
-        """Rank 0 makes an empty directory to write into; the others hear of it when they agree."""
-        if self._ranks.rank == 0:
-            partial = partial_path(self.directory, step)
-            if partial.exists():
-                shutil.rmtree(partial)
-            partial.mkdir()
+
+def _explain(path: Path, error: Exception) -> str:
+    """An error while writing as a sentence."""
+    if isinstance(error, OSError):
+        return f"{error.filename or path}: cannot write it: {error.strerror or error}"
+    return f"{path}: {error}" if isinstance(error, CheckpointError) else f"{path}: cannot write it: {type(error).__name__}: {error}"
 
 
-def _content(tensors: Sequence[LocalShard], optimizers: Sequence[torch.optim.Optimizer], extra: Mapping[str, Any]) -> _Content:
-    state = optimizer_state(optimizers, tensors)
-    keyed = [(MODEL + held.name, held) for held in tensors] + state.tensors
-    mine = pieces(keyed)
-    plain = {key: to_plain(value, key) for key, value in extra.items()}
-    return _Content(mine, outlines(keyed, mine), state.small, plain)
+class SavePolicy:
+    """Says after which steps to save: as told, or by what saving costs and how often something fails. `moment` is the caller's own time.
+
+    Where ranks save together one of them is asked and tells the others, since their clocks differ; `ask_again` says when next.
+    """
+
+    def __init__(self, every: int | None, *, step: int, moment: float, failures_per_hour: float | None = None) -> None:
+        self.every, self.failures_per_hour = every, failures_per_hour
+        self._save_seconds = 0.0  # that the last one took; not known before the first
+        self._began, self._saved_at, self._saving = (step, moment), step, False
+        self._told: int | None = None  # the interval, in steps, that was last told
+
+    def begun(self, step: int) -> None:
+        """A save of that step is under way."""
+        self._saved_at, self._saving = step, True
+
+    def ended(self, seconds: float) -> None:
+        """It took so long, whatever became of it."""
+        self._save_seconds, self._saving = seconds, False
+
+    def due(self, step: int, moment: float) -> bool:
+        """Whether to save after this step."""
+        if self.every is not None:
+            return step % self.every == 0
+        return not self._saving and step >= self._saved_at + self._interval(step, moment).steps
+
+    def ask_again(self, step: int, moment: float) -> int:
+        """The step after which `due` may hold next. It is looked at while speeds may still be learnt, so at most at twice the steps."""
+        if self.every is not None:
+            return step - step % self.every + self.every
+        made = step - self._began[0]
+        return max(step + 1, min(self._saved_at + self._interval(step, moment).steps, step + made))
+
+    def decision(self, step: int, moment: float) -> CheckpointIntervalChosen | None:
+        """How often it saves from now on, where that is markedly another interval than was last told."""
+        if self.every is not None:
+            return None
+        chosen = self._interval(step, moment)
+        if self._told is not None and 1 / _MARKED < chosen.steps / self._told < _MARKED:
+            return None
+        self._told = chosen.steps
+        return CheckpointIntervalChosen(at_seconds=moment, steps=chosen.steps, reason=chosen.reason)
+
+    def _interval(self, step: int, moment: float) -> CheckpointInterval:
+        made = max(step - self._began[0], 1)
+        return checkpoint_interval(self._save_seconds, self.failures_per_hour, (moment - self._began[1]) / made)

@@ -4,21 +4,21 @@ It goes block by block, so that the model may be larger than memory.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import torch
 
 from atoll.errors import CheckpointError
+from atoll.runtime.checkpoint.directory import find
 from atoll.runtime.checkpoint.local_shard import Piece
-from atoll.runtime.checkpoint.manifest import MODEL, Index, StoredTensor
+from atoll.runtime.checkpoint.manifest import MANIFEST, MODEL, Index, StoredTensor, read_index, read_manifest
 from atoll.runtime.checkpoint.rectangles import Rectangle, split_longest, whole
 from atoll.runtime.checkpoint.safetensors_file import DTYPES, Entry, raw_bytes, write_atomically, write_safetensors
 from atoll.runtime.checkpoint.storage import check_chunks, read_pieces
-from atoll.runtime.checkpoint.weights import find_checkpoint, model_tensors
 
 __all__ = ["Exported", "export"]
 
@@ -50,28 +50,37 @@ def export(
     `largest_file_bytes` there are several files and an index, as Hugging Face has them. Shared tensors are written under each of their
     names, so that a strict `load_state_dict` finds them. `config`, or in a folder the one the run was saved with, becomes `config.json`.
     """
-    checkpoint = find_checkpoint(run, step)
-    manifest, index = model_tensors(checkpoint)
-    check_chunks(checkpoint, index, [(key, chunk) for key, stored in index.tensors.items() for chunk in stored.chunks])
+    checkpoint = _find_checkpoint(run, step)
+    manifest = read_manifest(checkpoint)
+    index = read_index(checkpoint, manifest)
     names = _names(index, manifest.run.tied)
+    check_chunks(checkpoint, index, [(key, chunk) for key in sorted(set(names.values())) for chunk in index.tensors[key].chunks])
     folder, stem = (to.parent, to.name.removesuffix(".safetensors")) if to.suffix == ".safetensors" else (to, "model")
     shards = _shards({name: index.tensors[key] for name, key in names.items()}, largest_file_bytes)
+    parts = [""] if len(shards) == 1 else [f"-{number + 1:05d}-of-{len(shards):05d}" for number in range(len(shards))]
+    files = [folder / f"{stem}{part}.safetensors" for part in parts]
+    size = sum(index.tensors[key].size_bytes for key in names.values())
+    described: dict[Path, Mapping[str, Any]] = {}
+    if len(files) > 1:
+        weight_map = {name: path.name for path, shard in zip(files, shards, strict=True) for name in shard}
+        described[folder / f"{stem}.safetensors.index.json"] = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    own_config = manifest.run.model_config if folder is to else None  # beside a file it might be another model's that is replaced
+    if (known := config or own_config) is not None:
+        described[folder / "config.json"] = known
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        files = [folder / _file_name(stem, number, len(shards)) for number in range(len(shards))]
         for path, shard in zip(files, shards, strict=True):
             _write_file(path, checkpoint, index, {name: names[name] for name in shard})
-        own_config = manifest.run.model_config if folder is to else None  # beside a file it might be another model's that is replaced
-        files += _write_json(folder, stem, files, shards, index, names, config or own_config)
+        for path, content in described.items():
+            write_atomically(path, msgspec.json.format(msgspec.json.encode(content), indent=2))
     except OSError as error:
         raise CheckpointError(f"{error.filename or to}: cannot write it: {error.strerror or error}") from error
-    size = sum(index.tensors[key].size_bytes for key in names.values())
-    return Exported(manifest.step, tuple(files), len(names), size)
+    return Exported(manifest.step, (*files, *described), len(names), size)
 
 
 def _names(index: Index, tied: Mapping[str, str]) -> dict[str, str]:
     """Every name in the user's model, and the key it is stored under."""
-    names = {key.removeprefix(MODEL): key for key in index.tensors}
+    names = {key.removeprefix(MODEL): key for key in index.tensors if key.startswith(MODEL)}
     return names | {alias: MODEL + name for alias, name in tied.items() if MODEL + name in index.tensors}
 
 
@@ -88,25 +97,20 @@ def _shards(tensors: Mapping[str, StoredTensor], largest_bytes: int) -> list[lis
     return shards
 
 
-def _file_name(stem: str, number: int, count: int) -> str:
-    return f"{stem}.safetensors" if count == 1 else f"{stem}-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
 def _write_file(path: Path, checkpoint: Path, index: Index, names: Mapping[str, str]) -> None:
     """One file, in its place only when it is whole."""
 
-    def write(name: str, file: BinaryIO) -> None:
+    def data(name: str) -> Iterator[memoryview]:
         stored = index.tensors[names[name]]
-        only = Index(tensors={names[name]: stored}, files=index.files)
         for rectangle in _blocks(stored):
             block = torch.empty(rectangle.sizes, dtype=DTYPES[stored.dtype])
-            read_pieces(checkpoint, only, [Piece(names[name], stored.shape, rectangle, block)])
-            file.write(raw_bytes(block))
+            read_pieces(checkpoint, index, [Piece(names[name], stored.shape, rectangle, block)])
+            yield raw_bytes(block)
 
     entries = {name: Entry(index.tensors[key].shape, index.tensors[key].dtype) for name, key in names.items()}
     temporary = path.with_name(path.name + ".tmp")
     try:
-        write_safetensors(temporary, entries, {"format": "pt"}, write)
+        write_safetensors(temporary, entries, {"format": "pt"}, data)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -127,23 +131,12 @@ def _blocks(stored: StoredTensor) -> Iterator[Rectangle]:
         pending.extend(block.with_range(dim, part.offsets[0], part.sizes[0]) for part in reversed(parts))
 
 
-def _write_json(
-    folder: Path,
-    stem: str,
-    files: Sequence[Path],
-    shards: Sequence[Sequence[str]],
-    index: Index,
-    names: Mapping[str, str],
-    config: Mapping[str, Any] | None,
-) -> list[Path]:
-    written = []
-    if len(shards) > 1:
-        weight_map = {name: path.name for path, shard in zip(files, shards, strict=True) for name in shard}
-        total = sum(index.tensors[key].size_bytes for key in names.values())
-        written.append(folder / f"{stem}.safetensors.index.json")
-        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_atomically(written[-1], msgspec.json.format(msgspec.json.encode(content), indent=2))
-    if config is not None:
-        written.append(folder / "config.json")
-        write_atomically(written[-1], msgspec.json.format(msgspec.json.encode(config), indent=2))
-    return written
+def _find_checkpoint(path: Path, step: int | None) -> Path:
+    """The checkpoint that a path means: itself, the latest (or that of `step`) in it, or in its folder `checkpoints`."""
+    if (path / MANIFEST).is_file() and step is None:
+        return path
+    for directory in (path, path / "checkpoints"):
+        found = find(directory, None)
+        if found is not None:
+            return found if step is None else find(directory, step) or found
+    raise CheckpointError(f"{path}: no checkpoint there" if path.exists() else f"{path}: no such directory")

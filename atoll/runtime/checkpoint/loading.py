@@ -26,12 +26,12 @@ from atoll.runtime.checkpoint.manifest import (
     read_manifest,
     read_state,
 )
-from atoll.runtime.checkpoint.optimizer_state import allocate_state, restore_groups
 from atoll.runtime.checkpoint.safetensors_file import DTYPES
 from atoll.runtime.checkpoint.storage import check_chunks, read_pieces
+from atoll.runtime.checkpoint.training_state import allocate_state, restore_groups
 from atoll.runtime.checkpoint.values import from_plain
 
-__all__ = ["Loaded", "check_fits", "load_from", "some"]
+__all__ = ["Loaded", "load_from"]
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class _Task:
         self.index, small = read_index(self.path, manifest), read_state(self.path, manifest)
         room, put = allocate_state(self.optimizers, self.tensors, self.index, small)
         keyed = [(MODEL + held.name, held) for held in self.tensors] + room
-        check_fits(self.path, self.index, keyed)
+        _check_fits(self.path, self.index, keyed)
         read_pieces(self.path, self.index, pieces(keyed))
         if self.check:
             check_chunks(self.path, self.index, _share(self.index, self.ranks))
@@ -157,20 +157,20 @@ def _share(index: Index, ranks: CheckpointRanks) -> Iterable[tuple[str, Chunk]]:
     return chunks[ranks.rank :: ranks.count]
 
 
-def check_fits(path: Path, index: Index, wanted: Sequence[Keyed], any_dtype: bool = False) -> None:
+def _check_fits(path: Path, index: Index, wanted: Sequence[Keyed]) -> None:
     """That everything wanted is there, in the right shape and dtype."""
     missing = [key for key, _ in wanted if key not in index.tensors]
     if missing:
-        raise CheckpointError(f"{path}: it does not have {some(missing)}")
+        raise CheckpointError(f"{path}: it does not have {_some(missing)}")
     for key, held in wanted:
         stored = index.tensors[key]
         if stored.shape != held.holding.shape:
             raise CheckpointError(f"{path}: {key!r} has the shape {list(stored.shape)} there and {list(held.holding.shape)} in the job")
-        if DTYPES[stored.dtype] != held.tensor.dtype and not any_dtype:
+        if DTYPES[stored.dtype] != held.tensor.dtype:
             raise CheckpointError(f"{path}: {key!r} is {DTYPES[stored.dtype]} there and {held.tensor.dtype} in the job")
 
 
-def some(names: Sequence[str]) -> str:
+def _some(names: Sequence[str]) -> str:
     """A few of the names, and how many more."""
     shown = ", ".join(repr(name.removeprefix(MODEL)) for name in names[:5])
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
@@ -180,4 +180,4 @@ def _check_nothing_is_left(loaded: Loaded, index: Index, heard: Sequence[_Said])
     wanted = {name for said in heard for name in said.names}
     extra = [name for name in model_shapes(index) if name not in wanted]
     if extra:
-        raise CheckpointError(f"{loaded.path}: it has {some(extra)}, which the job's model has not")
+        raise CheckpointError(f"{loaded.path}: it has {_some(extra)}, which the job's model has not")

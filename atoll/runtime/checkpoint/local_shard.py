@@ -1,4 +1,4 @@
-"""Held: a tensor in this rank's memory, and which part of the user's tensor it is."""
+"""LocalShard: a tensor in this rank's memory, and which part of the user's tensor it is."""
 
 import math
 from collections.abc import Iterator, Sequence

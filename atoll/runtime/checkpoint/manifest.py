@@ -75,7 +75,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 
     rectangle: Rectangle
     file: str
-    crc32: int | None = None  # of its bytes
+    crc32: int  # of its bytes
 
 
 class StoredTensor(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,25 +7,24 @@ third of a second for 256 MB, in which training stands still (docs/decisions/000
 import math
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 
-from atoll.errors import CheckpointError, DamagedCheckpointError
+from atoll.errors import CheckpointError
 
 __all__ = [
     "DTYPES",
     "Entry",
     "StoredFile",
-    "checked_entry",
     "dtype_name",
     "encode_header",
     "raw_bytes",
-    "read_header",
+    "sharding_metadata",
     "sync_directory",
     "write_atomically",
     "write_safetensors",
@@ -50,7 +49,6 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_LARGEST_HEADER = 100_000_000  # bytes, what the safetensors library accepts
 
 
 class Entry(NamedTuple):
@@ -69,13 +67,7 @@ class StoredFile(msgspec.Struct, frozen=True):
     """What a file must be: its size, and a checksum of its header. The tensors have checksums of their own."""
 
     size_bytes: int
-    header_crc32: int | None = None  # None: of a file that others wrote
-
-
-class _Stored(msgspec.Struct):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+    header_crc32: int
 
 
 def dtype_name(dtype: torch.dtype, where: str) -> str:
@@ -88,6 +80,12 @@ def dtype_name(dtype: torch.dtype, where: str) -> str:
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def sharding_metadata(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """What `torch.distributed.checkpoint` writes into the header of a file that has parts of tensors, given where each begins."""
+    info = msgspec.json.encode({key: {"saved_offsets": list(at)} for key, at in offsets.items()}, order="sorted").decode()
+    return {"DCP_SHARDING_INFO": info, "DCP_VERSION": "1.0", "format": "pt"}
 
 
 def encode_header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> tuple[bytes, list[str]]:
@@ -105,57 +103,21 @@ def encode_header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> 
 
 
 def write_safetensors(
-    path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str], write: Callable[[str, BinaryIO], None]
+    path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str], data: Callable[[str], Iterable[memoryview]]
 ) -> StoredFile:
-    """Create a file with the entries; `write(name, file)` is called once for each, to write its bytes. It is on disk when it returns."""
+    """Create a file with the entries; `data(name)` has the bytes of each, block by block. It is on disk when it returns."""
     head, order = encode_header(entries, metadata)
     announced = len(head) + sum(entry.size_bytes for entry in entries.values())
     with path.open("wb") as file:
         file.write(head)
         for name in order:
-            write(name, file)
+            for block in data(name):
+                file.write(block)
         file.flush()
         size = file.tell()
         assert size == announced, f"{path}: {size} bytes written, {announced} announced"
         os.fsync(file.fileno())
     return StoredFile(size, zlib.crc32(head))
-
-
-def read_header(path: Path, crc32: int | None = None) -> dict[str, Entry]:
-    """What a safetensors file holds, without reading any of it; with a checksum, that its header is what was written."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or not 2 <= length <= min(_LARGEST_HEADER, size - 8):
-                raise DamagedCheckpointError(f"{path}: not a safetensors file, or cut short: {size} bytes")
-            text = file.read(length)
-        if crc32 is not None and crc32 != zlib.crc32(length.to_bytes(8, "little") + text):
-            raise DamagedCheckpointError(f"{path}: its header is not what was saved: the checksum differs")
-        header = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-    except OSError as error:
-        raise DamagedCheckpointError(f"{path}: cannot read it: {error.strerror or error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DamagedCheckpointError(f"{path}: not a safetensors file: {error}") from error
-    header.pop("__metadata__", None)
-    return {name: checked_entry(str(path), name, raw, size - 8 - length)[0] for name, raw in header.items()}
-
-
-def checked_entry(path: str, name: str, raw: msgspec.Raw, data_bytes: int) -> tuple[Entry, int]:
-    """A tensor as a header tells of it, and where its bytes begin after the header; `path` begins the error when that cannot be."""
-    try:
-        stored = msgspec.json.decode(raw, type=_Stored)
-    except msgspec.DecodeError as error:
-        raise CheckpointError(f"{path}: {name!r}: its header is wrong: {error}") from error
-    if stored.dtype not in DTYPES:
-        raise CheckpointError(f"{path}: {name!r}: unknown dtype {stored.dtype!r}")
-    entry = Entry(stored.shape, stored.dtype)
-    start, stop = stored.data_offsets
-    if not (0 <= start <= stop and stop - start == entry.size_bytes and all(length >= 0 for length in stored.shape)):
-        raise CheckpointError(f"{path}: {name!r}: {stop - start} bytes are not a {stored.dtype} of shape {list(stored.shape)}")
-    if stop > data_bytes:
-        raise CheckpointError(f"{path}: {name!r}: the file is cut short: it ends at byte {stop} of the data and there are {data_bytes}")
-    return entry, start
 
 
 def write_atomically(path: Path, text: bytes) -> None:

@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from atoll.errors import DamagedCheckpointError
+from atoll.errors import CheckpointError, DamagedCheckpointError
 from atoll.runtime.checkpoint.directory import candidates, commit, partial_path, prune
 from atoll.runtime.checkpoint.local_shard import Piece
 from atoll.runtime.checkpoint.manifest import (
@@ -35,7 +35,8 @@ from atoll.runtime.checkpoint.manifest import (
     write_description,
 )
 from atoll.runtime.checkpoint.rectangles import whole
-from atoll.runtime.checkpoint.safetensors_file import DTYPES, Entry, StoredFile, checked_entry, dtype_name, encode_header
+from atoll.runtime.checkpoint.safetensors_file import DTYPES, Entry, StoredFile, dtype_name, encode_header, sharding_metadata
+from atoll.runtime.checkpoint.storage import check_chunks, read_pieces
 from atoll.runtime.checkpoint.values import from_plain
 
 __all__ = ["BEFORE", "BUFFER", "StateFile", "StateReader", "WholeCheckpoint", "assemble_checkpoint", "cut", "newest_whole"]
@@ -51,21 +52,21 @@ class _Small(msgspec.Struct):
     extra: dict[str, Any]  # plain, as `to_plain` makes it
 
 
+class _Stored(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
 class StateFile:
     """The bytes of such a file, read in any order and copied only then. What the tensors hold must not change before the last is read."""
 
     def __init__(self, tensors: Mapping[str, Tensor], small: SmallState, extra: dict[str, Any]) -> None:
         held = {key: tensor.detach().resolve_conj().resolve_neg() for key, tensor in tensors.items()}
         entries = {key: Entry(tuple(tensor.shape), dtype_name(tensor.dtype, repr(key))) for key, tensor in held.items()}
-        offsets = {key: {"saved_offsets": [0] * len(entry.shape)} for key, entry in entries.items()}
         text = msgspec.json.encode(_Small(small, extra), order="sorted").decode()  # equal states are equal bytes
-        metadata = {
-            "DCP_SHARDING_INFO": msgspec.json.encode(offsets, order="sorted").decode(),
-            "DCP_VERSION": "1.0",
-            "format": "pt",
-            _SMALL: text,
-        }
-        head, order = encode_header(entries, metadata)
+        metadata = sharding_metadata({key: [0] * len(entry.shape) for key, entry in entries.items()})
+        head, order = encode_header(entries, {**metadata, _SMALL: text})
         self._pieces = [(0, torch.frombuffer(bytearray(head), dtype=torch.uint8))]
         self.length = len(head)
         for key in order:
@@ -103,7 +104,7 @@ class StateReader:
             raise DamagedCheckpointError(f"{where} cannot be read; it is damaged, or of another version of Atoll ({error})") from error
         self.small, self.extra = found.state, found.extra
         self._data = content[_SIZE + length :]
-        self._entries = {name: checked_entry(where, name, raw, self._data.numel()) for name, raw in header.items()}
+        self._entries = {name: _entry(where, name, raw, self._data.numel()) for name, raw in header.items()}
 
     @property
     def index(self) -> Index:
@@ -133,16 +134,28 @@ class StateReader:
             tensor.copy_(found)
 
 
+def _entry(where: str, name: str, raw: msgspec.Raw, data_bytes: int) -> tuple[Entry, int]:
+    """A tensor as a header tells of it, and where its bytes begin after the header; `where` begins the error when that cannot be."""
+    try:
+        stored = msgspec.json.decode(raw, type=_Stored)
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{where}: {name!r}: its header is wrong: {error}") from error
+    if stored.dtype not in DTYPES:
+        raise CheckpointError(f"{where}: {name!r}: unknown dtype {stored.dtype!r}")
+    entry = Entry(stored.shape, stored.dtype)
+    start, stop = stored.data_offsets
+    if not (0 <= start <= stop and stop - start == entry.size_bytes and all(length >= 0 for length in stored.shape)):
+        raise CheckpointError(f"{where}: {name!r}: {stop - start} bytes are not a {stored.dtype} of shape {list(stored.shape)}")
+    if stop > data_bytes:
+        raise CheckpointError(f"{where}: {name!r}: the file is cut short: it ends at byte {stop} of the data and there are {data_bytes}")
+    return entry, start
+
+
 def cut(checkpoint: Path, names: Iterable[str]) -> Tensor:
     """The state of those parameters and buffers, with the optimizer's and what else there is of them, as the bytes of a state file.
 
     Only what is wanted is read, and its checksums are compared. Names the checkpoint does not have are left out: whoever reads knows.
     """
-    from atoll.runtime.checkpoint.storage import (
-        check_chunks,
-        read_pieces,
-    )  # it takes long to load: a coordinator that starts anew needs neither
-
     manifest = read_manifest(checkpoint)
     index, small = read_index(checkpoint, manifest), read_state(checkpoint, manifest)
     wanted = set(names)
@@ -244,8 +257,6 @@ class WholeCheckpoint(msgspec.Struct, frozen=True):
 
 def newest_whole(directory: Path) -> WholeCheckpoint | None:
     """The checkpoint to go on from; None where there is none. DamagedCheckpointError where none of those there are is whole."""
-    from atoll.runtime.checkpoint.storage import check_chunks  # as in `cut`
-
     damage: list[DamagedCheckpointError] = []
     for path in candidates(directory, None):
         try:

@@ -2,7 +2,7 @@
 
 Hosts with an `address` in the cluster file are reached over ssh, unless the address is this machine's. Before anything is started there,
 each is asked what a run needs: the same versions and script, a working directory, a way back to this machine, the run's directory where the
-mode needs it. Everything that is wrong is told at once, a sentence for each host.
+mode needs it. Everything that is wrong is told at once, a sentence for each host. `--sync` copies the script's directory there before.
 """
 
 import contextlib
@@ -11,12 +11,15 @@ import json
 import os
 import platform
 import secrets
+import shlex
+import shutil
 import socket
 import subprocess
+import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from atoll.cluster import Cluster
@@ -24,15 +27,18 @@ from atoll.cluster.cluster import Host as ClusterHost
 from atoll.errors import AtollError, ClusterError
 from atoll.runtime.supervise.hosts import InLab, ProcessHost, ThisMachine, find_lab
 from atoll.runtime.supervise.ssh import OverSsh, ssh_command
-from atoll.runtime.supervise.sync import copy_directory
 from atoll.units import plural
 
-__all__ = ["Placement", "place_processes"]
+__all__ = ["Placement", "copy_directory", "place_processes"]
 
 _LOOPBACK = "127.0.0.1"
 _SSH_PORT = "22"
 _REACH_SECONDS = 5.0
 _PACKAGE = Path(__file__).parents[2]
+_NOT_COPIED = (".git", ".venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", "runs")
+_MAKE = "import os,shutil,sys;os.makedirs(os.path.expanduser(sys.argv[1]),exist_ok=True);print(bool(shutil.which('rsync')))"
+_FREE = "import os,shutil,sys;print(shutil.disk_usage(os.path.expanduser(sys.argv[1])).free)"
+_UNPACK = "import os,sys,tarfile;tarfile.open(fileobj=sys.stdin.buffer,mode='r|').extractall(os.path.expanduser(sys.argv[1]),filter='data')"
 
 # Run by a host's Python, in no directory of its own. Only what every Python has, so that it can say that Atoll is missing.
 _CHECK = """
@@ -166,7 +172,7 @@ def _is_own(address: str) -> bool:
 
 def _own_addresses(hosts: Sequence[OverSsh]) -> list[str]:
     """Where hosts may reach this machine: as they see it, if that is an address of its own, and as it would reach them."""
-    found = [host.client_address for host in hosts if host.client_address and _is_own(host.client_address)]
+    found = [seen for host in hosts if (seen := host.facts.client_address) and _is_own(seen)]
     for host in hosts:
         for address in _addresses_of(host.host.address):
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -184,7 +190,7 @@ def _checked(hosts: Sequence[OverSsh], script: Path, run: Path, *, shared: bool,
     answers: dict[str, dict[str, Any]] = {}
     scripts: dict[str, str] = {}
     reached: list[str] = []
-    with _listening() as port, _nonce(run) as nonce:
+    with socket.create_server(("", 0), backlog=1024) as listener, _nonce(run) as nonce:
         for host in hosts:
             candidates = _candidates(host, script, synced)
             try:
@@ -194,7 +200,7 @@ def _checked(hosts: Sequence[OverSsh], script: Path, run: Path, *, shared: bool,
                     "scripts": candidates,
                     "nonce": str(nonce),
                     "addresses": reached,
-                    "port": port,
+                    "port": listener.getsockname()[1],  # that they can try to reach
                     "seconds": _REACH_SECONDS,
                 }
                 answer = answers[host.name] = json.loads(host.ask(_CHECK, json.dumps(asked)))
@@ -269,13 +275,6 @@ def _package_digest() -> str:
 
 
 @contextmanager
-def _listening() -> Iterator[int]:
-    """A port that hosts can try to reach."""
-    with socket.create_server(("", 0), backlog=1024) as listener:
-        yield int(listener.getsockname()[1])
-
-
-@contextmanager
 def _nonce(run: Path) -> Iterator[Path]:
     """A file in the run's directory, which only those see who see the directory."""
     path = run.resolve() / f".shared-{secrets.token_hex(8)}"
@@ -284,3 +283,68 @@ def _nonce(run: Path) -> Iterator[Path]:
         yield path
     finally:
         path.unlink(missing_ok=True)
+
+
+def copy_directory(host: OverSsh, folder: Path, run: Path, *, rsync: bool = True) -> None:
+    """Copies a directory, without what is made from it or about it: environments, caches, repositories, runs. AtollError where it fails.
+
+    By rsync if both sides have it, else as an archive that the host's Python unpacks. Files that are only there are left alone.
+    """
+    assert host.facts  # an error where it is not reached
+    try:
+        has_rsync = host.ask(_MAKE, host.directory).strip() == "True"
+    except AtollError as error:
+        why = str(error).removeprefix(f"host {host.name!r}: ")
+        raise AtollError(f"host {host.name!r}: the directory {host.directory} cannot be made there: {why}") from None
+    inside = run.resolve().is_relative_to(folder)
+    omitted = (*_NOT_COPIED, *([f"/{run.resolve().relative_to(folder).as_posix()}"] if inside else []))
+    by_rsync = rsync and has_rsync and shutil.which("rsync") is not None
+    code, said = _by_rsync(host, folder, omitted) if by_rsync else _as_archive(host, folder, omitted)
+    if code:
+        full = "No space left" in said or "quota" in said.lower() or _has_no_room(host, folder)
+        raise AtollError(f"host {host.name!r}: {_failed(said, code, folder, host.directory, full)}")
+
+
+def _has_no_room(host: OverSsh, folder: Path) -> bool:
+    """Whether less is free there than the directory has: rsync may end without a word then."""
+    try:
+        return int(host.ask(_FREE, host.directory)) < sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    except (AtollError, OSError, ValueError):
+        return False
+
+
+def _by_rsync(host: OverSsh, folder: Path, omitted: Sequence[str]) -> tuple[int, str]:
+    *ssh, address = host.ssh
+    there = host.directory.removeprefix("~/") or "."  # relative to the home directory there
+    target = f"[{address}]:{there}/" if ":" in address else f"{address}:{there}/"
+    command = ["rsync", "-a", "-s", *(f"--exclude={name}" for name in omitted), "-e", shlex.join(ssh), f"{folder}/", target]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    return done.returncode, done.stderr
+
+
+def _as_archive(host: OverSsh, folder: Path, omitted: Sequence[str]) -> tuple[int, str]:
+    far = shlex.join(["exec", host.python, "-I", "-S", "-c", _UNPACK, host.directory])
+    with subprocess.Popen([*host.ssh, far], stdin=subprocess.PIPE, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        with contextlib.suppress(BrokenPipeError):  # it has said why
+            with tarfile.open(fileobj=process.stdin, mode="w|") as archive:
+                archive.add(folder, ".", filter=lambda member: None if _is_omitted(member.name, omitted) else member)
+            process.stdin.close()
+        said = process.stderr.read().decode(errors="replace")
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+    return process.returncode, said
+
+
+def _is_omitted(name: str, omitted: Sequence[str]) -> bool:
+    path = PurePosixPath(name)
+    return path.name in omitted or f"/{path.as_posix()}" in omitted
+
+
+def _failed(said: str, code: int, folder: Path, directory: str, full: bool) -> str:
+    if full:
+        return f"copying {folder} to {directory}: the disk there is full; make room, or set `workdir` in the cluster file"
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    telling = [line for line in lines if "error" in line.lower() or "denied" in line.lower()] or lines or [f"exit code {code}"]
+    return f"copying {folder} to {directory} failed: {telling[0]}"

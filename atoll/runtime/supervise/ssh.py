@@ -93,11 +93,6 @@ class OverSsh:
         """That its processes may use."""
         return self.facts.cores
 
-    @property
-    def client_address(self) -> str:
-        """Of this machine, as it is seen from there."""
-        return self.facts.client_address
-
     def start(self, spec: ProcessSpec) -> tuple[StartedProcess, Sequence[OutputSource]]:
         """Asks the agent for it."""
         channel = self.connect()
@@ -172,11 +167,6 @@ class _Channel:
         piped = subprocess.PIPE
         self._process = subprocess.Popen(tied([*ssh, far]), stdin=piped, stdout=piped, stderr=piped, start_new_session=True, bufsize=0)
         self._send_line(_AGENT.read_text("utf-8"))
-
-    @cached_property
-    def facts(self) -> HostFacts:
-        """What the agent said first. AtollError where there is none."""
-        return self._wait_for_hello()
 
     def fileno(self) -> int:
         """Of what arrives."""
@@ -276,8 +266,9 @@ class _Channel:
         lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
         return lines[-1] if lines else ""
 
-    def _wait_for_hello(self) -> HostFacts:
-        """What a shell's own files print before it is passed over."""
+    @cached_property
+    def facts(self) -> HostFacts:
+        """What the agent said first; what a shell's own files print before it is passed over. AtollError where there is none."""
         until = time.monotonic() + _HELLO_SECONDS
         with selectors.DefaultSelector() as selector:
             selector.register(self._out, selectors.EVENT_READ)

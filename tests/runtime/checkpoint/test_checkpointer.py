@@ -258,7 +258,7 @@ def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], None], kind: s
 def test_an_index_cannot_lead_out_of_the_checkpoint(tmp_path: Path) -> None:
     path = _saved(tmp_path)
     index = json.loads((path / "index.json").read_text())
-    index["files"]["../../secret.safetensors"] = {"size_bytes": 5}
+    index["files"]["../../secret.safetensors"] = {"size_bytes": 5, "header_crc32": 0}
     _reseal(path, index)
     with pytest.raises(CheckpointError, match=r"'../../secret.safetensors' is not the name of a safetensors file in the checkpoint"):
         _load(tmp_path)

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from atoll.errors import CheckpointError
-from atoll.runtime.checkpoint.assignment import Outline, assign
+from atoll.runtime.checkpoint.assignment import Outline, assign, outlines
+from atoll.runtime.checkpoint.checkpointer import Staging
 from atoll.runtime.checkpoint.local_shard import LocalShard, pieces
 from atoll.runtime.checkpoint.manifest import Index, StoredTensor
 from atoll.runtime.checkpoint.rectangles import Rectangle, whole
 from atoll.runtime.checkpoint.safetensors_file import DTYPES
-from atoll.runtime.checkpoint.saving import Staging, outlines
 from atoll.runtime.checkpoint.storage import check_chunks, read_pieces, write_pieces
 
 from .layouts import divide, tensors

@@ -2,7 +2,7 @@
 
 import pytest
 
-from atoll.runtime.checkpoint.save_policy import SavePolicy
+from atoll.runtime.checkpoint.checkpointer import SavePolicy
 
 
 def saves(policy: SavePolicy, *, steps: int, step_seconds: float, save_seconds: float) -> list[int]:

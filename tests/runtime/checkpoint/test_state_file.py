@@ -16,10 +16,9 @@ from atoll.runtime.checkpoint.checkpointer import Checkpointer
 from atoll.runtime.checkpoint.export import export
 from atoll.runtime.checkpoint.local_shard import LocalShard
 from atoll.runtime.checkpoint.manifest import MODEL, RunIdentity, SmallState, read_index, read_manifest
-from atoll.runtime.checkpoint.optimizer_state import optimizer_state
 from atoll.runtime.checkpoint.safetensors_file import DTYPES
 from atoll.runtime.checkpoint.state_file import StateFile, StateReader, assemble_checkpoint, cut, newest_whole
-from atoll.runtime.checkpoint.training_state import training_state
+from atoll.runtime.checkpoint.training_state import optimizer_state, training_state
 from atoll.runtime.checkpoint.values import to_plain
 from atoll.runtime.executor import LossScale
 from atoll.runtime.modes.swarm.compute import chunk_range

@@ -42,10 +42,11 @@ class Keys:
         self.known.append(f"{known_as} {(self.folder / f'host-{name}.pub').read_text()}")
         (self.folder / "known_hosts").write_text("".join(self.known))
         config = self.folder / f"sshd-{name}"
+        imports = f"SetEnv PYTHONPATH={os.environ['PYTHONPATH']}\n" if os.environ.get("PYTHONPATH") else ""  # the Atoll under test
         config.write_text(
             f"Port {port}\nListenAddress {address}\nHostKey {self.folder}/host-{name}\nPidFile none\nUsePAM no\nStrictModes no\n"
             f"AuthorizedKeysFile {self.folder}/authorized_keys\nPasswordAuthentication no\nKbdInteractiveAuthentication no\n"
-            "PermitRootLogin prohibit-password\nPrintMotd no\nMaxStartups 100\n"
+            f"PermitRootLogin prohibit-password\nPrintMotd no\nMaxStartups 100\n{imports}"
         )
         return [SSHD, "-D", "-e", "-f", str(config)]
 

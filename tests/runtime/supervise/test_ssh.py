@@ -17,9 +17,8 @@ from atoll.cluster import Cluster, make_cluster, make_site
 from atoll.cluster.cluster import Host
 from atoll.errors import AtollError, ClusterError
 from atoll.runtime.supervise.hosts import ProcessSpec, ThisMachine
-from atoll.runtime.supervise.placement import place_processes
+from atoll.runtime.supervise.placement import copy_directory, place_processes
 from atoll.runtime.supervise.ssh import SSH, OverSsh
-from atoll.runtime.supervise.sync import copy_directory
 from tests.runtime.supervise.sshd import Keys, local_sshd, why_no_sshd
 from tests.runtime.supervise.test_supervisor import Noted
 

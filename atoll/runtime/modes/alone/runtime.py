@@ -1,15 +1,20 @@
 """Alone as a mode: the job in this process, on this machine's accelerator or CPU."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 
 from atoll.events import EventLog
+from atoll.plan.modes.alone import ALONE
 from atoll.runtime.mode import ResumePoint, RunContext, RunOutcome, newest_checkpoint
 from atoll.runtime.report import ModeReport, RunSummary, read_prediction
-from atoll.runtime.run_directory import RunDirectory
+from atoll.runtime.run_directory import RunDirectory, RunSettings, run_lock
 
-__all__ = ["AloneRuntime"]
+__all__ = ["AloneRuntime", "opened_run"]
 
 _INTERRUPTED = 130
 
@@ -56,3 +61,24 @@ class AloneRuntime:
         """Events say all there is, but for the step that was predicted."""
         predicted = read_prediction(directory)
         return ModeReport(predicted_step_seconds=None if predicted is None else predicted.step_seconds)
+
+
+@contextmanager
+def opened_run(path: Path, *, resume: bool, checkpoint_every: int | None) -> Iterator[tuple[RunDirectory, RunSettings]]:
+    """A new run's directory, or that of a run to go on with, held by this process until it leaves."""
+    directory = RunDirectory(path)
+    settings = RunSettings(
+        script=str(Path(sys.argv[0]).resolve()), arguments=tuple(sys.argv[1:]), mode=ALONE.name, checkpoint_every=checkpoint_every
+    )
+    if resume:
+        before = directory.settings()  # an error where there is no run to go on with
+        every = checkpoint_every if checkpoint_every is not None else before.checkpoint_every
+        settings = msgspec.structs.replace(settings, checkpoint_every=every, keep_last=before.keep_last)
+    else:
+        directory.check_new()
+    with run_lock(path):
+        if resume:
+            directory.write_settings(settings)
+        else:
+            directory.create(settings)
+        yield directory, settings

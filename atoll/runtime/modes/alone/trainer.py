@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import torch
@@ -19,20 +19,25 @@ from torch import nn
 from atoll.blame import users_code
 from atoll.cluster.memory import keep_freed_memory
 from atoll.data import to_device
-from atoll.errors import JobError, JobFailedError
+from atoll.errors import CheckpointError, JobError, JobFailedError
 from atoll.events import AnyEvent, CheckpointBegun, Evaluated, NonFinite, Observer, RunFinished, RunStarted, StepFinished, StopTraining
 from atoll.job import Job, LossValue, RunResult, read_loss
 from atoll.plan.modes.alone import ALONE
 from atoll.randomness import mix, own_randomness, seed_everything
+from atoll.runtime.checkpoint.checkpointer import Checkpointer, SavePolicy
 from atoll.runtime.checkpoint.loading import Loaded
+from atoll.runtime.checkpoint.local_shard import LocalShard
+from atoll.runtime.checkpoint.manifest import RunIdentity
+from atoll.runtime.checkpoint.safetensors_file import dtype_name
 from atoll.runtime.checkpoint.training_state import restore_training, training_state
 from atoll.runtime.evaluation import evaluate, evaluates_after
 from atoll.runtime.executor import Accumulated, LossScale, Update, Updater, loss_share, scaled
-from atoll.runtime.modes.alone.checkpoints import LocalCheckpoints
 from atoll.runtime.nonfinite import checked_weight, not_finite
 from atoll.runtime.peak import peak_memory_bytes
 from atoll.runtime.run_directory import RunDirectory, RunSettings
 from atoll.runtime.stage.rng import DrawKey, EagerDraws
+from atoll.runtime.stage.shard_spec import ShardSpec
+from atoll.runtime.stage.state import model_config, tied_names
 
 __all__ = ["train_alone"]
 
@@ -96,21 +101,21 @@ class _Trainer:
         self.losses: list[float] = []
         self.evaluations: list[Evaluated] = []
         self.resumed: Loaded | None = None
-        self.checkpoints: LocalCheckpoints | None = None
+        self.saving: tuple[Checkpointer, SavePolicy] | None = None
         if saved_in is not None:
             directory, settings = saved_in
             self.mode = settings.mode
             self.seconds_before = directory.last_moment()
-            self.checkpoints = LocalCheckpoints(directory, settings, job, self.model, self.optimizer)
-            self._resume(self.checkpoints)
+            checkpoints = _checkpointer(directory, settings, job, self.model, self.optimizer)
+            self._resume(checkpoints.load(_held_tensors(self.model), optimizers=[self.optimizer]))
+            self.saving = checkpoints, SavePolicy(settings.checkpoint_every, step=len(self.losses), moment=self.moment())
 
-    def _resume(self, checkpoints: LocalCheckpoints) -> None:
+    def _resume(self, loaded: Loaded | None) -> None:
         """Go on where the run's checkpoint is, if it has one."""
-        self.resumed = checkpoints.load()
-        if self.resumed is not None:
-            self.losses = restore_training(self.resumed.extra, self.resumed.step, self.scheduler, self.updater.scale)
-            self.random = bool(self.resumed.extra.get("draws", True))
-        checkpoints.begin(len(self.losses), self.moment())
+        self.resumed = loaded
+        if loaded is not None:
+            self.losses = restore_training(loaded.extra, loaded.step, self.scheduler, self.updater.scale)
+            self.random = bool(loaded.extra.get("draws", True))
 
     def elapsed(self) -> float:
         return time.perf_counter() - self.began
@@ -162,32 +167,38 @@ class _Trainer:
             )
 
     def _save_when_due(self, step: int) -> None:
-        if self.checkpoints is None:
+        if self.saving is None:
             return
-        if step != self.steps and self.checkpoints.due(step, self.moment()):
+        if step != self.steps and self.saving[1].due(step, self.moment()):
             self.emit(CheckpointBegun(at_seconds=self.moment(), step=step))
-            self.checkpoints.save(step, self._extra())
-        self._tell_of_saves(self.checkpoints)
+            self._save(*self.saving)
+        self._tell_of_saves(*self.saving)
 
     def save_last(self) -> None:
         """The checkpoint to go on from; when it cannot be saved, the run has failed."""
-        if self.checkpoints is None or not self.losses:
+        if self.saving is None or not self.losses:
             return
         try:
-            self.checkpoints.save(len(self.losses), self._extra(), final=True)
+            self._save(*self.saving, final=True)
         finally:
             with suppress(StopTraining):
-                self._tell_of_saves(self.checkpoints)
+                self._tell_of_saves(*self.saving)
 
-    def _tell_of_saves(self, checkpoints: LocalCheckpoints) -> None:
-        for event in checkpoints.ended(self.moment()):
-            self.emit(event)
-            chosen = checkpoints.decision(len(self.losses), self.moment()) if len(self.losses) < self.steps else None
+    def _save(self, checkpoints: Checkpointer, policy: SavePolicy, *, final: bool = False) -> None:
+        step = len(self.losses)
+        extra = training_state(self.scheduler, self.updater.scale, self.losses) | {"draws": self.random}
+        policy.begun(step)
+        checkpoints.save(step, _held_tensors(self.model), optimizers=[self.optimizer], extra=extra, final=final)
+
+    def _tell_of_saves(self, checkpoints: Checkpointer, policy: SavePolicy) -> None:
+        outcomes = checkpoints.finished()
+        for outcome in outcomes:
+            policy.ended(outcome.seconds)
+        for outcome in outcomes:
+            self.emit(outcome.event(self.moment()))
+            chosen = policy.decision(len(self.losses), self.moment()) if len(self.losses) < self.steps else None
             if chosen is not None:
                 self.emit(chosen)
-
-    def _extra(self) -> dict[str, Any]:
-        return training_state(self.scheduler, self.updater.scale, self.losses) | {"draws": self.random}
 
     def _started(self) -> RunStarted:
         return RunStarted(
@@ -290,6 +301,36 @@ class _Trainer:
             found = evaluate(self.job, self.model, self.device, step, dataset)
             self.evaluations.append(msgspec.structs.replace(found, at_seconds=self.moment()))
             self.emit(self.evaluations[-1])
+
+
+def _checkpointer(
+    directory: RunDirectory, settings: RunSettings, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Checkpointer:
+    for held in _held_tensors(model):
+        dtype_name(held.tensor.dtype, f"{held.name!r}")  # what cannot be saved is refused before it is trained
+    identity = RunIdentity(
+        job=job.name,
+        optimizer=type(optimizer).__name__,
+        seed=job.seed,
+        batch_size=job.batch_size,
+        tied=tied_names(model),
+        model_config=model_config(model),
+    )
+    return Checkpointer(directory.checkpoints, identity=identity, keep_last=settings.keep_last)
+
+
+def _held_tensors(model: nn.Module) -> list[LocalShard]:
+    """Parameters and persistent buffers, each under its first name; the optimizer knows parameters as these very objects.
+
+    Asked anew for every save: a model may put another tensor in a buffer's place.
+    """
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers(remove_duplicate=False))
+    names = [name for name in model.state_dict() if name not in parameters and name not in tied_names(model)]
+    for name in names:
+        if name not in buffers:
+            raise CheckpointError(f"{name!r}: state that is neither a parameter nor a buffer cannot be saved; register it as a buffer")
+    found = parameters | {name: buffers[name] for name in names}
+    return [LocalShard(ShardSpec(name=name, shape=tuple(value.shape)), value) for name, value in found.items()]
 
 
 def _on_device(job: Job, device: torch.device) -> nn.Module:

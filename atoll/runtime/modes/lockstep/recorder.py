@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from atoll.cluster import load_cluster
 from atoll.cost import Cost
 from atoll.graph import Graph
 from atoll.runtime.modes.lockstep.calibration import calibrate

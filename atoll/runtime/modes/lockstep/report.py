@@ -7,7 +7,7 @@ from statistics import median
 
 import msgspec
 
-from atoll.cluster import Cluster, load_cluster
+from atoll.cluster import Cluster
 from atoll.cost import Cost
 from atoll.plan import Plan
 from atoll.runtime.modes.lockstep.layout import Layout
@@ -120,7 +120,7 @@ def _found(directory: RunDirectory, missing: list[str]) -> _Found | None:
         missing.append("plan.json: without it nothing can be compared")
         return None
     plan = directory.plan()
-    cluster = load_cluster(directory.cluster) if directory.cluster.exists() else None
+    cluster = directory.load_cluster()
     if cluster is None or cluster.name != plan.cluster:
         missing.append(f"cluster.toml: the devices of {plan.cluster} are not known, so links are called by their devices")
         cluster = None

@@ -11,7 +11,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from atoll.cluster import Cluster, load_cluster
+from atoll.cluster import Cluster
 from atoll.cluster.memory import keep_freed_memory
 from atoll.cost import Evaluator
 from atoll.cost.evaluate import DEFAULT_BUCKET_BYTES, bucket_bytes
@@ -24,10 +24,9 @@ from atoll.plan import Plan, Replica, Stage, load_plan, validate
 from atoll.plan.division import apportion
 from atoll.plan.link_codecs import PlanCodecs
 from atoll.plan.modes.lockstep import LOCKSTEP
-from atoll.runtime.checkpoint.checkpointer import Checkpointer
+from atoll.runtime.checkpoint.checkpointer import Checkpointer, SavePolicy
 from atoll.runtime.checkpoint.exchange import CheckpointRanks
 from atoll.runtime.checkpoint.manifest import RunIdentity
-from atoll.runtime.checkpoint.save_policy import SavePolicy
 from atoll.runtime.checkpoint.training_state import training_state
 from atoll.runtime.imposed_speed import pace_of_rank
 from atoll.runtime.modes.lockstep.evaluation import capture_evaluated
@@ -38,8 +37,7 @@ from atoll.runtime.modes.lockstep.recorder import MeasuredFile
 from atoll.runtime.modes.lockstep.rendezvous import RankMembership, joined, own_device
 from atoll.runtime.modes.lockstep.role import Role
 from atoll.runtime.modes.lockstep.trainer import Reason, Trainer
-from atoll.runtime.run_directory import SPEEDS, RunDirectory, RunSettings
-from atoll.runtime.run_lock import run_lock
+from atoll.runtime.run_directory import SPEEDS, RunDirectory, RunSettings, run_lock
 
 __all__ = ["ClusterSource", "Ended", "PlanSource", "Planning", "run_among_others", "run_rank"]
 
@@ -76,8 +74,8 @@ def run_rank(
     `order` names devices in the order of ranks; by default it is the order in which the plan names them. `cluster` is what the run's
     directory has unless given. `own` hears, on every rank and in any thread, what keeps this process waiting and why it ends.
     """
-    if cluster is None and directory is not None and directory.cluster.exists():
-        cluster = load_cluster(directory.cluster)
+    if cluster is None and directory is not None:
+        cluster = directory.load_cluster()
     layout = _checked_layout(planning, order, role, cluster) if isinstance(planning, Plan) else None
     device_name = layout.devices[role.rank] if layout is not None else ""
     stages = " and ".join(f"stage {place.stage}" for place in layout.places(role.rank)) if layout is not None else ""

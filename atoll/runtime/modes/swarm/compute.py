@@ -26,10 +26,9 @@ from atoll.job import Job
 from atoll.runtime.activations import Activations, activations_of, leaves_from
 from atoll.runtime.checkpoint.local_shard import LocalShard
 from atoll.runtime.checkpoint.manifest import MODEL
-from atoll.runtime.checkpoint.optimizer_state import allocate_state, optimizer_state, restore_groups
 from atoll.runtime.checkpoint.safetensors_file import dtype_name
 from atoll.runtime.checkpoint.state_file import BEFORE, BUFFER, StateFile, StateReader
-from atoll.runtime.checkpoint.training_state import restore_training, training_state
+from atoll.runtime.checkpoint.training_state import allocate_state, optimizer_state, restore_groups, restore_training, training_state
 from atoll.runtime.checkpoint.values import from_plain, to_plain
 from atoll.runtime.executor import BuiltStage, Contributed, LossScale, StageExecutor, Update, Updater, WorkItem
 from atoll.runtime.imposed_speed import Pace

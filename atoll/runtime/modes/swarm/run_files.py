@@ -8,7 +8,7 @@ import msgspec
 
 from atoll.events import AnyEvent, RunStarted
 from atoll.runtime.modes.swarm.spec import SwarmSpec
-from atoll.runtime.run_directory import RunDirectory
+from atoll.runtime.run_directory import RunDirectory, with_checksum
 
 __all__ = ["JOURNAL", "STATES", "STOP", "Start", "read_spec", "read_start", "since_start", "write_spec", "write_start"]
 
@@ -31,7 +31,7 @@ class Start(msgspec.Struct, frozen=True):
 
 def write_spec(directory: RunDirectory, spec: SwarmSpec) -> None:
     """For the coordinator's process, and for one started in its place."""
-    directory.write(_SPEC, msgspec.json.format(msgspec.json.encode(spec), indent=1))
+    directory.write(_SPEC, with_checksum(msgspec.json.format(msgspec.json.encode(spec), indent=1)))
 
 
 def read_spec(path: Path) -> SwarmSpec:
@@ -44,7 +44,7 @@ def write_start(directory: RunDirectory, address: str, workers: int = 0) -> Star
     before = read_start(directory)
     number = before.number + 1 if before is not None else 0
     start = Start(directory.last_moment(), time.time(), address, number, workers)
-    directory.write(_START, msgspec.json.encode(start))
+    directory.write(_START, with_checksum(msgspec.json.encode(start)))
     return start
 
 

@@ -163,16 +163,16 @@ def test_what_has_changed_is_told(tmp_path: Path) -> None:
 
 def test_a_save_that_fails_ends_nothing_but_the_last_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
-    from atoll.runtime.checkpoint import saving
+    from atoll.runtime.checkpoint import checkpointer
 
-    real, full = saving.write_pieces, [True]
+    real, full = checkpointer.write_pieces, [True]
 
     def write(*arguments: Any) -> Any:
         if full[0]:
             raise OSError(28, "No space left on device", str(tmp_path))
         return real(*arguments)
 
-    monkeypatch.setattr(saving, "write_pieces", write)
+    monkeypatch.setattr(checkpointer, "write_pieces", write)
 
     def make_room(event: AnyEvent) -> None:
         full[0] = full[0] and not (isinstance(event, StepFinished) and event.step == 5)

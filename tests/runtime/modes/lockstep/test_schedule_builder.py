@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops, _get_warmup_ops
 
 from atoll.cost.pipeline import NO_HOP, StageReplica, simulate
-from atoll.errors import ScheduleError
 from atoll.plan import Plan, Replica, Stage
 from atoll.plan.division import micro_batch_counts, route
 from atoll.plan.schedule_policy import in_flight_bounds

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from atoll.control.adaptive_timeout import AdaptiveTimeout
-from atoll.control.kernels import DeviceTurns, Kernels
+from atoll.control.kernels import KERNEL_ERRORS, DeviceTurns, Kernels
 from atoll.control.messages import (
     Announce,
     Assignment,
@@ -39,7 +39,6 @@ from atoll.control.settings import Settings
 from atoll.control.state_transfer import ENOUGH, Fetch, StateDonor, sums_from
 from atoll.control.worker_state import NEVER, Buffers, WorkerState
 from atoll.control.world import Checkpoints, Compute, SwarmProcess
-from atoll.errors import AtollError
 
 __all__ = ["Worker"]
 
@@ -102,7 +101,13 @@ class Worker(WorkerState):
         self._on_unsound = on_unsound or (lambda what: None)  # told of what came that cannot be
         told = on_kernel or (lambda worker, work, seconds: None)
         self.kernels = self.kernels_type(
-            self, node.clock, self._device, self._send, lambda work, seconds: told(self, work, seconds), self._answer_if_sealed
+            self,
+            node.clock,
+            self._device,
+            self._send,
+            lambda work, seconds: told(self, work, seconds),
+            self._answer_if_sealed,
+            self._on_unsound,
         )
         self._donor = self.donor_type(self, self._send)
         self.checkpoints = checkpoints
@@ -506,7 +511,7 @@ class Worker(WorkerState):
     async def _assemble(self, fetch: Fetch, stage: int, epoch: int, generation: int) -> None:
         try:
             state = await self.compute.assemble(stage, fetch.chunks())
-        except (AtollError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        except KERNEL_ERRORS as error:
             self._refetch(fetch, stage, error)
             return
         self.changing = False

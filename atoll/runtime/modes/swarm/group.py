@@ -23,7 +23,7 @@ from atoll.runtime.activations import Activations, activations_of
 from atoll.runtime.executor import WorkItem
 from atoll.runtime.imposed_speed import Pace
 from atoll.runtime.modes.swarm.compute import Contribution, StageCompute, StageState, programs_of
-from atoll.runtime.modes.swarm.pieces import Pieces, Range, divided
+from atoll.runtime.modes.swarm.micro_batches import Pieces, Range, divided
 from atoll.runtime.stage.rng import Draw
 from atoll.runtime.stage.row_draws import Rows, draws_by_rows, why_rows_cannot_draw
 

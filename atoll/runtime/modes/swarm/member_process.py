@@ -44,11 +44,11 @@ from atoll.runtime.imposed_speed import Imposed, Pace, pace_of_worker
 from atoll.runtime.modes.swarm.clock import LoopClock
 from atoll.runtime.modes.swarm.compression import Compression, PlannedCompression, compression_of
 from atoll.runtime.modes.swarm.compute import StageCompute, programs_of, stage_names
-from atoll.runtime.modes.swarm.data_loader import SampleFeed
 from atoll.runtime.modes.swarm.files import RemoteCheckpoints
 from atoll.runtime.modes.swarm.group import GroupCompute
 from atoll.runtime.modes.swarm.measured import Measured
 from atoll.runtime.modes.swarm.measurement import Account, MeasureService, Measuring
+from atoll.runtime.modes.swarm.micro_batches import SampleFeed, TensorChecks
 from atoll.runtime.modes.swarm.own_devices import OwnDevices
 from atoll.runtime.modes.swarm.spec import SwarmSpec
 from atoll.runtime.modes.swarm.transport import COORDINATOR, Directory, FabricTransport, Inboxes, PeerAddress, SwarmService
@@ -201,9 +201,10 @@ class _Process:
             await asyncio.to_thread(member.close)
 
     def _member(self, arrived: Callable[[str, Message], None]) -> RunMember:
+        checks = TensorChecks(self.captured, programs_of(self.captured, self.spec.bounds))
         return RunMember(
             self.credentials,
-            services=[SwarmService(arrived, self.spec.settings)],
+            services=[SwarmService(arrived, self.spec.settings, checks.why_unfit)],
             fingerprint=self.spec.fingerprint,
             observer=self._observer,
             backoff=_PEERS,

@@ -114,20 +114,30 @@ class Letter(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SwarmService:
-    """Where messages arrive. `arrived` is called in the fabric's loop with whom a message is for and the message."""
+    """Where messages arrive. `arrived` is called in the fabric's loop with whom a message is for and the message; `why_unfit` says what is
+    wrong with the tensors in it. What cannot be meant is refused, which is an event that names the member who sent it.
+    """
 
-    def __init__(self, arrived: Callable[[str, Message], None], settings: Settings) -> None:
-        self._arrived, self._settings = arrived, settings
+    def __init__(
+        self,
+        arrived: Callable[[str, Message], None],
+        settings: Settings,
+        why_unfit: Callable[[Message], str | None] = lambda message: None,
+    ) -> None:
+        self._arrived, self._settings, self._why_unfit = arrived, settings, why_unfit
 
     @allowed("coordinator", "feeder", "worker")
     async def deliver(self, letter: Letter, peer: CallingPeer) -> None:
         """One message; that it was taken means nothing more."""
-        message = letter.message
+        message: Message = letter.message
         check_sender(message, peer.name, peer.role)
         unsound = why_unsound(message, self._settings)
+        if unsound is None:
+            message = await asyncio.to_thread(decompressed, message) if is_compressed(message) else message
+            unsound = self._why_unfit(message)
         if unsound is not None:
             raise RefusedError(f"{peer.name} sent a {type(message).__name__} that cannot be meant: {unsound}")
-        self._arrived(letter.to, await asyncio.to_thread(decompressed, message) if is_compressed(message) else message)
+        self._arrived(letter.to, message)
 
 
 class Inboxes:

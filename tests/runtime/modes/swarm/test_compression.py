@@ -31,7 +31,7 @@ from atoll.runtime.modes.swarm.transport import Directory, FabricTransport, Peer
 ATTEMPT = Attempt((1, 1), "feeder", 1, 1)
 
 
-SETTINGS = Settings(stages=8, micro_batches=8, steps=1)
+SETTINGS = Settings(stages=2, micro_batches=8, steps=1)
 
 
 def forward(*values: torch.Tensor, leaves: dict[str, object] | None = None) -> Forward:
@@ -114,7 +114,7 @@ def test_over_sockets_fewer_bytes_arrive(tmp_path: Path) -> None:
             transport = FabricTransport(oslo, None, places, FixedCompression("int8"))
             transport.send("rome", forward(torch.randn(500, 1000), torch.arange(9)))
             transport.send("rome", backward(torch.randn(500, 1000)))
-            await asyncio.to_thread(both.wait)
+            assert await asyncio.to_thread(both.wait, 60.0)
 
         asyncio.run(send())
         (remote,) = (peer for name, peer in receiver.fabric.peers.items() if name == "oslo")

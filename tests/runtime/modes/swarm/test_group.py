@@ -16,9 +16,8 @@ from atoll import Job
 from atoll.control.messages import Committed
 from atoll.graph.capture import Captured, capture_program
 from atoll.runtime.modes.swarm.compute import CPU, StageCompute, programs_of
-from atoll.runtime.modes.swarm.data_loader import SampleFeed
 from atoll.runtime.modes.swarm.group import GroupCompute
-from atoll.runtime.modes.swarm.pieces import divided
+from atoll.runtime.modes.swarm.micro_batches import SampleFeed, divided
 
 from .one_process import OneProcess
 from .test_compute import check, job, plain

@@ -17,7 +17,7 @@ from atoll.job import Job
 from atoll.plan import parse_plan
 from atoll.runtime.imposed_speed import Imposed, pace_of_worker
 from atoll.runtime.modes.swarm.compute import StageCompute, programs_of
-from atoll.runtime.modes.swarm.data_loader import SampleFeed
+from atoll.runtime.modes.swarm.micro_batches import SampleFeed
 from atoll.runtime.modes.swarm.spec import spec_of
 
 from . import swarm_job

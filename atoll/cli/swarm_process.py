@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _coordinate(directory: RunDirectory, address: str) -> bool:
     from atoll.runtime.modes.swarm.coordinator_process import coordinate
-    from atoll.runtime.modes.swarm.run_files import read_spec
+    from atoll.runtime.modes.swarm.spec import read_spec
     from atoll.script import load_job
     from atoll.watch.progress import Progress
 
@@ -52,7 +52,7 @@ def _coordinate(directory: RunDirectory, address: str) -> bool:
 
 
 def _evaluate(directory: RunDirectory, step: str) -> None:
-    from atoll.runtime.modes.swarm.evaluation import evaluate_state
+    from atoll.runtime.modes.swarm.coordinator_process import evaluate_state
     from atoll.script import load_job
 
     settings = directory.settings()
@@ -66,8 +66,7 @@ def _take_part(source: str, address: str, name: str, devices: str = "{}") -> Non
     from atoll.cli.imposed import imposed_speed
     from atoll.fabric.security import enrol
     from atoll.runtime.modes.swarm.member_process import run_member
-    from atoll.runtime.modes.swarm.own_devices import OwnDevices
-    from atoll.runtime.modes.swarm.run_files import read_spec
+    from atoll.runtime.modes.swarm.spec import OwnDevices, read_spec
     from atoll.runtime.modes.swarm.supervisor import TOKEN
     from atoll.script import load_job
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from atoll.control.journal import Record
 from atoll.control.messages import Committed, Message
 
-__all__ = ["Checkpoints", "Clock", "Compute", "MicroBatchSource", "Journal", "Mailbox", "SwarmProcess", "Transport"]
+__all__ = ["Checkpoints", "Clock", "Compute", "Journal", "Mailbox", "MicroBatchSource", "SwarmProcess", "Transport"]
 
 
 class Mailbox(Protocol):

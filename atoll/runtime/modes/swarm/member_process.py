@@ -1,4 +1,4 @@
-"""Taking part: the process of a worker or a feeder, from its credentials to the end of the run."""
+"""The process of a worker or a feeder, from its credentials to the end of the run."""
 
 import asyncio
 import random
@@ -41,17 +41,15 @@ from atoll.fabric.security import Credentials, RunMember
 from atoll.graph.capture import Captured, capture_program
 from atoll.job import Job
 from atoll.runtime.imposed_speed import Imposed, Pace, pace_of_worker
-from atoll.runtime.modes.swarm.clock import LoopClock
 from atoll.runtime.modes.swarm.compression import Compression, PlannedCompression, compression_of
 from atoll.runtime.modes.swarm.compute import StageCompute, programs_of, stage_names
 from atoll.runtime.modes.swarm.files import RemoteCheckpoints
 from atoll.runtime.modes.swarm.group import GroupCompute
-from atoll.runtime.modes.swarm.measured import Measured
 from atoll.runtime.modes.swarm.measurement import Account, MeasureService, Measuring
 from atoll.runtime.modes.swarm.micro_batches import SampleFeed, TensorChecks
-from atoll.runtime.modes.swarm.own_devices import OwnDevices
-from atoll.runtime.modes.swarm.spec import SwarmSpec
-from atoll.runtime.modes.swarm.transport import COORDINATOR, Directory, FabricTransport, Inboxes, PeerAddress, SwarmService
+from atoll.runtime.modes.swarm.report import Measured
+from atoll.runtime.modes.swarm.spec import OwnDevices, SwarmSpec
+from atoll.runtime.modes.swarm.transport import COORDINATOR, Directory, FabricTransport, Inboxes, LoopClock, PeerAddress, SwarmService
 from atoll.units import format_seconds, plural
 
 __all__ = ["Ending", "check_divisible", "check_hosted", "ending_of", "own_hosts", "run_member"]

@@ -20,12 +20,11 @@ from atoll.control.worker import Worker
 from atoll.control.world import SwarmProcess, Transport
 from atoll.fabric.payload import decode_payload, encode_payload
 from atoll.graph.capture import capture_program
-from atoll.runtime.modes.swarm.clock import LoopClock
 from atoll.runtime.modes.swarm.compute import CPU, StageCompute, programs_of
 from atoll.runtime.modes.swarm.files import state_digest
 from atoll.runtime.modes.swarm.group import GroupCompute
 from atoll.runtime.modes.swarm.micro_batches import SampleFeed, TensorChecks
-from atoll.runtime.modes.swarm.transport import AnyMessage, Inboxes
+from atoll.runtime.modes.swarm.transport import AnyMessage, Inboxes, LoopClock
 
 
 class MemoryJournal:

@@ -5,7 +5,7 @@ import torch
 
 from atoll.errors import AtollError, PlanError
 from atoll.plan import parse_plan, validate
-from atoll.runtime.modes.swarm.own_devices import OwnDevices, check_devices, devices_here, planned_workers
+from atoll.runtime.modes.swarm.spec import OwnDevices, check_devices, devices_here, planned_workers
 
 PLAN = """plan v1 graph=g cluster=c mode=swarm schedule=1f1b batch=16 micro_batch=4
 stage 0: layers 0-1: a/0=8 b/[2-3]=2*4
@@ -26,7 +26,7 @@ def test_shares_are_those_of_its_samples() -> None:
 
 
 def test_a_worker_on_two_hosts_is_refused() -> None:
-    plan = parse_plan(PLAN.format(samples="2*8").replace("c/5", "d/5"))
+    plan = parse_plan(PLAN.format(samples="2*8").replace("c/5", "d/5").replace("b/[2-3]=2*4", "b/2=8"))
     with pytest.raises(PlanError, match=r"stage 1: .* is on c and d"):
         validate(plan)
 

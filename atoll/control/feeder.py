@@ -8,6 +8,7 @@ work is done twice or a round more is needed; the sum is exact all the same.
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from atoll.control.adaptive_timeout import AdaptiveTimeout
 from atoll.control.membership import Member, Members
@@ -58,23 +59,21 @@ class Window:
 WORK = 1.0 + BACKWARD_WORK
 
 
+@dataclass(slots=True, eq=False)
 class _Sample:
     """One leased micro-batch: which stages seem to own it, and the attempt under way."""
 
-    __slots__ = ("micro_batch", "owned", "attempt", "path", "passed", "began", "deadline", "payload", "number", "starts", "owners")
-
-    def __init__(self, micro_batch: int, owned: set[int]) -> None:
-        self.micro_batch = micro_batch
-        self.owned = owned
-        self.owners: dict[int, tuple[str, int]] = {}  # who (and which incarnation) acknowledged a stage, in this lease
-        self.number = 0
-        self.starts: list[float] = []  # of all attempts in this lease
-        self.attempt: Attempt | None = None
-        self.path: tuple[str, ...] = ()
-        self.passed = -1  # the last stage known to have done the forward
-        self.began = 0.0
-        self.deadline = 0.0
-        self.payload: object = None
+    micro_batch: int
+    owned: set[int]
+    owners: dict[int, tuple[str, int]] = field(default_factory=dict)  # who (and which incarnation) acknowledged a stage, in this lease
+    number: int = 0
+    starts: list[float] = field(default_factory=list)  # of all attempts in this lease
+    attempt: Attempt | None = None
+    path: tuple[str, ...] = ()
+    passed: int = -1  # the last stage known to have done the forward
+    began: float = 0.0
+    deadline: float = 0.0
+    payload: object = None
 
 
 class Feeder:

@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
+import msgspec
+
 from atoll.control.messages import Ack, Attempt, Backward, Forward, Message, Round
 from atoll.control.settings import BACKWARD_WORK
 from atoll.control.worker_state import Buffer, WorkerState
@@ -71,13 +73,8 @@ class Kernels:
         on_unsound: Callable[[str], None],
     ) -> None:
         self.speed = 0.0  # forwards a second
-        self._at = at
-        self._clock = clock
-        self._device = device
-        self._send = send
-        self._on_kernel = on_kernel
-        self._on_landed = on_landed
-        self._on_unsound = on_unsound
+        self._at, self._clock, self._device, self._send = at, clock, device, send
+        self._on_kernel, self._on_landed, self._on_unsound = on_kernel, on_landed, on_unsound
         self._failed = 0  # kernels of this step
         self._urgent: deque[Callable[[], Awaitable[None]]] = deque()
         self._forwards: deque[Forward] = deque()
@@ -124,11 +121,6 @@ class Kernels:
         self._saved.clear()
         self._latest.clear()
         self._failed = 0
-
-    @property
-    def busy(self) -> bool:
-        """Whether something is computed or waits to be."""
-        return not self._idle
 
     def on_work(self, message: Forward | Backward) -> None:
         """A micro-batch arrives; one that is not for this worker as it stands is nothing, one of the near future is kept."""
@@ -189,17 +181,8 @@ class Kernels:
         if not self._at.matches(message):
             return
         self._saved[self._key(message)] = message
-        onward = Forward(
-            message.epoch,
-            message.version,
-            message.stage + 1,
-            message.micro_batch,
-            message.attempt,
-            message.path,
-            message.owned,
-            leaving,
-        )
-        self._send(message.path[message.stage + 1], onward)
+        onward = message.stage + 1
+        self._send(message.path[onward], msgspec.structs.replace(message, stage=onward, payload=leaving))
         if self._at.settings.acknowledge_forward:
             self._acknowledge(message, True, False, seconds)
 
@@ -276,16 +259,5 @@ class Kernels:
             self._send(message.path[stage], back)
 
     def _acknowledge(self, message: Forward, forward: bool, owns: bool, seconds: float) -> None:
-        ack = Ack(
-            message.epoch,
-            message.version,
-            message.stage,
-            message.micro_batch,
-            message.attempt,
-            self._at.name,
-            self._at.incarnation,
-            forward,
-            owns,
-            seconds,
-        )
-        self._send(message.attempt.feeder, ack)
+        about = (message.epoch, message.version, message.stage, message.micro_batch, message.attempt)
+        self._send(message.attempt.feeder, Ack(*about, self._at.name, self._at.incarnation, forward, owns, seconds))

@@ -6,6 +6,7 @@ Missed heartbeats and returns are reported; no decisions about steps are made he
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from atoll.control.messages import Committed, FeederBeat, Order, Peer, Round, WorkerBeat
@@ -22,38 +23,32 @@ WorkerIdentity: TypeAlias = tuple[str, int]
 """(name, incarnation)."""
 
 
+@dataclass(slots=True, eq=False)
 class Member:
     """One process as the coordinator knows it."""
 
-    __slots__ = (
-        "name", "worker", "incarnation", "nonce", "stage", "heard_at", "echo", "epoch", "version", "fetched", "speed", "holds", "digest",
-        "leaving", "held_until", "held_at_most", "held_with", "too_slow", "missed", "donors", "done", "progress", "round",
-    )  # fmt: skip
-
-    def __init__(self, name: str, worker: bool, incarnation: int, nonce: int, stage: int, now: float) -> None:
-        self.name = name
-        self.worker = worker
-        self.incarnation = incarnation
-        self.nonce = nonce
-        self.stage = stage
-        self.heard_at = now
-        self.echo: Order = (0, 0)
-        self.epoch = -1
-        self.version = -1
-        self.fetched = -1
-        self.speed = 0.0
-        self.holds: Round | None = None
-        self.digest = ""
-        self.leaving = False
-        self.held_until = 0.0
-        self.held_at_most = 0.0
-        self.held_with = (-1, -1)  # version and chunks it had when its time was last prolonged
-        self.too_slow = False  # whether it was told that nobody waits for it any more
-        self.donors: tuple[str, ...] = ()  # who give it its state
-        self.missed = -1  # the first version that was ready to be committed while this worker was still fetching
-        self.done = 0
-        self.progress = 0
-        self.round: Round | None = None
+    name: str
+    worker: bool
+    incarnation: int
+    nonce: int
+    stage: int
+    heard_at: float
+    echo: Order = (0, 0)
+    epoch: int = -1
+    version: int = -1
+    fetched: int = -1
+    speed: float = 0.0
+    holds: Round | None = None
+    digest: str = ""
+    leaving: bool = False
+    held_until: float = 0.0
+    held_at_most: float = 0.0
+    held_with: tuple[int, int] = (-1, -1)  # version and chunks it had when its time was last prolonged
+    too_slow: bool = False  # whether it was told that nobody waits for it any more
+    donors: tuple[str, ...] = ()  # who give it its state
+    missed: int = -1  # the first version that was ready to be committed while this worker was still fetching
+    done: int = 0
+    round: Round | None = None
 
     @property
     def identity(self) -> WorkerIdentity:
@@ -142,7 +137,6 @@ class Members:
             member.leaving = beat.leaving
         elif beat.round is not None:
             member.round, member.done = beat.round, beat.done
-            member.progress = max(member.progress, beat.progress)
 
     def move(self, member: Member, stage: int) -> None:
         """A new incarnation on another stage; -1 dismisses."""

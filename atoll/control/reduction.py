@@ -6,6 +6,7 @@ Exactness rests on that choice, which is a pure function. A worker sums the chun
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -83,16 +84,14 @@ def choose_stages(manifests: Iterable[Manifest], stages: int, micro_batches: fro
     return tuple(choose(row, micro_batches) for row in by_stage)
 
 
+@dataclass(slots=True, eq=False)
 class _Owned:
     """A chunk this worker sums: who is still missing, and who wants it."""
 
-    __slots__ = ("total", "waiting_for", "wanted_by", "done")
-
-    def __init__(self, total: Any, contributors: set[str]) -> None:
-        self.total = total
-        self.waiting_for = contributors
-        self.wanted_by: set[str] = set()
-        self.done = False
+    total: Any
+    waiting_for: set[str]
+    wanted_by: set[str] = field(default_factory=set)
+    done: bool = False
 
 
 class SumSection:

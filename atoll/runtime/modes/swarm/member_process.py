@@ -42,7 +42,7 @@ from atoll.graph.capture import Captured, capture_program
 from atoll.job import Job
 from atoll.runtime.imposed_speed import Imposed, Pace, pace_of_worker
 from atoll.runtime.modes.swarm.compression import Compression, PlannedCompression, compression_of
-from atoll.runtime.modes.swarm.compute import StageCompute, programs_of, stage_names
+from atoll.runtime.modes.swarm.compute import DividedJob, StageCompute, programs_of, stage_names
 from atoll.runtime.modes.swarm.files import RemoteCheckpoints
 from atoll.runtime.modes.swarm.group import GroupCompute
 from atoll.runtime.modes.swarm.measurement import Account, MeasureService, Measuring
@@ -288,30 +288,18 @@ class _Process:
 
     def _compute(self, generators: threading.Lock) -> StageCompute | GroupCompute:
         spec, devices = self.spec, self._devices.find()
+        divided = DividedJob(
+            *(self.job, self.captured, spec.bounds, spec.micro_batches, generators),
+            chunks=spec.settings.chunks,
+            staleness=spec.settings.staleness,
+            recompute=spec.recompute,
+        )
         if len(devices) == 1:
-            compute = StageCompute(
-                *(self.job, self.captured, spec.bounds),
-                chunks=spec.settings.chunks,
-                micro_batches=spec.micro_batches,
-                generators=generators,
-                staleness=spec.settings.staleness,
-                recompute=spec.recompute,
-                device=devices[0],
-            )
+            compute = StageCompute(divided, devices[0])
             if self._imposed is not None:
                 compute.pace = self._pace(0, spec.micro_batches)
             return compute
-        group = GroupCompute(
-            *(self.job, self.captured, spec.bounds),
-            chunks=spec.settings.chunks,
-            micro_batches=spec.micro_batches,
-            generators=generators,
-            staleness=spec.settings.staleness,
-            recompute=spec.recompute,
-            devices=devices,
-            shares=self._devices.shares,
-            say=self._warn,
-        )
+        group = GroupCompute(divided, devices, self._devices.shares, self._warn)
         if self._imposed is not None:
             group.impose(self._pace)
         return group

@@ -20,7 +20,7 @@ from atoll.control.worker import Worker
 from atoll.control.world import SwarmProcess, Transport
 from atoll.fabric.payload import decode_payload, encode_payload
 from atoll.graph.capture import capture_program
-from atoll.runtime.modes.swarm.compute import CPU, StageCompute, programs_of
+from atoll.runtime.modes.swarm.compute import CPU, DividedJob, StageCompute, programs_of
 from atoll.runtime.modes.swarm.files import state_digest
 from atoll.runtime.modes.swarm.group import GroupCompute
 from atoll.runtime.modes.swarm.micro_batches import SampleFeed, TensorChecks
@@ -149,14 +149,12 @@ class OneProcess:
     def _start(self, node: SwarmProcess, device: DeviceTurns | None) -> None:
         kind = partial(GroupCompute, devices=[CPU] * self.groups[node.name]) if node.name in self.groups else StageCompute
         compute = kind(
-            self.job,
-            self.captured,
-            self.bounds,
-            chunks=self.settings.chunks,
-            micro_batches=self.micro_batches,
-            generators=self.generators,
-            staleness=self.settings.staleness,
-            recompute=self.recompute,
+            DividedJob(
+                *(self.job, self.captured, self.bounds, self.micro_batches, self.generators),
+                chunks=self.settings.chunks,
+                staleness=self.settings.staleness,
+                recompute=self.recompute,
+            )
         )
         access, warn = MemoryAccess(self, node.name), self.warned.append
         worker = Worker(node, compute, access, self.settings, ("coordinator",), device=device, on_unsound=warn)

@@ -31,7 +31,7 @@ from atoll.cluster import dump_cluster
 from atoll.graph.capture import capture_program
 from atoll.lab.lab import LabProcess
 from atoll.plan import Plan, Replica, Stage, to_text
-from atoll.runtime.modes.swarm.measured import Measured, read_members
+from atoll.runtime.modes.swarm.report import Measured, read_members
 from atoll.runtime.run_directory import RunDirectory
 from atoll.script import load_job
 

@@ -64,7 +64,7 @@ def join(
     news = _News()
     news(Note(message=f"loading PyTorch, then enrolling at {address}"))
     from atoll.fabric.security import RunMember, enrol  # PyTorch takes seconds to load: `--help` does not wait for it
-    from atoll.runtime.modes.swarm.own_devices import check_devices, devices_here
+    from atoll.runtime.modes.swarm.spec import check_devices, devices_here
 
     short = check_devices(devices, *devices_here())
     if short is not None:
@@ -131,8 +131,7 @@ def _work(
     with _not_begun(credentials.name):
         from atoll.cli.swarm_process import imposed_speed
         from atoll.runtime.modes.swarm.member_process import run_member
-        from atoll.runtime.modes.swarm.own_devices import OwnDevices
-        from atoll.runtime.modes.swarm.spec import load_spec_job
+        from atoll.runtime.modes.swarm.spec import OwnDevices, load_spec_job
         from atoll.script import load_job
 
         job = load_spec_job(spec) if script is None else load_job(script, spec.arguments)

@@ -25,8 +25,7 @@ def standby(
     if settings.mode != SWARM.name or settings.options_as(SwarmOptions).nats is None:
         raise JobError(f"{run}: nothing to stand by for; start the run with `atoll run … --mode swarm --nats URL --standby {listen}`")
     from atoll.runtime.modes.swarm.coordinator_process import coordinate  # PyTorch takes seconds to load: mistakes above are told before
-    from atoll.runtime.modes.swarm.run_files import read_spec
-    from atoll.runtime.modes.swarm.spec import load_spec_job
+    from atoll.runtime.modes.swarm.spec import load_spec_job, read_spec
     from atoll.watch.progress import Progress
 
     spec = read_spec(directory.path)

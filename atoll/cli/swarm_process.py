@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _coordinate(directory: RunDirectory, address: str) -> bool:
     from atoll.runtime.modes.swarm.coordinator_process import coordinate
-    from atoll.runtime.modes.swarm.run_files import read_spec
+    from atoll.runtime.modes.swarm.spec import read_spec
     from atoll.script import load_job
     from atoll.watch.progress import Progress
 
@@ -54,7 +54,7 @@ def _coordinate(directory: RunDirectory, address: str) -> bool:
 
 
 def _evaluate(directory: RunDirectory, step: str) -> None:
-    from atoll.runtime.modes.swarm.evaluation import evaluate_state
+    from atoll.runtime.modes.swarm.coordinator_process import evaluate_state
     from atoll.script import load_job
 
     settings = directory.settings()
@@ -67,8 +67,7 @@ def _take_part(source: str, address: str, name: str, devices: str = "{}") -> Non
     """`source` is the run's directory, or the script on a host that does not see it: then the coordinator describes the job."""
     from atoll.fabric.security import enrol
     from atoll.runtime.modes.swarm.member_process import run_member
-    from atoll.runtime.modes.swarm.own_devices import OwnDevices
-    from atoll.runtime.modes.swarm.run_files import read_spec
+    from atoll.runtime.modes.swarm.spec import OwnDevices, read_spec
     from atoll.runtime.modes.swarm.supervisor import TOKEN
     from atoll.script import load_job
 

@@ -1,4 +1,4 @@
-"""Patience: time-outs that follow what is measured, grow while nothing works, and are kept across steps."""
+"""Adaptive time-outs: they follow what is measured, grow while nothing works, and are kept across steps."""
 
 __all__ = ["AdaptiveTimeout"]
 

@@ -14,10 +14,9 @@ import msgspec
 from atoll.control.adaptive_timeout import AdaptiveTimeout
 from atoll.control.checkpoint_schedule import CheckpointRound, CheckpointSchedule
 from atoll.control.clipping import clip_or_skip, why_refused
-from atoll.control.decision import Choice, choose_stages
+from atoll.control.feeder import Leases
 from atoll.control.journal import Checkpointed, Epoch, FencedError, Record, Term, replay
-from atoll.control.leases import Leases
-from atoll.control.membership import Member, Members, MissedHeartbeats
+from atoll.control.membership import Member, Members, MissedHeartbeats, StageMoves
 from atoll.control.messages import (
     Announce,
     Assignment,
@@ -50,9 +49,8 @@ from atoll.control.notices import (
     StepCommitted,
     TookOver,
 )
-from atoll.control.reduction_round import ReductionRound, stage_reduction, too_slow, waits_for_joiners
+from atoll.control.reduction import Choice, ReductionRound, choose_stages, stage_reduction, too_slow, waits_for_joiners
 from atoll.control.settings import Settings
-from atoll.control.stage_moves import StageMoves
 from atoll.control.state_transfer import DONORS
 from atoll.control.world import Journal, SwarmProcess
 

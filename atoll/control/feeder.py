@@ -1,21 +1,23 @@
 """Feeder: starts the micro-batches leased to it, sends each along a path of its own, and tries again where no answer comes.
 
 How many are under way at once follows from how long they take and how many come back in a second. Acknowledgements are hints: they tell
-the feeder what need not be tried again and the coordinator when to seal. If one is lost or wrong, work is done twice or a round more is
-needed; the sum is exact all the same.
+the feeder what need not be tried again and the coordinator, which has given the leases (`Leases`), when to seal. If one is lost or wrong,
+work is done twice or a round more is needed; the sum is exact all the same.
 """
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from atoll.control.adaptive_timeout import AdaptiveTimeout
+from atoll.control.membership import Member, Members
 from atoll.control.messages import Ack, Announce, Assignment, Attempt, FeederBeat, Finished, Forward, Order, Round, Run
 from atoll.control.router import Router
 from atoll.control.settings import BACKWARD_WORK, Settings
 from atoll.control.world import MicroBatchSource, SwarmProcess
 
-__all__ = ["Feeder", "Window"]
+__all__ = ["Feeder", "Leases", "Window"]
 
 
 class Window:
@@ -57,23 +59,21 @@ class Window:
 WORK = 1.0 + BACKWARD_WORK
 
 
+@dataclass(slots=True, eq=False)
 class _Sample:
     """One leased micro-batch: which stages seem to own it, and the attempt under way."""
 
-    __slots__ = ("micro_batch", "owned", "attempt", "path", "passed", "began", "deadline", "payload", "number", "starts", "owners")
-
-    def __init__(self, micro_batch: int, owned: set[int]) -> None:
-        self.micro_batch = micro_batch
-        self.owned = owned
-        self.owners: dict[int, tuple[str, int]] = {}  # who (and which incarnation) acknowledged a stage, in this lease
-        self.number = 0
-        self.starts: list[float] = []  # of all attempts in this lease
-        self.attempt: Attempt | None = None
-        self.path: tuple[str, ...] = ()
-        self.passed = -1  # the last stage known to have done the forward
-        self.began = 0.0
-        self.deadline = 0.0
-        self.payload: object = None
+    micro_batch: int
+    owned: set[int]
+    owners: dict[int, tuple[str, int]] = field(default_factory=dict)  # who (and which incarnation) acknowledged a stage, in this lease
+    number: int = 0
+    starts: list[float] = field(default_factory=list)  # of all attempts in this lease
+    attempt: Attempt | None = None
+    path: tuple[str, ...] = ()
+    passed: int = -1  # the last stage known to have done the forward
+    began: float = 0.0
+    deadline: float = 0.0
+    payload: object = None
 
 
 class Feeder:
@@ -310,3 +310,59 @@ def _disown(sample: _Sample, lost: frozenset[tuple[str, int]]) -> bool:
         del sample.owners[stage]
         sample.owned.discard(stage)
     return bool(stages)
+
+
+class Leases:
+    """Of one RUN at a time."""
+
+    def __init__(self, patience: AdaptiveTimeout) -> None:
+        self._timeout = patience
+        self._leases: dict[str, tuple[int, tuple[int, ...]]] = {}  # by feeder: its incarnation and micro-batches
+        self._progress_at = 0.0
+        self._progress: dict[str, int] = {}
+
+    def divide(self, micro_batches: Sequence[int], feeders: Sequence[Member], now: float) -> None:
+        """A RUN opens: each feeder gets about as many."""
+        count = len(feeders)
+        self._leases = {feeder.name: (feeder.incarnation, tuple(micro_batches[i::count])) for i, feeder in enumerate(feeders)}
+        self._progress_at = now
+        self._progress = {}
+
+    def of(self, feeder: Member) -> tuple[int, ...]:
+        """What a feeder starts: nothing where it is somebody else by now."""
+        incarnation, lease = self._leases.get(feeder.name, (0, ()))
+        return lease if incarnation == feeder.incarnation else ()
+
+    @property
+    def feeders(self) -> int:
+        """How many have something to start; 1 where nobody has."""
+        return sum(1 for _, lease in self._leases.values() if lease) or 1
+
+    def remaining(self, members: Members, round: Round) -> int:
+        """Micro-batches of the RUN that are not finished, as far as was heard."""
+        there = [(members.get(name), len(lease)) for name, (_, lease) in self._leases.items()]
+        return sum(count - (member.done if member is not None and member.round == round else 0) for member, count in there)
+
+    def hear(self, beat: FeederBeat, now: float) -> None:
+        """A feeder tells how far it is."""
+        if beat.progress > self._progress.get(beat.feeder, -1):
+            self._progress[beat.feeder] = beat.progress
+            self._timeout.measured(now - self._progress_at)
+            self._progress_at = now
+
+    def pending(self, members: Members, round: Round, now: float) -> bool:
+        """Whether a feeder that is there still has something to do."""
+        for name, (incarnation, lease) in self._leases.items():
+            member = members.get(name)
+            if not lease or (member is not None and member.round == round and member.done >= len(lease)):
+                continue
+            if member is not None and member.incarnation == incarnation and members.heard(member, now):
+                return True
+        return False
+
+    def stuck(self, now: float) -> bool:
+        """Whether nothing has moved for longer than it takes."""
+        if now - self._progress_at <= self._timeout.seconds():
+            return False
+        self._timeout.failed()
+        return True

@@ -14,7 +14,7 @@ import msgspec
 from atoll.control.messages import Committed
 from atoll.errors import AtollError
 
-__all__ = ["Checkpointed", "Epoch", "FencedError", "History", "Record", "Term", "admit", "read_records", "encode", "replay"]
+__all__ = ["Checkpointed", "Epoch", "FencedError", "History", "Record", "Term", "admit", "encode", "read_records", "replay"]
 
 
 class FencedError(AtollError):

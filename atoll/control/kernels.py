@@ -7,14 +7,18 @@ hosts, and routing, which goes by the same numbers, fits.
 
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
+
+import msgspec
 
 from atoll.control.messages import Ack, Attempt, Backward, Forward, Message, Round
 from atoll.control.settings import BACKWARD_WORK
 from atoll.control.worker_state import Buffer, WorkerState
 from atoll.control.world import Clock, Mailbox
+from atoll.errors import AtollError
 
-__all__ = ["DeviceTurns", "Kernels"]
+__all__ = ["KERNEL_ERRORS", "DeviceTurns", "Kernels"]
 
 
 class DeviceTurns:
@@ -43,12 +47,19 @@ class DeviceTurns:
 
 
 EARLY_LIMIT = 4096
+MOST_FAILED = 3  # kernels of a step: by then it is not what somebody sent
+KERNEL_ERRORS = (AtollError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+class _DroppedError(Exception):
+    """A kernel failed and its micro-batch is passed over."""
 
 
 class Kernels:
     """What waits to be computed, and its computing on the `device` that all workers of a process share.
 
-    `on_kernel` is told of every kernel, what it counts as in forwards and its seconds; `on_landed` when something was added to a buffer.
+    `on_kernel` is told of every kernel, what it counts as in forwards and its seconds; `on_landed` when something was added to a buffer;
+    `on_unsound` of what failed, and who sent it: a micro-batch that cannot be computed costs itself, only several in a step the worker.
     """
 
     def __init__(
@@ -59,14 +70,12 @@ class Kernels:
         send: Callable[[str, Message], None],
         on_kernel: Callable[[float, float], None],
         on_landed: Callable[[], None],
+        on_unsound: Callable[[str], None],
     ) -> None:
         self.speed = 0.0  # forwards a second
-        self._at = at
-        self._clock = clock
-        self._device = device
-        self._send = send
-        self._on_kernel = on_kernel
-        self._on_landed = on_landed
+        self._at, self._clock, self._device, self._send = at, clock, device, send
+        self._on_kernel, self._on_landed, self._on_unsound = on_kernel, on_landed, on_unsound
+        self._failed = 0  # kernels of this step
         self._urgent: deque[Callable[[], Awaitable[None]]] = deque()
         self._forwards: deque[Forward] = deque()
         self._backwards: deque[Backward] = deque()
@@ -94,12 +103,13 @@ class Kernels:
 
     async def _execute_next(self) -> None:
         """Steps of the optimizer first, then backwards, since they free memory and end what was begun, then forwards."""
-        if self._urgent:
-            await self._urgent.popleft()()
-        elif self._backwards:
-            await self._run_backward(self._backwards.popleft())
-        elif self._forwards:
-            await self._run_forward(self._forwards.popleft())
+        with suppress(_DroppedError):
+            if self._urgent:
+                await self._urgent.popleft()()
+            elif self._backwards:
+                await self._run_backward(self._backwards.popleft())
+            elif self._forwards:
+                await self._run_forward(self._forwards.popleft())
 
     def first(self, work: Callable[[], Awaitable[None]]) -> None:
         """Something for the device before all that waits."""
@@ -110,11 +120,7 @@ class Kernels:
         """Of the step so far: what waits is looked at again when its turn comes."""
         self._saved.clear()
         self._latest.clear()
-
-    @property
-    def busy(self) -> bool:
-        """Whether something is computed or waits to be."""
-        return not self._idle
+        self._failed = 0
 
     def on_work(self, message: Forward | Backward) -> None:
         """A micro-batch arrives; one that is not for this worker as it stands is nothing, one of the near future is kept."""
@@ -161,31 +167,22 @@ class Kernels:
     async def _run_forward(self, message: Forward) -> None:
         if not self._at.matches(message) or self._superseded(message):
             return
-        began = self._clock.now()
+        began, compute = self._clock.now(), self._at.compute
+        sender = message.path[message.stage - 1] if message.stage else message.attempt.feeder
+        what = (self._at.weights(), message.version, message.micro_batch, message.stage, message.payload)
         if message.stage == self._at.settings.stages - 1:
-            gradient, contribution, loss, weight = await self._at.compute.turn(
-                self._at.weights(), message.version, message.micro_batch, message.stage, message.payload
-            )
+            gradient, contribution, loss, weight = await self._computed(compute.turn(*what), message, sender)
             seconds = self._measured(1.0 + BACKWARD_WORK, began)
             owns = await self._accumulate(message, contribution, loss, weight)
             self._pass_back(message, gradient, owns, seconds)
             return
-        leaving = await self._at.compute.forward(self._at.weights(), message.version, message.micro_batch, message.stage, message.payload)
+        leaving = await self._computed(compute.forward(*what), message, sender)
         seconds = self._measured(1.0, began)
         if not self._at.matches(message):
             return
         self._saved[self._key(message)] = message
-        onward = Forward(
-            message.epoch,
-            message.version,
-            message.stage + 1,
-            message.micro_batch,
-            message.attempt,
-            message.path,
-            message.owned,
-            leaving,
-        )
-        self._send(message.path[message.stage + 1], onward)
+        onward = message.stage + 1
+        self._send(message.path[onward], msgspec.structs.replace(message, stage=onward, payload=leaving))
         if self._at.settings.acknowledge_forward:
             self._acknowledge(message, True, False, seconds)
 
@@ -195,12 +192,25 @@ class Kernels:
             return
         del self._saved[self._key(message)]
         began = self._clock.now()
-        gradient, contribution = await self._at.compute.backward(
+        kernel = self._at.compute.backward(
             self._at.weights(), message.version, message.micro_batch, message.stage, saved.payload, message.payload
         )
+        gradient, contribution = await self._computed(kernel, message, saved.path[message.stage + 1])
         seconds = self._measured(BACKWARD_WORK, began)
         owns = await self._accumulate(saved, contribution, 0.0, 0.0)
         self._pass_back(saved, gradient, owns, seconds)
+
+    async def _computed(self, kernel: Awaitable[Any], message: Forward | Backward, sender: str) -> Any:
+        try:
+            return await kernel
+        except KERNEL_ERRORS as error:
+            self._failed += 1
+            if self._failed >= MOST_FAILED:
+                raise
+            why = (str(error) or type(error).__name__).splitlines()[0]
+            what = f"micro-batch {message.micro_batch} of step {message.version + 1} at stage {message.stage}"
+            self._on_unsound(f"{what}: the {type(message).__name__} that {sender} sent cannot be computed ({why}); it is passed over")
+            raise _DroppedError from error
 
     def _measured(self, work: float, began: float) -> float:
         seconds = self._clock.now() - began
@@ -249,16 +259,5 @@ class Kernels:
             self._send(message.path[stage], back)
 
     def _acknowledge(self, message: Forward, forward: bool, owns: bool, seconds: float) -> None:
-        ack = Ack(
-            message.epoch,
-            message.version,
-            message.stage,
-            message.micro_batch,
-            message.attempt,
-            self._at.name,
-            self._at.incarnation,
-            forward,
-            owns,
-            seconds,
-        )
-        self._send(message.attempt.feeder, ack)
+        about = (message.epoch, message.version, message.stage, message.micro_batch, message.attempt)
+        self._send(message.attempt.feeder, Ack(*about, self._at.name, self._at.incarnation, forward, owns, seconds))

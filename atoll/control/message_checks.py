@@ -18,6 +18,8 @@ from atoll.control.messages import (
     Forward,
     Manifest,
     Message,
+    OfState,
+    OfSum,
     Pull,
     PullSum,
     Reduce,
@@ -27,6 +29,7 @@ from atoll.control.messages import (
     StateChunk,
     SumChunk,
     SumPart,
+    Work,
     WorkerBeat,
 )
 from atoll.control.settings import Settings
@@ -79,7 +82,7 @@ def _forward(message: Forward, settings: Settings) -> str | None:
     )
 
 
-def _work(message: Forward | Backward | Ack, settings: Settings) -> str | None:
+def _work(message: Work, settings: Settings) -> str | None:
     return _first(
         stage=_outside(message.stage, settings.stages),
         micro_batch=_outside(message.micro_batch, settings.micro_batches),
@@ -106,7 +109,7 @@ def _not_buffers(indices: Collection[int]) -> bool:
     return not indices or len(set(indices)) != len(indices) or any(_outside(index, BUFFERS) for index in indices)
 
 
-def _sum(message: Pull | SumPart | PullSum | SumChunk, settings: Settings) -> str | None:
+def _sum(message: OfSum, settings: Settings) -> str | None:
     return _first(stage=_outside(message.stage, settings.stages + len(settings.tied)), chunk=_outside(message.chunk, settings.chunks))
 
 
@@ -122,7 +125,7 @@ def _reduced(message: Reduced, settings: Settings) -> str | None:
     )
 
 
-def _state(message: FetchState | StateChunk, settings: Settings) -> str | None:
+def _state(message: OfState, settings: Settings) -> str | None:
     return _first(stage=_outside(message.stage, settings.stages), chunk=_outside(message.chunk, settings.chunks))
 
 

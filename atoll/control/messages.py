@@ -25,6 +25,8 @@ __all__ = [
     "Forward",
     "Manifest",
     "Message",
+    "OfState",
+    "OfSum",
     "Order",
     "Peer",
     "Phase",
@@ -40,6 +42,7 @@ __all__ = [
     "SumChunk",
     "SumPart",
     "View",
+    "Work",
     "WorkerBeat",
 ]
 
@@ -210,38 +213,33 @@ class FeederBeat(Message, frozen=True, gc=False):
     progress: int  # grows with every acknowledgement
 
 
-class Forward(Message, frozen=True, gc=False):
-    """An activation entering `stage`; `path` names the worker of every stage, `owned` the stages that need not accumulate."""
+class Work(Message, frozen=True, gc=False):
+    """About a micro-batch at a stage."""
 
     epoch: int
     version: int
     stage: int
     micro_batch: int
     attempt: Attempt
+
+
+class Forward(Work, frozen=True, gc=False):
+    """An activation entering `stage`; `path` names the worker of every stage, `owned` the stages that need not accumulate."""
+
     path: tuple[str, ...]
     owned: frozenset[int]
     payload: Any
 
 
-class Backward(Message, frozen=True, gc=False):
+class Backward(Work, frozen=True, gc=False):
     """The gradient of what left `stage`."""
 
-    epoch: int
-    version: int
-    stage: int
-    micro_batch: int
-    attempt: Attempt
     payload: Any
 
 
-class Ack(Message, frozen=True, gc=False):
+class Ack(Work, frozen=True, gc=False):
     """Worker → feeder: a hint. `owns`: the backward is done and the worker's buffers hold the micro-batch."""
 
-    epoch: int
-    version: int
-    stage: int
-    micro_batch: int
-    attempt: Attempt
     worker: str
     incarnation: int
     forward: bool
@@ -274,51 +272,41 @@ class Manifest(Message, frozen=True, gc=False):
     state: int
 
 
-class Pull(Message, frozen=True, gc=False):
-    """Owner of a chunk → contributor: send that chunk of those buffers. `stage` is the sum's number, as in all messages of a reduction."""
+class OfSum(Message, frozen=True, gc=False):
+    """About a chunk of a sum; `stage` is the sum's number."""
 
     round: Round
     epoch: int
     version: int
     stage: int
     chunk: int
+
+
+class Pull(OfSum, frozen=True, gc=False):
+    """Owner of a chunk → contributor: send that chunk of those buffers."""
+
     owner: str
     incarnation: int  # the contributor's
     buffers: tuple[int, ...]
 
 
-class SumPart(Message, frozen=True, gc=False):
+class SumPart(OfSum, frozen=True, gc=False):
     """Contributor → owner."""
 
-    round: Round
-    epoch: int
-    version: int
-    stage: int
-    chunk: int
     worker: str
     incarnation: int
     payload: Any
 
 
-class PullSum(Message, frozen=True, gc=False):
+class PullSum(OfSum, frozen=True, gc=False):
     """Member → owner: send the sum when you have it."""
 
-    round: Round
-    epoch: int
-    version: int
-    stage: int
-    chunk: int
     worker: str
 
 
-class SumChunk(Message, frozen=True, gc=False):
+class SumChunk(OfSum, frozen=True, gc=False):
     """Owner → member."""
 
-    round: Round
-    epoch: int
-    version: int
-    stage: int
-    chunk: int
     payload: Any
 
 
@@ -336,23 +324,23 @@ class Reduced(Message, frozen=True, gc=False):
     missing: tuple[str, ...]
 
 
-class FetchState(Message, frozen=True, gc=False):
-    """Joiner → donor."""
+class OfState(Message, frozen=True, gc=False):
+    """About a chunk of the state at exactly (epoch, version, stage)."""
 
     nonce: int
     epoch: int
     version: int
     stage: int
     chunk: int
+
+
+class FetchState(OfState, frozen=True, gc=False):
+    """Joiner → donor."""
+
     worker: str
 
 
-class StateChunk(Message, frozen=True, gc=False):
-    """Donor → joiner: a chunk of its state, which is at exactly (epoch, version, stage)."""
+class StateChunk(OfState, frozen=True, gc=False):
+    """Donor → joiner: a chunk of its state."""
 
-    nonce: int
-    epoch: int
-    version: int
-    stage: int
-    chunk: int
     payload: Any

@@ -1,4 +1,4 @@
-"""Happenings: what a coordinator tells whoever watches a swarm. A runtime turns them into events."""
+"""Notices: what a coordinator tells whoever watches a swarm. A runtime turns them into events."""
 
 from typing import TypeAlias
 

@@ -4,7 +4,7 @@ A pipeline runs as fast as its slowest stage, and a stage as fast as the speeds 
 raise that minimum by more than it costs, and by a margin (hysteresis), so that measured speeds that waver move nobody.
 
 Workers of one process share its device and die together: they belong on different stages, next to each other where that costs nothing, and
-count as one replica. Their speeds are those of their share of the device (`atoll/control/device.py`).
+count as one replica. Their speeds are those of their share of the device (`atoll/control/kernels.py`).
 """
 
 from collections import Counter

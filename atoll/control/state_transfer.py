@@ -6,7 +6,7 @@ superseded while it arrives finishes it, and catches up by making the missed ste
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from atoll.control.adaptive_timeout import AdaptiveTimeout
 from atoll.control.messages import FetchState, Message, PullSum, Reduce, Round, StageReduction, StateChunk, SumChunk
@@ -90,16 +90,13 @@ class Fetch:
 EARLY_LIMIT = 4096
 
 
-class _Past:
+class _Past(NamedTuple):
     """What is kept of a step: the state before it, and the sums it was made with."""
 
-    __slots__ = ("position", "round", "state", "sums")
-
-    def __init__(self, position: tuple[int, int, int], round: Round, state: Any, sums: Mapping[int, Mapping[int, Any]]) -> None:
-        self.position = position  # epoch, version, stage
-        self.round = round
-        self.state = state
-        self.sums = sums  # by number of the sum, and chunk
+    position: tuple[int, int, int]  # epoch, version, stage
+    round: Round
+    state: Any
+    sums: Mapping[int, Mapping[int, Any]]  # by number of the sum, and chunk
 
 
 class StateDonor:

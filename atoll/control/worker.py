@@ -6,10 +6,12 @@ commit in the journal, or it has none and fetches one. It may be killed, stopped
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 from atoll.control.adaptive_timeout import AdaptiveTimeout
-from atoll.control.kernels import DeviceTurns, Kernels
+from atoll.control.kernels import KERNEL_ERRORS, DeviceTurns, Kernels
 from atoll.control.messages import (
     Announce,
     Assignment,
@@ -39,34 +41,28 @@ from atoll.control.settings import Settings
 from atoll.control.state_transfer import ENOUGH, Fetch, StateDonor, sums_from
 from atoll.control.worker_state import NEVER, Buffers, WorkerState
 from atoll.control.world import Checkpoints, Compute, SwarmProcess
-from atoll.errors import AtollError
 
 __all__ = ["Worker"]
 
 EARLY_LIMIT = 4096
 
 
-class _Sealed:
+class _Sealed(NamedTuple):
     """The sums of the step before the one under way, while they are reduced."""
 
-    __slots__ = ("buffers", "frozen")
-
-    def __init__(self, buffers: Buffers, frozen: Round | None) -> None:
-        self.buffers = buffers
-        self.frozen = frozen
+    buffers: Buffers
+    frozen: Round | None
 
 
+@dataclass(slots=True, eq=False)
 class _Snapshot:
     """A copy of the state at a version that is being stored."""
 
-    __slots__ = ("version", "content", "written_in", "digested", "digest")
-
-    def __init__(self, version: int, content: Any) -> None:
-        self.version = version
-        self.content = content
-        self.written_in = 0  # the term of the coordinator it was last sent to
-        self.digested = False
-        self.digest = ""
+    version: int
+    content: Any
+    written_in: int = 0  # the term of the coordinator it was last sent to
+    digested: bool = False
+    digest: str = ""
 
     def attests(self) -> tuple[int, str] | None:
         return (self.version, self.digest) if self.digest else None
@@ -76,7 +72,8 @@ class Worker(WorkerState):
     """One worker. `await run()` ends when the run is finished or the worker was dismissed.
 
     A process that hosts several stages runs as many workers; they are given the same `device`. `on_state` is told whenever there is a new
-    state, `on_kernel` of every kernel: what it counts as, in forwards, and its seconds. `planned` is the stage a plan means it for.
+    state, `on_kernel` of every kernel: what it counts as, in forwards, and its seconds, `on_unsound` of what came that cannot be. `planned`
+    is the stage a plan means it for.
     """
 
     kernels_type, donor_type, fetch_type, reduction_type = Kernels, StateDonor, Fetch, Reduction
@@ -88,22 +85,20 @@ class Worker(WorkerState):
         checkpoints: Checkpoints,
         settings: Settings,
         coordinators: tuple[str, ...],
-        on_state: Callable[["Worker"], None] | None = None,
-        on_kernel: Callable[["Worker", float, float], None] | None = None,
+        on_state: Callable[["Worker"], None] = lambda worker: None,
+        on_kernel: Callable[["Worker", float, float], None] = lambda worker, work, seconds: None,
         device: DeviceTurns | None = None,
         planned: int = -1,
-        on_unsound: Callable[[str], None] | None = None,
+        on_unsound: Callable[[str], None] = lambda what: None,
     ) -> None:
         super().__init__(node.name, compute, settings)
         self.node = node
         self._device = device or DeviceTurns(node.clock)
         self._device.workers += 1
-        self._on_state = on_state or (lambda worker: None)
-        self._on_unsound = on_unsound or (lambda what: None)  # told of what came that cannot be
-        told = on_kernel or (lambda worker, work, seconds: None)
-        self.kernels = self.kernels_type(
-            self, node.clock, self._device, self._send, lambda work, seconds: told(self, work, seconds), self._answer_if_sealed
-        )
+        self._on_state, self._on_unsound = on_state, on_unsound
+        self._send = node.transport.send
+        kernel = partial(on_kernel, self)
+        self.kernels = self.kernels_type(self, node.clock, self._device, self._send, kernel, self._answer_if_sealed, on_unsound)
         self._donor = self.donor_type(self, self._send)
         self.checkpoints = checkpoints
         self.coordinators = coordinators
@@ -134,7 +129,7 @@ class Worker(WorkerState):
             Forward: self.kernels.on_work,
             Backward: self.kernels.on_work,
             Pull: self._on_pull,
-            SumPart: self._on_part,
+            SumPart: self._on_sum,
             PullSum: self._on_pull_sum,
             SumChunk: self._on_sum,
             FetchState: self._donor.on_fetch,
@@ -191,8 +186,7 @@ class Worker(WorkerState):
             self.leaving,
             self.planned,
         )
-        for coordinator in self.coordinators:
-            self._send(coordinator, beat)
+        self._tell(beat)
 
     def _ask_again(self) -> None:
         """Whatever is late is asked for once more; whom it is waiting for is told.
@@ -225,8 +219,9 @@ class Worker(WorkerState):
             self._asked_at = now
             reduction.ask()
 
-    def _send(self, to: str, message: Message) -> None:
-        self.node.transport.send(to, message)
+    def _tell(self, message: Message) -> None:
+        for coordinator in self.coordinators:
+            self._send(coordinator, message)
 
     # --- following announcements -------------------------------------------------------------------------------------------
 
@@ -344,8 +339,7 @@ class Worker(WorkerState):
         assert self.frozen is not None
         where = (self.epoch, self.step, self.stage)
         manifest = Manifest(self.frozen, self.node.name, self.incarnation, *where, self.buffers.manifests(), self.version)
-        for coordinator in self.coordinators:
-            self._send(coordinator, manifest)
+        self._tell(manifest)
 
     # --- state: commits, checkpoints, fetching ------------------------------------------------------------------------------
 
@@ -506,7 +500,7 @@ class Worker(WorkerState):
     async def _assemble(self, fetch: Fetch, stage: int, epoch: int, generation: int) -> None:
         try:
             state = await self.compute.assemble(stage, fetch.chunks())
-        except (AtollError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        except KERNEL_ERRORS as error:
             self._refetch(fetch, stage, error)
             return
         self.changing = False
@@ -555,8 +549,7 @@ class Worker(WorkerState):
 
     def _start_reduction(self, order: Reduce) -> None:
         reduction = self.reduction
-        position = self.position
-        if reduction is not None and reduction.round == order.round and reduction.position == position:
+        if reduction is not None and (reduction.round, reduction.position) == (order.round, self.position):
             self._report(reduction)
             return
         plan = order.stages[self.stage]
@@ -599,8 +592,7 @@ class Worker(WorkerState):
         report = Reduced(
             reduction.round, self.node.name, self.incarnation, *reduction.position, reduction.digest, reduction.norm_squared, missing
         )
-        for coordinator in self.coordinators:
-            self._send(coordinator, report)
+        self._tell(report)
 
     def _here(self, message: Pull | SumPart | PullSum | SumChunk) -> bool:
         if message.version != self.version or message.stage not in self._sections():
@@ -630,13 +622,6 @@ class Worker(WorkerState):
             return None
         return reduction if self._is_same_round(reduction.round, message.round) else None
 
-    def _on_part(self, part: SumPart) -> None:
-        reduction = self._reduction_of(part)
-        if reduction is not None and not reduction.complete:
-            self._hear_of_sums()
-            reduction.on_part(part)
-            self._finish_reduction()
-
     def _on_pull_sum(self, pull: PullSum) -> None:
         if self._donor.on_pull_sum(pull):
             return
@@ -646,15 +631,15 @@ class Worker(WorkerState):
         elif self._here(pull):
             self._early_sums.append(pull)  # the announcement of this REDUCE is on its way
 
-    def _on_sum(self, message: SumChunk) -> None:
+    def _on_sum(self, message: SumPart | SumChunk) -> None:
         reduction = self._reduction_of(message)
-        if reduction is not None and not reduction.complete:
-            self._hear_of_sums()
-            reduction.on_sum(message)
-            self._finish_reduction()
-
-    def _hear_of_sums(self) -> None:
-        now = self.node.clock.now()
-        patience = self._sum_patience
+        if reduction is None or reduction.complete:
+            return
+        now, patience = self.node.clock.now(), self._sum_patience
         patience.measured(min(now - self._heard_at, 4 * patience.seconds()))  # one that stood still is no measure for the rest
         self._heard_at = now
+        if isinstance(message, SumPart):
+            reduction.on_part(message)
+        else:
+            reduction.on_sum(message)
+        self._finish_reduction()

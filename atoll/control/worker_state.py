@@ -3,6 +3,7 @@
 A buffer of sums and its manifest are one object, so that they cannot part.
 """
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from atoll.control.messages import Backward, BufferManifest, Forward, Order, Round
@@ -15,16 +16,14 @@ BUFFERS = 2
 """First attempts go to buffer 0; retries, which are likelier to overlap with others, to buffer 1, so that less is lost with it."""
 
 
+@dataclass(slots=True, eq=False)
 class Buffer:
     """A sum of contributions and which micro-batches are in it."""
 
-    __slots__ = ("value", "micro_batches", "loss", "weight")
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        self.micro_batches: set[int] = set()
-        self.loss = 0.0
-        self.weight = 0.0
+    value: Any
+    micro_batches: set[int] = field(default_factory=set)
+    loss: float = 0.0
+    weight: float = 0.0
 
 
 class Buffers:

@@ -6,12 +6,13 @@ with numbers. Whoever implements `Clock` decides how coroutines take turns; betw
 
 import random
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from atoll.control.journal import Record
 from atoll.control.messages import Committed, Message
 
-__all__ = ["Checkpoints", "Clock", "Compute", "MicroBatchSource", "Journal", "Mailbox", "SwarmProcess", "Transport"]
+__all__ = ["Checkpoints", "Clock", "Compute", "Journal", "Mailbox", "MicroBatchSource", "SwarmProcess", "Transport"]
 
 
 class Mailbox(Protocol):
@@ -152,15 +153,13 @@ class Compute(Protocol):
         """The state a snapshot was taken of."""
 
 
+@dataclass(slots=True, eq=False)
 class SwarmProcess:
     """One process of the swarm: its name, what it hears and by what it acts."""
 
-    __slots__ = ("name", "clock", "transport", "inbox", "nonce", "random")
-
-    def __init__(self, name: str, clock: Clock, transport: Transport, inbox: Mailbox, nonce: int, randomness: random.Random) -> None:
-        self.name = name
-        self.clock = clock
-        self.transport = transport
-        self.inbox = inbox
-        self.nonce = nonce  # grows with every start of a process of this name
-        self.random = randomness
+    name: str
+    clock: Clock
+    transport: Transport
+    inbox: Mailbox
+    nonce: int  # grows with every start of a process of this name
+    random: random.Random

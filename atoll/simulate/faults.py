@@ -1,14 +1,15 @@
 """Faults: what goes wrong, drawn from a seed as a list that can be replayed, printed and shortened."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack
 from itertools import permutations
 
 import msgspec
 
 from atoll.control import Coordinator
 from atoll.control.checkpoint_schedule import WITNESSES
-from atoll.control.messages import Phase, Reduce
+from atoll.control.messages import Phase, Reduce, Seal
 from atoll.control.multi_stage import process_of, processes
 from atoll.simulate import arithmetic
 from atoll.simulate.network import LinkFaults
@@ -62,6 +63,7 @@ WINDOW = 55.0
 HOSTING = 0.25  # of the seeds
 SLOW_STATES = 0.25
 REWINDS = 0.02
+FORFEITS = 0.1  # of those with staleness
 STOPS = 0.05
 FORGERIES = 0.1
 STOP_BEAT = 0.5  # a wish to stop is seen by whoever coordinates within so many seconds
@@ -84,12 +86,13 @@ def draw_scenario(seed: int) -> Scenario:
             rebalance_seconds=20.0 if seed % 7 == 3 else 0.0,
         ),
     )
+    shape, forfeits = _draw_forfeit(random.Random(f"forfeit {seed}"), shape)
     count = draw.choice((1, 2, 3, 4, 5, 6))
     drawn = [_draw_fault(draw, shape) for _ in range(count)]
     state_seconds, joins = _draw_joins(random.Random(f"joins {seed}"), shape)
     rewinds = _draw_rewind(random.Random(f"rewind {seed}"), shape)
     forgeries = _draw_forgeries(random.Random(f"forge {seed}"), shape)
-    faults = sorted(drawn + joins + rewinds + forgeries, key=lambda fault: fault.at)
+    faults = sorted(drawn + joins + rewinds + forgeries + forfeits, key=lambda fault: fault.at)
     rough = draw.random() < 0.75
     return Scenario(
         seed=seed,
@@ -134,6 +137,14 @@ def _draw_rewind(draw: random.Random, shape: SwarmSize) -> list[Fault]:
     if draw.random() >= REWINDS:
         return []
     return [Fault(3.0, "rewind", (f"w{draw.randrange(shape.workers)}",), round(draw.uniform(8.0, 14.0), 2), draw.random())]
+
+
+def _draw_forfeit(draw: random.Random, shape: SwarmSize) -> tuple[SwarmSize, list[Fault]]:
+    """In some seeds with staleness, and more workers, one loses what it has said to have summed by the commit of the step before."""
+    if not shape.staleness or draw.random() >= FORFEITS:
+        return shape, []
+    larger = msgspec.structs.replace(shape, workers=4 * shape.stages, hosting=())
+    return larger, [Fault(round(draw.uniform(3.0, WINDOW / 3), 2), "forfeit", value=draw.random())]
 
 
 def _draw_stop(draw: random.Random) -> float:
@@ -242,6 +253,8 @@ def _strike(swarm: ExactSwarm, fault: Fault) -> None:
         _stall(swarm, fault.value, end)
     elif fault.kind == "rewind":
         _rewind(swarm, fault.targets[0], fault.value, fault.seconds)
+    elif fault.kind == "forfeit":
+        _play(swarm, _forfeit(swarm, fault.value))
     elif fault.kind == "restart-coordinator":
         name = _coordinator_name(swarm)
         if name:
@@ -370,6 +383,54 @@ def _rewind(swarm: ExactSwarm, sleeper: str, which: float, seconds: float) -> No
                 swarm.stop(sleeper)
                 _kill(swarm, _serving(swarm, others[int(which * len(others))]), swarm.loop.now + seconds)
         swarm.loop.at(swarm.loop.now + 0.25, look)
+
+    look(None)
+
+
+def _forfeit(swarm: ExactSwarm, which: float) -> Generator[None, None, None]:
+    """One gets no sums of a step, works for the next one and says what it has summed of it; then the step is committed without it.
+
+    It fetches the state and freezes once more, while one that stands still is waited for. What it says then does not arrive; what it said
+    before is of sums that are lost with its old state.
+    """
+    while (coordinator := swarm.coordinator()) is None or coordinator.trailing is None:
+        yield
+    sums = coordinator.trailing.stages
+    spare = [sorted({name for name, _ in each.members}.difference(each.owners)) for each in sums[: swarm.shape.stages]]  # by stage
+    stage = max(range(swarm.shape.stages), key=lambda stage: (len(spare[stage]), stage))
+    if not spare[stage]:
+        return
+    victim = spare[stage][int(which * len(spare[stage]))]
+    mates = [name for name, _ in sums[stage].members if name != victim]
+    others = [name for name in swarm.names() if name.startswith("w") and name not in (victim, *mates)]
+    with ExitStack() as undone:
+        for mate in mates:
+            swarm.network.hold(mate, victim)
+            undone.callback(swarm.network.release, mate, victim)
+        while type(coordinator.phase) is not Seal:
+            yield
+        slow = min(others, key=lambda name: any(swarm.workers[worker].buffers.manifests() for worker in swarm.hosted(name)))
+        swarm.stop(slow)
+        undone.callback(swarm.go_on, slow)
+        while victim in swarm.workers and swarm.workers[victim].state is not None:
+            yield
+        for name in COORDINATORS:
+            swarm.network.cut(victim, name)
+            undone.callback(swarm.network.join, victim, name)
+        for mate in mates:
+            swarm.network.release(mate, victim)
+        while type(coordinator.phase) is Seal and coordinator is swarm.coordinator():
+            yield
+
+
+def _play(swarm: ExactSwarm, script: Generator[None, None, None]) -> None:
+    """Goes on with a fault of several acts every quarter of a second; it ends where it stands when time is up."""
+
+    def look(_: object) -> None:
+        if swarm.loop.now < WINDOW and next(script, script) is None:
+            swarm.loop.at(swarm.loop.now + 0.25, look)
+        else:
+            script.close()
 
     look(None)
 

@@ -6,7 +6,7 @@ processes: what workers of one process tell each other touches none. A host's co
 
 import random
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from atoll.control.messages import Backward, Forward, StateChunk, SumChunk, SumPart
 from atoll.control.multi_stage import process_of
@@ -45,26 +45,15 @@ class SimulatedLinks:
 BULK = (Forward, Backward, SumPart, SumChunk, StateChunk)
 
 
-class LinkFaults:
+class LinkFaults(NamedTuple):
     """How often the network misbehaves, as probabilities for each message; and by how much chunks of states are late at most."""
 
-    __slots__ = ("duplicate", "reorder", "delay", "corrupt", "lose", "state_seconds")
-
-    def __init__(
-        self,
-        duplicate: float = 0.0,
-        reorder: float = 0.0,
-        delay: float = 0.0,
-        corrupt: float = 0.0,
-        lose: float = 0.0,
-        state_seconds: float = 0.0,
-    ) -> None:
-        self.duplicate = duplicate
-        self.reorder = reorder
-        self.delay = delay
-        self.corrupt = corrupt
-        self.lose = lose
-        self.state_seconds = state_seconds
+    duplicate: float = 0.0
+    reorder: float = 0.0
+    delay: float = 0.0
+    corrupt: float = 0.0
+    lose: float = 0.0
+    state_seconds: float = 0.0
 
 
 class SimulatedNetwork:

@@ -11,10 +11,9 @@ from atoll.control.kernels import DeviceTurns
 from atoll.control.message_checks import why_unsound
 from atoll.control.multi_stage import hosted_workers, process_of
 from atoll.control.notices import Happening
-from atoll.simulate.arithmetic import CHUNKS, MAX_NORM
+from atoll.simulate.arithmetic import CHUNKS, MAX_NORM, ExactCompute, ExactFeed
 from atoll.simulate.checker import Checker
 from atoll.simulate.disks import CheckpointDisk, CheckpointStore, JournalDisk, JournalHandle
-from atoll.simulate.exact import ExactCompute, ExactFeed
 from atoll.simulate.loop import Loop, Process
 from atoll.simulate.network import SimulatedNetwork
 

@@ -5,9 +5,8 @@ from typing import Any, TypeVar
 
 from atoll.control import Settings, SwarmProcess
 from atoll.control.messages import Announce, Assignment, Attempt, Committed, Forward, Manifest, Phase, Run, View
-from atoll.simulate.arithmetic import CHUNKS
+from atoll.simulate.arithmetic import CHUNKS, ExactCompute
 from atoll.simulate.disks import CheckpointDisk, CheckpointStore
-from atoll.simulate.exact import ExactCompute
 from atoll.simulate.loop import Loop, Process
 from tests.simulate.faulty import without
 

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.control.decision import choose, choose_stages
 from atoll.control.messages import BufferManifest, Manifest
+from atoll.control.reduction import choose, choose_stages
 
 ROUND = (1, 1)
 

@@ -13,8 +13,7 @@ from atoll.control.settings import Settings
 from atoll.control.state_transfer import WINDOW, Fetch, StateDonor
 from atoll.control.worker_state import WorkerState
 from atoll.simulate import arithmetic
-from atoll.simulate.arithmetic import ExactState, ExactSum
-from atoll.simulate.exact import ExactCompute
+from atoll.simulate.arithmetic import ExactCompute, ExactState, ExactSum
 from atoll.simulate.loop import Loop, Process
 from tests.control.bench import ALL, Bench
 from tests.control.test_worker import commit, held, reduce

@@ -42,7 +42,7 @@ EXPECTED_SEEDS = {
     "incarnation": 1000,
     "epoch": 1000,
     "same-weights": 10,
-    "survived": 6000,
+    "survived": 400,
     "set-aside": 10,
 }
 """Seeds within which an earlier simulation of the protocol noticed; incarnation and epoch are rare and have directed tests. The last three

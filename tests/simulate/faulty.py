@@ -3,12 +3,10 @@
 from typing import Any
 
 from atoll.control import Coordinator, Feeder, Worker
-from atoll.control.decision import Choice, choose
 from atoll.control.kernels import Kernels
 from atoll.control.membership import Member
 from atoll.control.messages import Ack, Attempt, Backward, Committed, FetchState, Forward, Manifest, Order, Round, StateChunk, SumPart, View
-from atoll.control.reduction import Reduction, SumSection
-from atoll.control.reduction_round import ReductionRound
+from atoll.control.reduction import Choice, Reduction, ReductionRound, SumSection, choose
 from atoll.control.state_transfer import Fetch, StateDonor
 from atoll.control.worker_state import NEVER, Buffer, Buffers
 from atoll.simulate.swarm import SwarmRoles

@@ -9,9 +9,8 @@ import pytest
 from atoll.control.checkpoint_schedule import CheckpointRound
 from atoll.control.coordinator import Coordinator
 from atoll.control.journal import replay
-from atoll.control.membership import Member, Members
+from atoll.control.membership import Member, Members, StageMoves
 from atoll.control.messages import WorkerBeat
-from atoll.control.stage_moves import StageMoves
 from atoll.simulate.arithmetic import reference
 from atoll.simulate.faults import draw_scenario
 from atoll.simulate.fuzz import run_scenario

@@ -23,8 +23,7 @@ from atoll.events import (
     StepRepaired,
 )
 from atoll.plan import parse_plan
-from atoll.runtime.modes.swarm.measured import MEMBERS, KernelTimes, Measured
-from atoll.runtime.modes.swarm.report import SwarmReport, tell_swarm
+from atoll.runtime.modes.swarm.report import MEMBERS, KernelTimes, Measured, SwarmReport, tell_swarm
 from atoll.runtime.modes.swarm.report_view import swarm_section
 from atoll.runtime.report import Compared, figures
 from atoll.runtime.run_directory import RunDirectory, RunSettings

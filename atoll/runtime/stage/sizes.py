@@ -113,6 +113,11 @@ class Sizes:
             self._known[key] = tuple(self.number(size, binding) for size in crossing.shape)
         return self._known[key]
 
+    def leaf_shape(self, name: str, binding: Binding) -> tuple[int, ...] | None:
+        """The shape of one of the batch's leaves; None where it is no tensor."""
+        shape = self._shapes.get(name)
+        return None if shape is None else tuple(self.number(size, binding) for size in shape)
+
     def number(self, expression: Any, binding: Binding) -> int:
         """A size, or a number that is computed from sizes."""
         if isinstance(expression, (int, float, bool)):

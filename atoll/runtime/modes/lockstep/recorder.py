@@ -343,6 +343,6 @@ class MeasuredFile:
         names = {rank.rank: f"rank {rank.rank} {rank.device}" for rank in ranks}
         with suppress(OSError):
             self._directory.write("trace.json", msgspec.json.encode(chrome_trace(executed_spans(ranks), names)))
-            cluster = load_cluster(self._directory.cluster) if self._directory.cluster.exists() else None
+            cluster = self._directory.load_cluster()
             if cluster is not None and cluster.name == self._layout.plan.cluster:
                 self._directory.write("calibration.json", calibrate(graph, cluster, self._layout.plan, ranks).to_json())

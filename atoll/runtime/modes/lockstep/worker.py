@@ -11,7 +11,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from atoll.cluster import Cluster
+from atoll.cluster import Cluster, load_cluster
 from atoll.cluster.memory import keep_freed_memory
 from atoll.cost import Evaluator
 from atoll.cost.evaluate import DEFAULT_BUCKET_BYTES, bucket_bytes

@@ -1,4 +1,4 @@
-"""Coding: activations and their gradients in fewer bytes on slow links. What is summed into weights' gradients and states travels as it is.
+"""Compression: activations and their gradients in fewer bytes on slow links. Sums and states travel as they are.
 
 A tensor in a payload becomes a header and the parts that follow it; who receives needs no settings, since the header says everything.
 """

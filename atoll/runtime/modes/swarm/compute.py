@@ -40,7 +40,18 @@ from atoll.runtime.stage.shard_spec import ShardSpec
 from atoll.runtime.stage.sizes import Sizes
 from atoll.runtime.stage.state import InitialState, unread_names, unread_state
 
-__all__ = ["CPU", "Contribution", "StageCompute", "StageState", "Sum", "chunk_range", "programs_of", "stage_names", "tied_parameters"]
+__all__ = [
+    "CPU",
+    "Contribution",
+    "DividedJob",
+    "StageCompute",
+    "StageState",
+    "Sum",
+    "chunk_range",
+    "programs_of",
+    "stage_names",
+    "tied_parameters",
+]
 
 Result = TypeVar("Result")
 _BLOCK = 4096
@@ -92,33 +103,36 @@ Contribution = list[Tensor | None]
 """A micro-batch's gradients, in the order of the stage's parameters."""
 
 
-class StageCompute:
-    """What `atoll.control.Worker` computes with. `bounds` are the stages' first layers and the end of the last.
+@dataclass(frozen=True)
+class DividedJob:
+    """A job, how it is cut into stages and micro-batches, and what all of a process that compute for it share.
 
     Of stages that `recompute` says it of, layers' activations are not kept: backward runs every layer again, all but the model's last one.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        captured: Captured,
-        bounds: Sequence[int],
-        *,
-        chunks: int,
-        micro_batches: Sequence[tuple[int, int]],
-        generators: threading.Lock,
-        staleness: int = 0,
-        recompute: Sequence[bool] = (),
-        device: torch.device = CPU,
-    ) -> None:
-        self._staleness = staleness
-        self._recompute = recompute or [False] * (len(bounds) - 1)
+    job: Job
+    captured: Captured
+    bounds: Sequence[int]  # the stages' first layers and the end of the last
+    micro_batches: Sequence[tuple[int, int]]  # first sample and end of each, in the global batch
+    generators: threading.Lock  # held while somebody of this process seeds the global generators and draws from them
+    chunks: int = 1
+    staleness: int = 0
+    recompute: Sequence[bool] = ()
+
+
+class StageCompute:
+    """What `atoll.control.Worker` computes with, on one device."""
+
+    def __init__(self, divided: DividedJob, device: torch.device = CPU) -> None:
+        job, captured, bounds = divided.job, divided.captured, divided.bounds
+        self._staleness = divided.staleness
+        self._recompute = divided.recompute or [False] * (len(bounds) - 1)
         self.pace: Pace | None = None  # where speeds are imposed
         self.loss_is_mean = False  # of the last micro-batch
-        self._job, self._captured, self._bounds, self._chunks = job, captured, bounds, chunks
-        self._generators = generators  # held while somebody of this process seeds the global generators and draws from them
-        self._drawing: AbstractContextManager[Any] = generators  # around kernels that draw
-        self._micro_batches = micro_batches  # first sample and end of each, in the global batch
+        self._job, self._captured, self._bounds, self._chunks = job, captured, bounds, divided.chunks
+        self._generators = divided.generators
+        self._drawing: AbstractContextManager[Any] = divided.generators  # around kernels that draw
+        self._micro_batches = divided.micro_batches
         self._programs = programs_of(captured, bounds)
         self._leaves = leaves_from(self._programs)
         self._sizes, self._key = Sizes(captured), DrawKey(job.seed)

@@ -1,17 +1,20 @@
-"""Coordinating: the process that keeps a swarm's journal, tells its members what to do and writes the run's directory.
+"""The process that keeps a swarm's journal, tells its members what to do, writes the run's directory and has checkpoints evaluated.
 
-It may be killed at any moment and started again on the same directory: members find it at the same address and go on.
+It may be killed at any moment and started again on the same directory: members find it at the same address and go on. Evaluation runs in a
+process of its own, which holds the whole model: whatever happens to it costs the workers nothing.
 """
 
 import asyncio
 import errno
 import os
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
+import torch
 
 from atoll.control.coordinator import Coordinator
 from atoll.control.journal import FencedError, Record, replay
@@ -22,6 +25,7 @@ from atoll.errors import CheckpointError, JobFailedError
 from atoll.events import (
     AnyEvent,
     CheckpointFailed,
+    Evaluated,
     EvaluationFailed,
     EventLog,
     Note,
@@ -37,21 +41,20 @@ from atoll.fabric.security import Authority, serve
 from atoll.job import Job
 from atoll.plan.modes.swarm import SwarmOptions
 from atoll.runtime.checkpoint.directory import step_path
-from atoll.runtime.evaluation import evaluates_after
-from atoll.runtime.modes.swarm.clock import LoopClock
-from atoll.runtime.modes.swarm.evaluation import evaluate_elsewhere
+from atoll.runtime.checkpoint.manifest import MODEL
+from atoll.runtime.checkpoint.state_file import BUFFER, StateReader, cut
+from atoll.runtime.evaluation import evaluate, evaluates_after
 from atoll.runtime.modes.swarm.events import StartupProgress, SwarmEvents
 from atoll.runtime.modes.swarm.files import CheckpointFiles, CheckpointService, FileJournal, Key, States
 from atoll.runtime.modes.swarm.jetstream import JetStream, connect_jetstream
 from atoll.runtime.modes.swarm.measurement import MeasureService
 from atoll.runtime.modes.swarm.resume import all_stored, complete_checkpoint, is_complete, last_states
-from atoll.runtime.modes.swarm.run_files import JOURNAL, STATES, STOP, Start, read_start, since_start
-from atoll.runtime.modes.swarm.spec import JobService, SwarmSpec
-from atoll.runtime.modes.swarm.transport import COORDINATOR, Directory, FabricTransport, SwarmService
+from atoll.runtime.modes.swarm.spec import JOURNAL, STATES, STOP, JobService, Start, SwarmSpec, read_start, since_start
+from atoll.runtime.modes.swarm.transport import COORDINATOR, Directory, FabricTransport, LoopClock, SwarmService
 from atoll.runtime.nonfinite import refused_step
 from atoll.runtime.run_directory import RunDirectory
 
-__all__ = ["coordinate"]
+__all__ = ["coordinate", "evaluate_elsewhere", "evaluate_state"]
 
 _MEASURES_SECONDS = 3.0  # between two writings of what workers measured
 _LINKS_SECONDS = 10.0  # between two events that say what went over links
@@ -393,3 +396,34 @@ class _Coordinating:
             seconds=self._now() - self._start.at_seconds,
             loss=losses.get(version - 1),
         )
+
+
+def evaluate_state(directory: RunDirectory, job: Job, step: int) -> Evaluated:
+    """In the process of its own."""
+    torch.set_num_threads(1)
+    model = job.build_model("cpu")
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    try:
+        saved = StateReader(cut(step_path(directory.checkpoints, step), named))
+    except CheckpointError as error:
+        raise JobFailedError(f"the checkpoint of step {step} is not there any more ({error})") from error
+    for name, value in named.items():
+        for key in (MODEL + name, BUFFER + name):
+            if key in saved:
+                saved.fill(key, value)
+    dataset = job.eval_dataset
+    assert dataset is not None
+    return evaluate(job, model, torch.device("cpu"), step, dataset)
+
+
+async def evaluate_elsewhere(directory: RunDirectory, step: int) -> Evaluated:
+    """Starts that process and waits for what it found; JobFailedError with its sentence if it found nothing."""
+    command = [sys.executable, "-m", "atoll.cli.swarm_process", "evaluate", str(directory.path.resolve())]
+    process = await asyncio.create_subprocess_exec(
+        *command, str(step), "evaluation", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, complaints = await process.communicate()
+    if process.returncode:
+        said = complaints.decode(errors="replace").strip().splitlines()
+        raise JobFailedError(said[-1].removeprefix("error: evaluation: ") if said else f"it ended with {process.returncode}")
+    return msgspec.json.decode(out.splitlines()[-1], type=Evaluated)

@@ -8,22 +8,20 @@ ways.
 """
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from atoll.control.messages import Committed
-from atoll.graph.capture import Captured
-from atoll.job import Job
 from atoll.runtime.activations import Activations, activations_of
 from atoll.runtime.executor import WorkItem
 from atoll.runtime.imposed_speed import Pace
-from atoll.runtime.modes.swarm.compute import Contribution, StageCompute, StageState, programs_of
-from atoll.runtime.modes.swarm.pieces import Pieces, Range, divided
+from atoll.runtime.modes.swarm.compute import Contribution, DividedJob, StageCompute, StageState, programs_of
+from atoll.runtime.modes.swarm.micro_batches import Pieces, Range, divided
 from atoll.runtime.stage.rng import Draw
 from atoll.runtime.stage.row_draws import Rows, draws_by_rows, why_rows_cannot_draw
 
@@ -37,20 +35,9 @@ _TOLERANCES = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 1e-2}
 class Lane(StageCompute):
     """One device of a group: computes its pieces of micro-batches, with the weights of the group's first device."""
 
-    def __init__(
-        self,
-        job: Job,
-        captured: Captured,
-        bounds: Sequence[int],
-        *,
-        micro_batches: Sequence[Range],
-        pieces: Sequence[Range],
-        generators: threading.Lock,
-        recompute: Sequence[bool],
-        device: torch.device,
-    ) -> None:
-        super().__init__(job, captured, bounds, chunks=1, micro_batches=pieces, generators=generators, recompute=recompute, device=device)
-        self._wholes, self._rows = micro_batches, Rows()
+    def __init__(self, whole: DividedJob, pieces: Sequence[Range], device: torch.device) -> None:
+        super().__init__(replace(whole, micro_batches=pieces, chunks=1, staleness=0), device)
+        self._wholes, self._rows = whole.micro_batches, Rows()
         self._drawing = nullcontext()  # every draw holds the lock by itself, so that devices do not wait for each other's whole stage
         self._copy: StageState | None = None
         self._copied = -1
@@ -111,47 +98,21 @@ class GroupCompute:
 
     def __init__(
         self,
-        job: Job,
-        captured: Captured,
-        bounds: Sequence[int],
-        *,
-        chunks: int,
-        micro_batches: Sequence[Range],
-        generators: threading.Lock,
-        staleness: int = 0,
-        recompute: Sequence[bool] = (),
+        job: DividedJob,
         devices: Sequence[torch.device],
         shares: Sequence[int] = (),
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._whole = whole = StageCompute(
-            *(job, captured, bounds),
-            chunks=chunks,
-            micro_batches=micro_batches,
-            generators=generators,
-            staleness=staleness,
-            recompute=recompute,
-            device=devices[0],
-        )
-        rows = divided(micro_batches, shares or [1] * len(devices))
-        self._lanes = [
-            Lane(
-                *(job, captured, bounds),
-                micro_batches=micro_batches,
-                pieces=pieces,
-                generators=generators,
-                recompute=recompute,
-                device=device,
-            )
-            for device, pieces in zip(devices, rows, strict=True)
-        ]
-        self._wholes, self._divided, self._say = micro_batches, rows, say
-        programs = programs_of(captured, bounds)
-        self._pieces = Pieces(captured, programs)
+        self._whole = whole = StageCompute(job, devices[0])
+        rows = divided(job.micro_batches, shares or [1] * len(devices))
+        self._lanes = [Lane(job, pieces, device) for device, pieces in zip(devices, rows, strict=True)]
+        self._wholes, self._divided, self._say = job.micro_batches, rows, say
+        programs = programs_of(job.captured, job.bounds)
+        self._pieces = Pieces(job.captured, programs)
         self._why_not = [
             self._pieces.why_not(stage) or why_rows_cannot_draw(program, self._pieces.sizes) for stage, program in enumerate(programs)
         ]
-        self._tolerance = _TOLERANCES[job.precision]
+        self._tolerance = _TOLERANCES[job.job.precision]
         self._tried: set[tuple[int, int]] = set()  # stage and samples of a micro-batch that was computed both ways
         self._told: set[int] = set()
         self._copies: list[StageState] = []

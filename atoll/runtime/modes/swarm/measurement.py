@@ -1,4 +1,4 @@
-"""Measuring: what a worker has done, what it received from whom, and how long it took to be of use; the coordinator writes it down."""
+"""Measurement: what a worker has done, what it received from whom, and how long it took to be of use; the coordinator writes it down."""
 
 import time
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from atoll.control.worker import Worker
 from atoll.errors import RefusedError
 from atoll.events import CodecChosen, LinksMeasured, LinkUse, Note, Observer, StateFetched, Warned
 from atoll.fabric.service import CallingPeer, allowed
-from atoll.runtime.modes.swarm.measured import MEMBERS, KernelTimes, Measured, read_members
+from atoll.runtime.modes.swarm.report import MEMBERS, KernelTimes, Measured, read_members
 from atoll.runtime.modes.swarm.transport import COORDINATOR, speaks_for
 from atoll.runtime.run_directory import RunDirectory
 from atoll.units import format_seconds

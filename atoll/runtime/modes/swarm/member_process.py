@@ -1,4 +1,4 @@
-"""Taking part: the process of a worker or a feeder, from its credentials to the end of the run."""
+"""The process of a worker or a feeder, from its credentials to the end of the run."""
 
 import asyncio
 import random
@@ -41,17 +41,15 @@ from atoll.fabric.security import Credentials, RunMember
 from atoll.graph.capture import Captured, capture_program
 from atoll.job import Job
 from atoll.runtime.imposed_speed import Imposed, Pace, pace_of_worker
-from atoll.runtime.modes.swarm.clock import LoopClock
 from atoll.runtime.modes.swarm.compression import Compression, PlannedCompression, compression_of
-from atoll.runtime.modes.swarm.compute import StageCompute, programs_of, stage_names
-from atoll.runtime.modes.swarm.data_loader import SampleFeed
+from atoll.runtime.modes.swarm.compute import DividedJob, StageCompute, programs_of, stage_names
 from atoll.runtime.modes.swarm.files import RemoteCheckpoints
 from atoll.runtime.modes.swarm.group import GroupCompute
-from atoll.runtime.modes.swarm.measured import Measured
 from atoll.runtime.modes.swarm.measurement import Account, MeasureService, Measuring
-from atoll.runtime.modes.swarm.own_devices import OwnDevices
-from atoll.runtime.modes.swarm.spec import SwarmSpec
-from atoll.runtime.modes.swarm.transport import COORDINATOR, Directory, FabricTransport, Inboxes, PeerAddress, SwarmService
+from atoll.runtime.modes.swarm.micro_batches import SampleFeed, TensorChecks
+from atoll.runtime.modes.swarm.report import Measured
+from atoll.runtime.modes.swarm.spec import OwnDevices, SwarmSpec
+from atoll.runtime.modes.swarm.transport import COORDINATOR, Directory, FabricTransport, Inboxes, LoopClock, PeerAddress, SwarmService
 from atoll.units import format_seconds, plural
 
 __all__ = ["Ending", "check_divisible", "check_hosted", "ending_of", "own_hosts", "run_member"]
@@ -201,9 +199,10 @@ class _Process:
             await asyncio.to_thread(member.close)
 
     def _member(self, arrived: Callable[[str, Message], None]) -> RunMember:
+        checks = TensorChecks(self.captured, programs_of(self.captured, self.spec.bounds))
         return RunMember(
             self.credentials,
-            services=[SwarmService(arrived, self.spec.settings)],
+            services=[SwarmService(arrived, self.spec.settings, checks.why_unfit)],
             fingerprint=self.spec.fingerprint,
             observer=self._observer,
             backoff=_PEERS,
@@ -289,30 +288,18 @@ class _Process:
 
     def _compute(self, generators: threading.Lock) -> StageCompute | GroupCompute:
         spec, devices = self.spec, self._devices.find()
+        divided = DividedJob(
+            *(self.job, self.captured, spec.bounds, spec.micro_batches, generators),
+            chunks=spec.settings.chunks,
+            staleness=spec.settings.staleness,
+            recompute=spec.recompute,
+        )
         if len(devices) == 1:
-            compute = StageCompute(
-                *(self.job, self.captured, spec.bounds),
-                chunks=spec.settings.chunks,
-                micro_batches=spec.micro_batches,
-                generators=generators,
-                staleness=spec.settings.staleness,
-                recompute=spec.recompute,
-                device=devices[0],
-            )
+            compute = StageCompute(divided, devices[0])
             if self._imposed is not None:
                 compute.pace = self._pace(0, spec.micro_batches)
             return compute
-        group = GroupCompute(
-            *(self.job, self.captured, spec.bounds),
-            chunks=spec.settings.chunks,
-            micro_batches=spec.micro_batches,
-            generators=generators,
-            staleness=spec.settings.staleness,
-            recompute=spec.recompute,
-            devices=devices,
-            shares=self._devices.shares,
-            say=self._warn,
-        )
+        group = GroupCompute(divided, devices, self._devices.shares, self._warn)
         if self._imposed is not None:
             group.impose(self._pace)
         return group

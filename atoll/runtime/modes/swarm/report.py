@@ -1,4 +1,7 @@
-"""The report of a swarm: who came and went, what each stage and each link did, and what had to be done again. Read without PyTorch."""
+"""The report of a swarm: who came and went, what each stage and each link did, and what had to be done again.
+
+From its events and from what workers say of themselves. Read without PyTorch.
+"""
 
 import math
 from collections import Counter
@@ -7,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from atoll.control.multi_stage import process_of
+from atoll.control.settings import BACKWARD_WORK
 from atoll.cost import Cost
 from atoll.events import (
     AnyEvent,
@@ -20,10 +24,64 @@ from atoll.events import (
     StepRepaired,
     steps_after_the_first,
 )
-from atoll.runtime.modes.swarm.measured import KernelTimes, Measured
 from atoll.runtime.report import Compared
+from atoll.runtime.run_directory import RunDirectory
 
-__all__ = ["MemberReport", "SwarmLinkReport", "SwarmReport", "SwarmStageReport", "tell_swarm"]
+__all__ = [
+    "MEMBERS",
+    "KernelTimes",
+    "Measured",
+    "MemberReport",
+    "SwarmLinkReport",
+    "SwarmReport",
+    "SwarmStageReport",
+    "read_members",
+    "tell_swarm",
+]
+
+MEMBERS = "measured/swarm.json"
+
+
+class KernelTimes(msgspec.Struct):
+    """What a worker computed on one stage. The last stage does forward and backward in one, a turn."""
+
+    forwards: int = 0
+    forward_seconds: float = 0.0
+    backwards: int = 0
+    backward_seconds: float = 0.0
+    turns: int = 0
+    turn_seconds: float = 0.0
+
+    def add(self, work: float, seconds: float) -> None:
+        """One more kernel, by what it counts as."""
+        if work > BACKWARD_WORK:
+            self.turns, self.turn_seconds = self.turns + 1, self.turn_seconds + seconds
+        elif work == BACKWARD_WORK:
+            self.backwards, self.backward_seconds = self.backwards + 1, self.backward_seconds + seconds
+        else:
+            self.forwards, self.forward_seconds = self.forwards + 1, self.forward_seconds + seconds
+
+
+class Measured(msgspec.Struct, kw_only=True):
+    """What one worker says of itself, from its start until now."""
+
+    seconds: float = 0.0  # since it was connected
+    kernels: dict[int, KernelTimes] = msgspec.field(default_factory=dict)  # by stage
+    received_bytes: dict[str, int] = msgspec.field(default_factory=dict)  # by peer
+    received_bytes_per_s: dict[str, float] = msgspec.field(default_factory=dict)  # by peer, while something was on its way
+    round_trip_seconds: dict[str, float] = msgspec.field(default_factory=dict)
+    state_bytes: int = 0  # of the first state it had
+    state_seconds: float | None = None  # from being connected until it had a state
+    work_seconds: float | None = None  # and until its first kernel was done
+
+
+def read_members(directory: RunDirectory) -> dict[str, Measured]:
+    """What was written; empty where nothing readable is."""
+    try:
+        return msgspec.json.decode((directory.path / MEMBERS).read_bytes(), type=dict[str, Measured])
+    except (OSError, msgspec.DecodeError):
+        return {}
+
 
 _MOST_LINKS = 24
 

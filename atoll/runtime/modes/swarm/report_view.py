@@ -7,8 +7,7 @@ import msgspec
 
 from atoll.errors import AtollError
 from atoll.events import read_events
-from atoll.runtime.modes.swarm.measured import read_members
-from atoll.runtime.modes.swarm.report import SwarmReport, tell_swarm
+from atoll.runtime.modes.swarm.report import SwarmReport, read_members, tell_swarm
 from atoll.runtime.report import ModeReport, ReportSection, ReportTable, RunSummary, figures, read_prediction
 from atoll.runtime.run_directory import RunDirectory
 from atoll.units import format_bytes, format_clock, format_rate, format_seconds, plural

@@ -20,8 +20,7 @@ from atoll.runtime.checkpoint.manifest import RunIdentity, read_manifest, read_s
 from atoll.runtime.checkpoint.state_file import WholeCheckpoint, assemble_checkpoint, newest_whole
 from atoll.runtime.modes.swarm.files import CheckpointFiles, FileJournal, Key, States
 from atoll.runtime.modes.swarm.jetstream import connect_jetstream
-from atoll.runtime.modes.swarm.run_files import JOURNAL, STATES, read_start
-from atoll.runtime.modes.swarm.spec import SwarmSpec
+from atoll.runtime.modes.swarm.spec import JOURNAL, STATES, SwarmSpec, read_start
 from atoll.runtime.run_directory import RunDirectory
 
 __all__ = [

@@ -72,8 +72,7 @@ class SwarmRuntime:
 
     def launch(self, run: RunContext) -> RunOutcome:
         """Starts the swarm, or goes on with one that was begun, and waits for its end."""
-        from atoll.runtime.modes.swarm.own_devices import planned_workers
-        from atoll.runtime.modes.swarm.run_files import JOURNAL, read_start, write_spec, write_start
+        from atoll.runtime.modes.swarm.spec import JOURNAL, planned_workers, read_start, write_spec, write_start
         from atoll.runtime.modes.swarm.supervisor import SwarmProcesses, free_address
 
         options, spec, directory = _own(run.options), _spec(run), run.directory

@@ -1,27 +1,57 @@
-"""Spec: what somebody who joins a swarm must know of the job. The coordinator tells it to members only."""
+"""What the processes of a swarm must know of the run: the job and how it is divided, which the coordinator tells to members only; which of
+its machine's devices a worker has; and the files by which a coordinator started in another's place goes on.
+"""
 
+import math
+import os
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 
 from atoll.cluster import Cluster
 from atoll.cluster.cluster import host_index
 from atoll.control.settings import Settings
+from atoll.errors import AtollError
+from atoll.events import AnyEvent, RunStarted
 from atoll.fabric.fingerprint import job_fingerprint
 from atoll.fabric.service import CallingPeer, allowed
 from atoll.job import Job
-from atoll.plan import Plan
+from atoll.plan import Plan, Replica
 from atoll.plan.link_codecs import PlanCodecs
+from atoll.runtime.run_directory import RunDirectory, with_checksum
 from atoll.script import load_job
+from atoll.units import plural
 
 if TYPE_CHECKING:
     from atoll.graph.capture import Captured
     from atoll.runtime.stage.program import StageProgram
 
-__all__ = ["JobService", "Nothing", "SwarmSpec", "bounds_of", "load_spec_job", "spec_of"]
+__all__ = [
+    "JOURNAL",
+    "STATES",
+    "STOP",
+    "JobService",
+    "Nothing",
+    "OwnDevices",
+    "Start",
+    "SwarmSpec",
+    "bounds_of",
+    "check_devices",
+    "devices_here",
+    "load_spec_job",
+    "planned_workers",
+    "read_spec",
+    "read_start",
+    "since_start",
+    "spec_of",
+    "write_spec",
+    "write_start",
+]
 
 _CHUNK_BYTES = 1 << 20  # about what a part of a stage's gradient weighs: few large ones would leave the links of most members unused
 _MOST_CHUNKS = 64
@@ -115,8 +145,6 @@ def spec_of(
 
 
 def _sites(plan: Plan, cluster: Cluster | None) -> tuple[str, ...]:
-    from atoll.runtime.modes.swarm.own_devices import planned_workers  # it loads PyTorch
-
     assert cluster is not None, "a plan with codecs has its cluster"
     return tuple(host_index(cluster)[host].site for host, _ in planned_workers(plan))
 
@@ -142,3 +170,116 @@ def load_spec_job(spec: SwarmSpec) -> Job:
         path = Path(folder) / spec.script_name
         path.write_text(spec.script, "utf-8")
         return load_job(path, spec.arguments)
+
+
+class OwnDevices(msgspec.Struct, frozen=True):
+    """A worker's devices, by their numbers on its machine, how it divides samples among them, and how many stages it hosts on them.
+
+    `planned` are the stages a plan means them for; without a plan the coordinator says which.
+    """
+
+    numbers: tuple[int, ...] = (0,)
+    shares: tuple[int, ...] = ()  # in proportion to these; equally if not given
+    stages: int = 1
+    planned: tuple[int, ...] = ()
+
+    def find(self) -> list[torch.device]:
+        """This machine's accelerators of these numbers, or so many times its processor where it has none."""
+        if not torch.accelerator.is_available():
+            return [torch.device("cpu")] * len(self.numbers)
+        there, kind = torch.accelerator.device_count(), torch.accelerator.current_accelerator()
+        assert kind is not None
+        if max(self.numbers) >= there:
+            raise AtollError(f"device {max(self.numbers)} was asked for (they count from 0); this machine has {there} of kind {kind.type}")
+        return [torch.device(kind.type, number) for number in self.numbers]
+
+
+def devices_here() -> tuple[int, str]:
+    """How many devices this machine has and what they are called: its accelerators, or the cores it may use."""
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        return torch.accelerator.device_count(), kind.type
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, "core"
+
+
+def check_devices(asked: int, there: int, kind: str) -> str | None:
+    """What to warn of where so many devices are asked for; None where they are there. AtollError where they cannot be had (cores can)."""
+    if asked <= there:
+        return None
+    if kind != "core":
+        raise AtollError(f"--devices {asked}: this machine has {there} of kind {kind}; ask for as many or fewer")
+    return (
+        f"--devices {asked}: this machine has {plural(there, 'core')}, which they share: --devices {there} is as fast and takes less memory"
+    )
+
+
+def planned_workers(plan: Plan) -> list[tuple[str, OwnDevices]]:
+    """A worker for every replica of a plan that a swarm can run: its host and devices. Replicas of the same devices are one worker's."""
+    hosted: dict[tuple[str, ...], list[tuple[int, Replica]]] = {}
+    for number, stage in enumerate(plan.stages):
+        for replica in stage.replicas:
+            hosted.setdefault(replica.devices, []).append((number, replica))
+    return [(_host(devices[0]), _own(rows[0][1], tuple(number for number, _ in rows))) for devices, rows in hosted.items()]
+
+
+def _own(replica: Replica, planned: tuple[int, ...]) -> OwnDevices:
+    words = [device.rpartition("/")[2] for device in replica.devices]
+    numbers = tuple(int(word) if word.isdecimal() else index for index, word in enumerate(words))
+    common = math.gcd(*replica.samples) or 1
+    shares = tuple(samples // common for samples in replica.samples)
+    return OwnDevices(numbers, shares if len(set(shares)) > 1 else (), len(planned), planned)
+
+
+def _host(device: str) -> str:
+    return device.rpartition("/")[0]
+
+
+JOURNAL = "journal.jsonl"
+STATES = "swarm"
+STOP = "stop"  # a file of this name asks the coordinator to end the run after a checkpoint
+_SPEC = "swarm.json"
+_START = "started.json"
+
+
+class Start(msgspec.Struct, frozen=True):
+    """When `atoll run` was last started, so that every coordinator of this start tells the same time."""
+
+    at_seconds: float  # the run's own time then
+    unix_seconds: float
+    address: str  # where the coordinator listens
+    number: int = 0  # how often it was started before
+    workers: int = 0  # that were started with it, one for every stage a process hosts
+
+
+def write_spec(directory: RunDirectory, spec: SwarmSpec) -> None:
+    """For the coordinator's process, and for one started in its place."""
+    directory.write(_SPEC, with_checksum(msgspec.json.format(msgspec.json.encode(spec), indent=1)))
+
+
+def read_spec(path: Path) -> SwarmSpec:
+    """What was written."""
+    return RunDirectory(path).read_as(_SPEC, SwarmSpec)
+
+
+def write_start(directory: RunDirectory, address: str, workers: int = 0) -> Start:
+    """The run is started now, for the first time or again."""
+    before = read_start(directory)
+    number = before.number + 1 if before is not None else 0
+    start = Start(directory.last_moment(), time.time(), address, number, workers)
+    directory.write(_START, with_checksum(msgspec.json.encode(start)))
+    return start
+
+
+def read_start(directory: RunDirectory) -> Start | None:
+    """What was written; None where nothing was."""
+    return directory.read_as(_START, Start) if (directory.path / _START).exists() else None
+
+
+def since_start(events: Sequence[AnyEvent], start: Start) -> Sequence[AnyEvent]:
+    """What was told since then, by whoever coordinated; nothing where nobody has told of that start."""
+    for index in range(len(events) - 1, -1, -1):
+        event = events[index]
+        if isinstance(event, RunStarted):
+            return events[index:] if event.unix_seconds >= start.unix_seconds else ()
+    return ()

@@ -17,8 +17,7 @@ from atoll.errors import AtollError, JobFailedError
 from atoll.events import Note, Observer, StopRequested
 from atoll.fabric.address import split_address
 from atoll.fabric.security import Authority
-from atoll.runtime.modes.swarm.own_devices import OwnDevices
-from atoll.runtime.modes.swarm.run_files import STOP
+from atoll.runtime.modes.swarm.spec import STOP, OwnDevices
 from atoll.runtime.supervise.hosts import ProcessHost, ProcessSpec, ThisMachine
 from atoll.runtime.supervise.supervisor import INTERRUPTED, Supervisor
 

@@ -1,4 +1,5 @@
-"""Transport: the swarm's messages over the fabric. Who is where is found in a directory that the coordinator keeps.
+"""The protocol's world on asyncio and the fabric: its clock, and messages between members, who find each other in a directory that the
+coordinator keeps.
 
 A message that cannot be sent is lost, as the protocol expects. Nobody can speak for another: a message that names its sender must come from
 the member whose certificate has that name, and roles send only what is theirs to send. A process that hosts several stages is one member
@@ -6,8 +7,9 @@ and speaks for all its workers; what they tell each other stays in memory.
 """
 
 import asyncio
-from collections.abc import Callable
-from typing import TypeAlias, cast
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeAlias, cast
 
 import msgspec
 
@@ -45,11 +47,68 @@ __all__ = [
     "FabricTransport",
     "Inboxes",
     "Letter",
+    "LoopClock",
+    "LoopMailbox",
     "PeerAddress",
     "SwarmService",
     "check_sender",
     "speaks_for",
 ]
+
+
+class LoopMailbox:
+    """Things put in are taken out in order, by one taker. Only for the loop's own thread."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()
+
+    def put(self, item: Any) -> None:
+        """Never waits."""
+        self._queue.put_nowait(item)
+
+    async def take(self) -> Any:
+        """The oldest thing, as soon as there is one."""
+        return await self._queue.get()
+
+
+class LoopClock:
+    """The clock of one process; what it spawned ends with `close`. `failed` is told of what ends in an error."""
+
+    def __init__(self, failed: Callable[[BaseException], None]) -> None:
+        self._failed = failed
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def now(self) -> float:
+        """Seconds that never go back."""
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        """Comes back after so long, or later."""
+        await asyncio.sleep(seconds)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs beside everything else of this process and ends with it."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def mailbox(self) -> LoopMailbox:
+        """A new, empty one."""
+        return LoopMailbox()
+
+    async def close(self) -> None:
+        """Ends everything spawned."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._failed(error)
+
 
 COORDINATOR = "coordinator"
 _MOST_WAITING = 4096  # messages on their way to one peer; more are lost
@@ -114,20 +173,30 @@ class Letter(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SwarmService:
-    """Where messages arrive. `arrived` is called in the fabric's loop with whom a message is for and the message."""
+    """Where messages arrive. `arrived` is called in the fabric's loop with whom a message is for and the message; `why_unfit` says what is
+    wrong with the tensors in it. What cannot be meant is refused, which is an event that names the member who sent it.
+    """
 
-    def __init__(self, arrived: Callable[[str, Message], None], settings: Settings) -> None:
-        self._arrived, self._settings = arrived, settings
+    def __init__(
+        self,
+        arrived: Callable[[str, Message], None],
+        settings: Settings,
+        why_unfit: Callable[[Message], str | None] = lambda message: None,
+    ) -> None:
+        self._arrived, self._settings, self._why_unfit = arrived, settings, why_unfit
 
     @allowed("coordinator", "feeder", "worker")
     async def deliver(self, letter: Letter, peer: CallingPeer) -> None:
         """One message; that it was taken means nothing more."""
-        message = letter.message
+        message: Message = letter.message
         check_sender(message, peer.name, peer.role)
         unsound = why_unsound(message, self._settings)
+        if unsound is None:
+            message = await asyncio.to_thread(decompressed, message) if is_compressed(message) else message
+            unsound = self._why_unfit(message)
         if unsound is not None:
             raise RefusedError(f"{peer.name} sent a {type(message).__name__} that cannot be meant: {unsound}")
-        self._arrived(letter.to, await asyncio.to_thread(decompressed, message) if is_compressed(message) else message)
+        self._arrived(letter.to, message)
 
 
 class Inboxes:

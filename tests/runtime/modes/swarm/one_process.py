@@ -20,12 +20,11 @@ from atoll.control.worker import Worker
 from atoll.control.world import SwarmProcess, Transport
 from atoll.fabric.payload import decode_payload, encode_payload
 from atoll.graph.capture import capture_program
-from atoll.runtime.modes.swarm.clock import LoopClock
-from atoll.runtime.modes.swarm.compute import CPU, StageCompute, programs_of
-from atoll.runtime.modes.swarm.data_loader import SampleFeed
+from atoll.runtime.modes.swarm.compute import CPU, DividedJob, StageCompute, programs_of
 from atoll.runtime.modes.swarm.files import state_digest
 from atoll.runtime.modes.swarm.group import GroupCompute
-from atoll.runtime.modes.swarm.transport import AnyMessage, Inboxes
+from atoll.runtime.modes.swarm.micro_batches import SampleFeed, TensorChecks
+from atoll.runtime.modes.swarm.transport import AnyMessage, Inboxes, LoopClock
 
 
 class MemoryJournal:
@@ -97,6 +96,8 @@ class OneProcess:
         self.groups, self.recompute = groups or {}, recompute
         self.job, self.bounds = job, bounds
         self.captured = capture_program(job)
+        self.checks = TensorChecks(self.captured, programs_of(self.captured, bounds))
+        self.warned: list[str] = []
         size = job.batch_size
         self.micro_batches = [(start, min(start + micro_batch_size, size)) for start in range(0, size, micro_batch_size)]
         self.settings = Settings(
@@ -119,6 +120,7 @@ class OneProcess:
         if to in self.inboxes:
             payload = encode_payload(message)
             copied = decode_payload(payload.data, [tensor.clone() for tensor in payload.tensors], AnyMessage)
+            assert self.checks.why_unfit(copied) is None
             self.inboxes[to].put(copied)
 
     def _node(self, name: str) -> SwarmProcess:
@@ -147,16 +149,15 @@ class OneProcess:
     def _start(self, node: SwarmProcess, device: DeviceTurns | None) -> None:
         kind = partial(GroupCompute, devices=[CPU] * self.groups[node.name]) if node.name in self.groups else StageCompute
         compute = kind(
-            self.job,
-            self.captured,
-            self.bounds,
-            chunks=self.settings.chunks,
-            micro_batches=self.micro_batches,
-            generators=self.generators,
-            staleness=self.settings.staleness,
-            recompute=self.recompute,
+            DividedJob(
+                *(self.job, self.captured, self.bounds, self.micro_batches, self.generators),
+                chunks=self.settings.chunks,
+                staleness=self.settings.staleness,
+                recompute=self.recompute,
+            )
         )
-        worker = Worker(node, compute, MemoryAccess(self, node.name), self.settings, ("coordinator",), device=device)
+        access, warn = MemoryAccess(self, node.name), self.warned.append
+        worker = Worker(node, compute, access, self.settings, ("coordinator",), device=device, on_unsound=warn)
         self.workers[node.name], self.computes[node.name] = worker, compute
         self.tasks[node.name] = asyncio.get_running_loop().create_task(worker.run())
 

@@ -19,8 +19,8 @@ from atoll.control.settings import Settings
 from atoll.control.world import SwarmProcess
 from atoll.errors import RefusedError
 from atoll.fabric.security import Authority, RunMember, serve
-from atoll.runtime.modes.swarm.clock import LoopClock
 from atoll.runtime.modes.swarm.files import CheckpointFiles, CheckpointService, FileJournal, Key, Snapshot, state_digest
+from atoll.runtime.modes.swarm.transport import LoopClock
 
 GOOD, WRONG = torch.full((64,), 1, dtype=torch.uint8), torch.full((64,), 2, dtype=torch.uint8)
 

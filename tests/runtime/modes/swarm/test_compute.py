@@ -15,7 +15,7 @@ from atoll import Job
 from atoll.control.messages import Committed, Run
 from atoll.errors import AtollError, JobError
 from atoll.graph.capture import capture_program
-from atoll.runtime.modes.swarm.compute import StageCompute, _norm_squared, programs_of, tied_parameters
+from atoll.runtime.modes.swarm.compute import DividedJob, StageCompute, _norm_squared, programs_of, tied_parameters
 from atoll.runtime.modes.swarm.member_process import check_divisible
 from atoll.runtime.modes.swarm.staleness import check_rebindable
 
@@ -215,7 +215,7 @@ def test_a_loss_scale_is_both_where_there_was_no_staleness_before() -> None:
     it = job(precision="fp16")
     common: Any = {"chunks": 1, "micro_batches": [(0, BATCH)], "generators": threading.Lock()}
     captured = capture_program(it)
-    without, with_staleness = (StageCompute(it, captured, (0, 5), staleness=staleness, **common) for staleness in (0, 1))
+    without, with_staleness = (StageCompute(DividedJob(it, captured, (0, 5), staleness=staleness, **common)) for staleness in (0, 1))
 
     async def carried_over() -> list[float]:
         state = await without.initial(0)
@@ -233,7 +233,7 @@ def test_a_state_is_what_was_sent_whatever_was_expected(expected: tuple[int, ...
     it = job()
     captured = capture_program(it)
     common: Any = {"chunks": 3, "micro_batches": [(0, BATCH)], "generators": threading.Lock()}
-    donor, joiner = (StageCompute(it, captured, (0, 2, 5), **common) for _ in range(2))
+    donor, joiner = (StageCompute(DividedJob(it, captured, (0, 2, 5), **common)) for _ in range(2))
 
     async def fetched() -> tuple[Tensor, Tensor]:
         state = await donor.initial(1)

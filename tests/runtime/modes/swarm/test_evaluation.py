@@ -11,7 +11,7 @@ from atoll.errors import JobFailedError
 from atoll.runtime.checkpoint.manifest import MODEL, RunIdentity, SmallState
 from atoll.runtime.checkpoint.state_file import StateFile, assemble_checkpoint
 from atoll.runtime.evaluation import evaluate, evaluates_after
-from atoll.runtime.modes.swarm.evaluation import evaluate_state
+from atoll.runtime.modes.swarm.coordinator_process import evaluate_state
 from atoll.runtime.run_directory import RunDirectory
 
 from .test_compute import Data, job

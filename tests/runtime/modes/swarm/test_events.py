@@ -32,8 +32,7 @@ from atoll.events import AnyEvent, CheckpointSaved, EventLog, StepFinished, Step
 from atoll.runtime.modes.swarm.coordinator_process import _Coordinating, _Watching
 from atoll.runtime.modes.swarm.events import StartupProgress, SwarmEvents
 from atoll.runtime.modes.swarm.files import CheckpointFiles, FileJournal
-from atoll.runtime.modes.swarm.run_files import JOURNAL, STATES, write_start
-from atoll.runtime.modes.swarm.spec import SwarmSpec
+from atoll.runtime.modes.swarm.spec import JOURNAL, STATES, SwarmSpec, write_start
 from atoll.runtime.run_directory import RunDirectory
 from atoll.watch.describe import describe_event
 from atoll.watch.progress import Progress

@@ -66,6 +66,6 @@ def test_a_full_disk_is_a_sentence_and_other_errors_are_ours(tmp_path: Path, mon
             raise OSError(number, os.strerror(number))
 
         monkeypatch.setattr(coordinator_process, "_coordinate_from_files", fails)
-        monkeypatch.setattr(RunDirectory, "settings", lambda self: SimpleNamespace(nats=None))
+        monkeypatch.setattr(RunDirectory, "settings", lambda self: SimpleNamespace(options_as=lambda kind: kind()))
         with pytest.raises(expected, match=r"No (space left on device|such file)"):
             coordinator_process.coordinate(RunDirectory(tmp_path), None, None, "")  # type: ignore[arg-type]

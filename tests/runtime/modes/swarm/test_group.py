@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,10 +16,9 @@ from torch import Tensor, nn
 from atoll import Job
 from atoll.control.messages import Committed
 from atoll.graph.capture import Captured, capture_program
-from atoll.runtime.modes.swarm.compute import CPU, StageCompute, programs_of
-from atoll.runtime.modes.swarm.data_loader import SampleFeed
+from atoll.runtime.modes.swarm.compute import CPU, DividedJob, StageCompute, programs_of
 from atoll.runtime.modes.swarm.group import GroupCompute
-from atoll.runtime.modes.swarm.pieces import divided
+from atoll.runtime.modes.swarm.micro_batches import SampleFeed, divided
 
 from .one_process import OneProcess
 from .test_compute import check, job, plain
@@ -117,11 +117,10 @@ class Pair:
         lock = threading.Lock()
         self.said: list[str] = []
         stages = range(len(self.bounds) - 1)
-        common: Any = {"chunks": 2, "micro_batches": micro_batches, "generators": lock}
-        again = [recompute for _ in stages]
-        group = partial(GroupCompute, devices=[CPU] * len(shares), shares=shares, say=self.said.append, recompute=again)
-        self.singles: list[AnyCompute] = [StageCompute(self.job, captured, self.bounds, **common) for _ in stages]
-        self.groups: list[AnyCompute] = [group(self.job, captured, self.bounds, **common) for _ in stages]
+        job = DividedJob(self.job, captured, self.bounds, micro_batches, lock, chunks=2)
+        again = replace(job, recompute=[recompute for _ in stages])
+        self.singles: list[AnyCompute] = [StageCompute(job) for _ in stages]
+        self.groups: list[AnyCompute] = [GroupCompute(again, [CPU] * len(shares), shares, self.said.append) for _ in stages]
         self.feed = SampleFeed(self.job, captured, programs_of(captured, self.bounds), micro_batches, lock)
         self.micro_batches = range(len(micro_batches))
 

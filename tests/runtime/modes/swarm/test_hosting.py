@@ -14,12 +14,11 @@ from atoll.errors import AtollError, RefusedError
 from atoll.events import AnyEvent, CodecChosen, StateFetched, Warned
 from atoll.fabric.security import Authority, RunMember, serve
 from atoll.fabric.service import CallingPeer
-from atoll.runtime.modes.swarm.clock import LoopClock
-from atoll.runtime.modes.swarm.measured import Measured, read_members
 from atoll.runtime.modes.swarm.measurement import Account, MeasureService
 from atoll.runtime.modes.swarm.member_process import check_hosted
+from atoll.runtime.modes.swarm.report import Measured, read_members
 from atoll.runtime.modes.swarm.spec import SwarmSpec
-from atoll.runtime.modes.swarm.transport import Directory, FabricTransport, Inboxes, PeerAddress, SwarmService, check_sender
+from atoll.runtime.modes.swarm.transport import Directory, FabricTransport, Inboxes, LoopClock, PeerAddress, SwarmService, check_sender
 from atoll.runtime.run_directory import RunDirectory
 
 from .one_process import OneProcess

@@ -5,7 +5,7 @@ import torch
 
 from atoll.errors import AtollError, PlanError
 from atoll.plan import parse_plan, validate
-from atoll.runtime.modes.swarm.own_devices import OwnDevices, check_devices, devices_here, planned_workers
+from atoll.runtime.modes.swarm.spec import OwnDevices, check_devices, devices_here, planned_workers
 
 PLAN = """plan v1 graph=g cluster=c mode=swarm schedule=1f1b batch=16 micro_batch=4
 stage 0: layers 0-1: a/0=8 b/[2-3]=2*4

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from atoll.cli.export import export
-from atoll.runtime.modes.swarm.measured import read_members
+from atoll.runtime.modes.swarm.report import read_members
 from atoll.runtime.run_directory import RunDirectory
 
 from . import swarm_job

@@ -16,8 +16,8 @@ from atoll.graph.capture import Captured, capture_program
 from atoll.job import Job
 from atoll.plan import parse_plan
 from atoll.runtime.imposed_speed import Imposed, pace_of_worker
-from atoll.runtime.modes.swarm.compute import StageCompute, programs_of
-from atoll.runtime.modes.swarm.data_loader import SampleFeed
+from atoll.runtime.modes.swarm.compute import DividedJob, StageCompute, programs_of
+from atoll.runtime.modes.swarm.micro_batches import SampleFeed
 from atoll.runtime.modes.swarm.spec import spec_of
 
 from . import swarm_job
@@ -44,8 +44,8 @@ class Counting(StageCompute):
 async def a_step(it: Job, captured: Captured, recompute: tuple[bool, ...]) -> tuple[list[Tensor], list[int]]:
     """All that two stages make of a step, their weights after it among it; and what each kept."""
     lock = threading.Lock()
-    common: Any = {"chunks": 1, "micro_batches": MICRO_BATCHES, "generators": lock, "recompute": recompute}
-    first, last = computes = [Counting(it, captured, BOUNDS, **common) for _ in range(2)]
+    divided = DividedJob(it, captured, BOUNDS, MICRO_BATCHES, lock, recompute=recompute)
+    first, last = computes = [Counting(divided) for _ in range(2)]
     feed = SampleFeed(it, captured, programs_of(captured, BOUNDS), MICRO_BATCHES, lock)
     states = [await compute.initial(stage) for stage, compute in enumerate(computes)]
     buffers = [compute.buffer(stage) for stage, compute in enumerate(computes)]

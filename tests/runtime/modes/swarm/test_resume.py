@@ -18,7 +18,7 @@ from atoll.runtime.checkpoint.manifest import CheckpointManifest, RunIdentity
 from atoll.runtime.checkpoint.state_file import WholeCheckpoint
 from atoll.runtime.modes.swarm.files import CheckpointFiles, FileJournal, Key
 from atoll.runtime.modes.swarm.resume import Resumed, check_journal, continue_journal
-from atoll.runtime.modes.swarm.run_files import JOURNAL, STATES, Start, read_spec, read_start, since_start, write_start
+from atoll.runtime.modes.swarm.spec import JOURNAL, STATES, Start, read_spec, read_start, since_start, write_start
 from atoll.runtime.run_directory import RunDirectory
 
 from .one_process import OneProcess

@@ -6,7 +6,7 @@ import threading
 from torch import Tensor
 
 from atoll.graph.capture import capture_program
-from atoll.runtime.modes.swarm.compute import StageCompute, StageState
+from atoll.runtime.modes.swarm.compute import DividedJob, StageCompute, StageState
 
 from .test_compute import BATCH, Model, job
 
@@ -28,7 +28,7 @@ def test_second_weights_are_of_all_parameters_also_after_a_step() -> None:
     captured = capture_program(it)
 
     async def weights(staleness: int) -> list[int]:
-        compute = StageCompute(it, captured, (0, 5), chunks=1, micro_batches=[(0, BATCH)], generators=threading.Lock(), staleness=staleness)
+        compute = StageCompute(DividedJob(it, captured, (0, 5), [(0, BATCH)], threading.Lock(), staleness=staleness))
         state = await compute.initial(0)
         found = [sum(held_by(state).values())]
         if staleness:

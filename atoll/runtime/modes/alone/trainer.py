@@ -19,8 +19,11 @@ from torch import nn
 from atoll.blame import users_code
 from atoll.cluster.memory import keep_freed_memory
 from atoll.data import to_device
-from atoll.errors import CheckpointError, JobError, JobFailedError
+from atoll.errors import CaptureError, CheckpointError, JobError, JobFailedError
 from atoll.events import AnyEvent, CheckpointBegun, Evaluated, NonFinite, Observer, RunFinished, RunStarted, StepFinished, StopTraining
+from atoll.graph.export import export_job
+from atoll.graph.fake import plain_batch
+from atoll.graph.loss_weight import PieceWeight
 from atoll.job import Job, LossValue, RunResult, read_loss
 from atoll.plan.modes.alone import ALONE
 from atoll.randomness import mix, own_randomness, seed_everything
@@ -97,6 +100,7 @@ class _Trainer:
         scale = LossScale(job.precision == "fp16")
         self.updater = Updater(self.parameters, self.optimizer, self.scheduler, scale, steps=self.steps)
         self.gradients = Accumulated(job.batch_size)
+        self.weighed = _Weighed(job, self.model) if len(job.micro_batches) > 1 else None
         self.random = True  # until a forward has shown that it draws no random numbers
         self.losses: list[float] = []
         self.evaluations: list[Evaluated] = []
@@ -266,6 +270,8 @@ class _Trainer:
         seed_everything(mix(self.job.seed, 5, step, number), devices=self.device.type != "cpu")
         with self.job.autocast(self.device), users_code(f"step {step}: the loss", JobFailedError), self._draws(step, start):
             value = read_loss(self.job.loss(self.model, batch))
+        if self.weighed is not None and value.weight is None:
+            value = self.weighed(value, batch, (stop - start) / self.job.batch_size)
         if not value.value.requires_grad:
             raise JobError("Job: loss: no gradient flows from it to the model; is it computed under no_grad, or detached?")
         return value
@@ -331,6 +337,45 @@ def _held_tensors(model: nn.Module) -> list[LocalShard]:
             raise CheckpointError(f"{name!r}: state that is neither a parameter nor a buffer cannot be saved; register it as a buffer")
     found = parameters | {name: buffers[name] for name in names}
     return [LocalShard(ShardSpec(name=name, shape=tuple(value.shape)), value) for name, value in found.items()]
+
+
+class _Weighed:
+    """Losses of micro-batches that are not means over samples, as `(total, weight)`: what they divide by is read off the captured loss.
+
+    A loss that cannot be captured, or whose pieces do not add up to the batch's, is a JobError, since every micro-batch size would train
+    another model.
+    """
+
+    def __init__(self, job: Job, model: nn.Module) -> None:
+        self._job, self._model = job, model
+        self._kind: str | None = None
+        self._count: PieceWeight | None = None
+
+    def __call__(self, value: LossValue, batch: Any, share: float) -> LossValue:
+        """Called for every micro-batch of a loss that returned no weight."""
+        if self._kind is None:
+            self._find()
+        if self._kind == "sum":
+            return LossValue(value.value, share)
+        if self._count is None:
+            return value
+        weight = self._count(plain_batch(batch))
+        return LossValue(torch.where(weight > 0, value.value * weight, torch.zeros_like(value.value)), weight)
+
+    def _find(self) -> None:
+        job = self._job
+        try:
+            exported = export_job(job, check=True)
+        except CaptureError as error:
+            raise JobError(f"Job: micro_batch_size: whether gradients can be accumulated cannot be told: {error}") from error
+        self._kind = exported.loss_form.kind
+        if self._kind == "counted":
+            self._count = PieceWeight(exported.program, self._model)
+        elif self._kind == "mixed":
+            raise JobError(
+                "Job: micro_batch_size: the loss adds sums and means over the samples, which cannot be told apart once it is computed: "
+                "return (total, weight) from the loss"
+            )
 
 
 def _on_device(job: Job, device: torch.device) -> nn.Module:

@@ -14,7 +14,10 @@ from atoll.cost.transfer import Transfers
 from atoll.plan import Plan, Replica, Stage
 from atoll.plan.division import pair_counts
 
-__all__ = ["InsideTraffic", "Traffic"]
+__all__ = ["Traffic"]
+
+_PerByte = dict[str, float]  # bytes on each link for one byte of a collective
+_Alike = list[tuple[_PerByte, list[tuple[int, int]]]]  # groups that load the same links alike: replica, and lane or position
 
 
 class Traffic:
@@ -22,7 +25,7 @@ class Traffic:
 
     def __init__(self, setting: PricingContext, synchronisation: Synchronisation, transfers: Transfers) -> None:
         self._setting, self._synchronisation, self._transfers = setting, synchronisation, transfers
-        self._inside = InsideTraffic(setting)
+        self._alike = Memo(self._per_byte)
 
     def link_bytes(
         self,
@@ -40,7 +43,7 @@ class Traffic:
         for stage, place, row in zip(plan.stages, places, works, strict=True):
             for work in row:
                 _add_groups(carried, work.groups, work.nbytes)
-            self._inside.add(plan, stage, place, carried)
+            self._add_inside(plan, stage, place, carried)
         for homes, nbytes in tied_volumes:
             _add_groups(carried, self._synchronisation.tied_groups([places[s] for s in homes]), nbytes)
         if len(places) > 1:
@@ -77,27 +80,8 @@ class Traffic:
                 times[link] = times.get(link, 0) + count
         return times
 
-
-def _add_groups(carried: dict[str, float], groups: Sequence[Group], nbytes: float) -> None:
-    """What groups that agree on gradients of so many bytes put on links."""
-    for group in groups:
-        for name, amount in collective_bytes(group.span, nbytes, 2.0).items():
-            carried[name] = carried.get(name, 0.0) + amount * group.times
-
-
-_PerByte = dict[str, float]  # bytes on each link for one byte of a collective
-_Alike = list[tuple[_PerByte, list[tuple[int, int]]]]  # groups that load the same links alike: replica, and lane or position
-
-
-class InsideTraffic:
-    """What the replicas of any stage exchange inside themselves in one step; what repeats is remembered."""
-
-    def __init__(self, setting: PricingContext) -> None:
-        self._setting = setting
-        self._alike = Memo(self._per_byte)
-
-    def add(self, plan: Plan, stage: Stage, place: DevicePlace, carried: dict[str, float]) -> None:
-        """Adds the traffic of a stage that lives at `place`."""
+    def _add_inside(self, plan: Plan, stage: Stage, place: DevicePlace, carried: dict[str, float]) -> None:
+        """What the replicas of a stage that lives at `place` exchange inside themselves."""
         if stage.tensor > 1:
             self._add_tensor(stage, place, carried)
         if len(place.groups[0]) > stage.tensor:
@@ -152,6 +136,13 @@ class InsideTraffic:
             devices = [self._setting.devices[name] for name in replica.devices]
             for position in range(stage.tensor):
                 _add_exchange(self._setting, stage, replica, devices[position :: stage.tensor], carried)
+
+
+def _add_groups(carried: dict[str, float], groups: Sequence[Group], nbytes: float) -> None:
+    """What groups that agree on gradients of so many bytes put on links."""
+    for group in groups:
+        for name, amount in collective_bytes(group.span, nbytes, 2.0).items():
+            carried[name] = carried.get(name, 0.0) + amount * group.times
 
 
 def _add(carried: dict[str, float], per_byte: _PerByte, nbytes: float) -> None:

@@ -235,12 +235,6 @@ class Codec(ABC):
 
         return decode(encoded, out)
 
-    def ratio(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> float:
-        """Bytes on the wire over bytes in memory for an ordinary (finite) tensor of this shape."""
-        header = self.header_of(tuple(shape), dtype)
-        nbytes = sum(part.nbytes for part in self.parts(header)) if header else 0
-        return nbytes / header.decoded_bytes if header else 1.0
-
     def header_of(self, shape: tuple[int, ...], dtype: torch.dtype) -> Header | None:
         """The header an ordinary tensor gets; None where it would travel as it is."""
         if dtype not in _NARROWED or 0 in shape:

@@ -2,9 +2,9 @@
 
 The rule: the smallest error among codecs that are fast enough, and fast enough is what hides behind computing, or what comes within a
 tenth of the fastest. The link is the median of the last three observations, and a change must be asked for twice in a row: a tenfold drop
-or recovery is answered at the third observation, a single bad measurement never. A codec is left only when it is `margin` too slow, and a
-more exact one is taken only when it is `margin` faster than needed. Between the two nothing changes, so noise of the bandwidth smaller than
-(1 + margin)² (1.56 from the lowest to the highest) cannot make the choice go back and forth.
+or recovery is answered at the third observation, a single bad measurement never. A codec is left only when it is a margin too slow, and a
+more exact one is taken only when it is that margin faster than needed. Between the two nothing changes, so noise of the bandwidth smaller
+than (1 + margin)² (1.56 from the lowest to the highest) cannot make the choice go back and forth.
 """
 
 import math
@@ -20,7 +20,7 @@ from atoll.codec.registry import make_codec
 from atoll.errors import CodecError
 from atoll.units import format_bytes, format_rate, format_seconds
 
-__all__ = ["CODECS_FOR", "Decision", "LinkController", "LinkState", "TensorMessage", "message_seconds"]
+__all__ = ["CODECS_FOR", "MARGIN", "Decision", "LinkController", "LinkState", "TensorMessage", "message_seconds"]
 
 CODECS_FOR: Mapping[Role, tuple[str, ...]] = {
     "activation": ("none", "bf16", "int8", "int4"),
@@ -63,6 +63,7 @@ def message_seconds(spec: CodecSpec, message: TensorMessage, link: LinkState) ->
 _WINDOW = 3
 _CONFIRMATIONS = 2
 _NEAR_FASTEST = 1.1
+MARGIN = 0.25  # how much too slow a codec must be to be left, how much faster than needed a more exact one to be taken
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,12 +88,10 @@ class LinkController:
         *,
         codecs: Sequence[str] | None = None,
         error_budget: float | None = None,
-        margin: float = 0.25,
         forget_after_s: float = 120.0,
     ) -> None:
         self.message = message
         self.error_budget = ERROR_BUDGETS[message.role] if error_budget is None else error_budget
-        self.margin = margin
         self.forget_after_s = forget_after_s
         self.codec: str | None = None
         self._specs = {text: make_codec(text).spec for text in (CODECS_FOR[message.role] if codecs is None else codecs)}
@@ -126,10 +125,10 @@ class LinkController:
     def _check(self) -> None:
         if "none" not in self._specs:
             raise CodecError("a link's codecs must include 'none': it is what is left when errors pass the budget")
-        if not (self.error_budget >= 0 and self.margin > 0 and self.message.nbytes > 0 and self.message.element_bytes > 0):
+        if not (self.error_budget >= 0 and self.message.nbytes > 0 and self.message.element_bytes > 0):
             raise CodecError(
-                "a link's controller needs an error budget of at least 0, a positive margin and messages of some bytes; "
-                f"got {self.error_budget}, {self.margin} and {self.message}"
+                "a link's controller needs an error budget of at least 0 and messages of some bytes; "
+                f"got {self.error_budget} and {self.message}"
             )
 
     def _median(self) -> LinkState:
@@ -151,7 +150,7 @@ class LinkController:
         return {
             codec: error
             for codec, error in errors.items()
-            if codec == "none" or error <= self.error_budget / (1 if codec == self.codec or codec not in self._errors else 1 + self.margin)
+            if codec == "none" or error <= self.error_budget / (1 if codec == self.codec or codec not in self._errors else 1 + MARGIN)
         }
 
     def _wanted(self, seconds: Mapping[str, float], allowed: Mapping[str, float], enough: float) -> tuple[str, str]:
@@ -165,9 +164,9 @@ class LinkController:
             return best, "the first choice"
         if self.codec not in allowed:
             return best, f"{self.codec} lost more than the budget of {self.error_budget:.3g}"
-        if seconds[self.codec] > (1 + self.margin) * enough:
+        if seconds[self.codec] > (1 + MARGIN) * enough:
             return best, f"{self.codec} takes {format_seconds(seconds[self.codec])}"
-        easier = most_exact(enough / (1 + self.margin))
+        easier = most_exact(enough / (1 + MARGIN))
         if easier is not None and allowed[easier] < allowed[self.codec]:
             return easier, f"the link has room for a smaller error than {self.codec}'s"
         return self.codec, ""

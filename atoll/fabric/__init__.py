@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from atoll.fabric.connection import ConnectionSettings
-    from atoll.fabric.deadline import Backoff, DeadlineRule, LinkEstimate
+    from atoll.fabric.deadline import Backoff
     from atoll.fabric.fabric import Fabric
     from atoll.fabric.liveness import LivenessRule
     from atoll.fabric.remote import Remote
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Backoff",
     "ConnectionSettings",
-    "DeadlineRule",
     "Fabric",
-    "LinkEstimate",
     "LivenessRule",
     "CallingPeer",
     "Remote",
@@ -32,9 +30,7 @@ __all__ = [
 _HOME = {
     "Backoff": "atoll.fabric.deadline",
     "ConnectionSettings": "atoll.fabric.connection",
-    "DeadlineRule": "atoll.fabric.deadline",
     "Fabric": "atoll.fabric.fabric",
-    "LinkEstimate": "atoll.fabric.deadline",
     "LivenessRule": "atoll.fabric.liveness",
     "CallingPeer": "atoll.fabric.service",
     "Remote": "atoll.fabric.remote",

@@ -13,7 +13,6 @@ with Fabric("oslo-0", services=[Store()]) as fabric:
 import asyncio
 import concurrent.futures
 import itertools
-import random
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -24,7 +23,7 @@ from atoll.errors import FabricError, FrameError, RefusedError
 from atoll.events import AnyEvent, Observer, PeerChanged, PeerRefused, PeerRetried
 from atoll.fabric.carrier import Carrier, Listener, Wire
 from atoll.fabric.connection import Connection, ConnectionSettings
-from atoll.fabric.deadline import Backoff, DeadlineRule
+from atoll.fabric.deadline import Backoff
 from atoll.fabric.fingerprint import check_fingerprint
 from atoll.fabric.frame import Hello
 from atoll.fabric.link import FabricLink
@@ -59,21 +58,18 @@ class Fabric:
         services: Sequence[object] = (),
         carrier: Carrier | None = None,
         settings: ConnectionSettings | None = None,
-        deadlines: DeadlineRule | None = None,
         backoff: Backoff | None = None,
         observer: Observer | None = None,
         identify: Callable[[Hello, bytes | None], None] | None = None,
         authorise: Callable[[str, str], None] | None = None,
         role_message_bytes: Mapping[str, int] | None = None,
-        seed: int | None = None,
     ) -> None:
         self.name = name
         self.settings = settings or ConnectionSettings(name=name, role=role)
         self._carrier: Carrier = carrier or TcpCarrier()
-        self._deadlines, self._backoff = deadlines or DeadlineRule(), backoff or Backoff()
+        self._backoff = backoff or Backoff()
         self._observer, self._identify, self._authorise = observer, identify, authorise
         self._role_bytes = role_message_bytes or {}
-        self._random = random.Random(seed)
         self._methods: dict[str, tuple[Method, Callable[..., Any]]] = {}
         for service in services:
             self._methods |= methods_of(service)
@@ -122,8 +118,7 @@ class Fabric:
             dial = self._in_turn([one.strip() for one in address.split(",") if one.strip()] or [address])
 
         async def connect() -> Remote:
-            again = backoff or self._backoff
-            remote = Remote(self, address, again, self._deadlines, expected_name=name, expected_role=role, dial=dial)
+            remote = Remote(self, address, backoff or self._backoff, expected_name=name, expected_role=role, dial=dial)
             self._spawn(remote.keep())
             return remote
 
@@ -265,10 +260,6 @@ class Fabric:
         """A peer is dialled again, or given up."""
         self.tell(PeerRetried(at_seconds=self.seconds(), peer=peer, attempt=attempt, delay_seconds=delay_seconds, reason=reason))
 
-    def random(self) -> float:
-        """In [0, 1)."""
-        return self._random.random()
-
     # ---- for links
 
     def check_peer(self, link: FabricLink, hello: Hello) -> None:
@@ -305,7 +296,7 @@ class Fabric:
         hello = link.connection.peer
         assert hello is not None
         self._known(link)
-        remote = self._remotes.get(link) or self._peers.get(hello.name) or Remote(self, None, self._backoff, self._deadlines)
+        remote = self._remotes.get(link) or self._peers.get(hello.name) or Remote(self, None, self._backoff)
         before = remote.state if remote.role else "new"
         remote.name, remote.role = hello.name, hello.role
         self._remotes[link] = self._peers[hello.name] = remote

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import random
 import threading
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
@@ -24,16 +25,15 @@ if TYPE_CHECKING:
 __all__ = ["Dial", "Remote"]
 
 
+_DEADLINES = DeadlineRule()
 _END = object()
 
 
 class _Call:
     """One call under way. `service`: how long the method takes by itself, which this call adds to."""
 
-    def __init__(
-        self, rule: DeadlineRule, service: Smoothed, link: FabricLink, method: Method, request: object, timeout_seconds: float | None
-    ) -> None:
-        self._rule, self._service, self._link, self._method = rule, service, link, method
+    def __init__(self, service: Smoothed, link: FabricLink, method: Method, request: object, timeout_seconds: float | None) -> None:
+        self._service, self._link, self._method = service, link, method
         self._fixed_seconds = None if timeout_seconds is None else min(timeout_seconds, LONGEST_SECONDS)
         self._started = link.loop.time()
         self._done = False
@@ -105,7 +105,7 @@ class _Call:
         nothing.mean = 0.0
         estimate = self._link.connection.estimate
         measured = estimate.round_trip.mean is not None and (estimate.outgoing_bytes_per_s or not self._sent_bytes)
-        travel = self._rule.expected_seconds(estimate, nothing, self._sent_bytes, size_bytes) if measured else 0.0
+        travel = _DEADLINES.expected_seconds(estimate, nothing, self._sent_bytes, size_bytes) if measured else 0.0
         self._service.add(max(0.0, now - self._started - travel))
         self._started, self._sent_bytes = now, 0
 
@@ -113,10 +113,10 @@ class _Call:
         if self._fixed_seconds is not None:
             return self._fixed_seconds
         estimate = self._link.connection.estimate
-        return min(self._rule.timeout_seconds(estimate, self._service, self._sent_bytes, incoming_bytes), LONGEST_SECONDS)
+        return min(_DEADLINES.timeout_seconds(estimate, self._service, self._sent_bytes, incoming_bytes), LONGEST_SECONDS)
 
     def _expected(self) -> float:
-        return self._rule.expected_seconds(self._link.connection.estimate, self._service, self._sent_bytes)
+        return _DEADLINES.expected_seconds(self._link.connection.estimate, self._service, self._sent_bytes)
 
     def _late_text(self, timeout_seconds: float) -> str:
         why = "the limit its caller set" if self._fixed_seconds is not None else "derived from what was measured of the link and the method"
@@ -163,7 +163,6 @@ class Remote:
         owner: "Fabric",
         address: str | None,
         backoff: Backoff,
-        deadlines: DeadlineRule,
         *,
         expected_name: str | None = None,
         expected_role: str | None = None,
@@ -178,7 +177,6 @@ class Remote:
         self.lost_because = "not connected yet"
         self._owner = owner
         self._backoff = backoff
-        self._deadlines = deadlines
         self._services: dict[str, Smoothed] = {}  # how long its methods take
         self._link: FabricLink | None = None
         self._changed = asyncio.Event()
@@ -262,8 +260,7 @@ class Remote:
             many.close()
 
     def _begin(self, link: FabricLink, method: Method, request: object, timeout_seconds: float | None) -> _Call:
-        service = self._services.setdefault(method.name, Smoothed())
-        return _Call(self._deadlines, service, link, method, request, timeout_seconds)
+        return _Call(self._services.setdefault(method.name, Smoothed()), link, method, request, timeout_seconds)
 
     async def connected(self, timeout_seconds: float | None = None) -> None:
         """Waits until the peer is there; PeerLostError if it was given up, DeadlineError if it takes too long."""
@@ -297,7 +294,7 @@ class Remote:
     async def _connected(self, timeout_seconds: float | None) -> FabricLink:
         if self._link is not None:
             return self._link
-        limit = self._deadlines.unknown_service_seconds if timeout_seconds is None else timeout_seconds
+        limit = _DEADLINES.unknown_service_seconds if timeout_seconds is None else timeout_seconds
         try:
             async with asyncio.timeout(limit):
                 while self._link is None:
@@ -326,7 +323,7 @@ class Remote:
                 return
             failures = 1 if greeted else failures + 1
             refused = isinstance(error, (RefusedError, FrameError))
-            delay = None if refused else self._backoff.delay_seconds(failures, self._owner.random())
+            delay = None if refused else self._backoff.delay_seconds(failures, random.random())
             self._owner.retried(self.name, failures, delay, str(error))
             if delay is None:
                 self._give_up(error if refused else PeerLostError(f"{self.name} was given up after {failures} attempts: {error}"))

@@ -124,7 +124,7 @@ def authorisation(table: Mapping[str, frozenset[str]]) -> Callable[[str, str], N
     return authorise
 
 
-class _Patience:
+class _ItemTimeout:
     """How long the caller waits for an item, counted while the method works on one; not while it waits for its caller."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, task: "asyncio.Task[Any]", seconds: float) -> None:
@@ -159,12 +159,12 @@ async def serve_call(link: FabricLink, inbox: Inbox, method: Method, function: C
         task.cancel(str(error))
 
     inbox.failed = stop
-    patience = _Patience(link.loop, task, timeout_seconds)
-    patience.begin()
+    timeout = _ItemTimeout(link.loop, task, timeout_seconds)
+    timeout.begin()
     try:
-        await _answer(link, inbox, method, function, patience)
+        await _answer(link, inbox, method, function, timeout)
     except asyncio.CancelledError:
-        if not patience.over:
+        if not timeout.over:
             link.cancel(inbox, f"{method.name} was cancelled by the one who serves it")
             raise
         link.fail(inbox, LATE, f"{method.name} took longer than the {timeout_seconds:.3g} s its caller waits")
@@ -173,16 +173,16 @@ async def serve_call(link: FabricLink, inbox: Inbox, method: Method, function: C
     except Exception as error:  # the service's own code: its caller is told, and nothing else ends
         link.fail(inbox, type(error).__name__, str(error))
     finally:
-        patience.pause()
+        timeout.pause()
         link.let_go(inbox)
 
 
-async def _answer(link: FabricLink, inbox: Inbox, method: Method, function: Callable[..., Any], patience: _Patience) -> None:
+async def _answer(link: FabricLink, inbox: Inbox, method: Method, function: Callable[..., Any], timeout: _ItemTimeout) -> None:
     hello = link.connection.peer
     assert hello is not None
     if method.streams_requests:
-        async with contextlib.aclosing(_requests(link, inbox, method, patience)) as requests:
-            await _reply(link, inbox, method, lambda: function(requests, CallingPeer(hello.name, hello.role)), patience)
+        async with contextlib.aclosing(_requests(link, inbox, method, timeout)) as requests:
+            await _reply(link, inbox, method, lambda: function(requests, CallingPeer(hello.name, hello.role)), timeout)
         return
     message = await inbox.get()
     if message is None:
@@ -190,30 +190,30 @@ async def _answer(link: FabricLink, inbox: Inbox, method: Method, function: Call
     try:
         request = decode_payload(message.payload, message.tensors, method.request_type)
         peer = CallingPeer(hello.name, hello.role, lambda: link.taken(message))
-        await _reply(link, inbox, method, lambda: function(request, peer), patience)
+        await _reply(link, inbox, method, lambda: function(request, peer), timeout)
     finally:
         link.taken(message)
 
 
-async def _reply(link: FabricLink, inbox: Inbox, method: Method, call: Callable[[], Any], patience: _Patience) -> None:
+async def _reply(link: FabricLink, inbox: Inbox, method: Method, call: Callable[[], Any], timeout: _ItemTimeout) -> None:
     """Runs the method and sends what it gives."""
     if not method.streams_replies:
         link.send_last(inbox, encode_payload(await call()))
         return
     async with contextlib.aclosing(call()) as replies:
         async for reply in replies:
-            patience.pause()
+            timeout.pause()
             await link.send(inbox, encode_payload(reply))
-            patience.begin()
+            timeout.begin()
     link.end(inbox)
 
 
-async def _requests(link: FabricLink, inbox: Inbox, method: Method, patience: _Patience) -> AsyncGenerator[object, None]:
+async def _requests(link: FabricLink, inbox: Inbox, method: Method, timeout: _ItemTimeout) -> AsyncGenerator[object, None]:
     """The caller's messages, each taken when the method asks for it."""
     while True:
-        patience.pause()
+        timeout.pause()
         message = await inbox.get()
-        patience.begin()
+        timeout.begin()
         if message is None:
             return
         if not message.payload:  # the opening of a call whose requests follow

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.codec.link_controller import CODECS_FOR, Decision, LinkController, LinkState, TensorMessage, message_seconds
+from atoll.codec.link_controller import CODECS_FOR, MARGIN, Decision, LinkController, LinkState, TensorMessage, message_seconds
 from atoll.codec.registry import make_codec
 from atoll.errors import CodecError
 
@@ -50,7 +50,7 @@ def test_a_tenfold_change_is_answered_at_the_third_observation(mbit: float, fact
     (ideal,) = feed(fresh, [link(mbit * factor)])
     ahead = 3 if before > 1 else 4  # a window of one old observation is outvoted as late as any
     assert len({decision.codec for decision in after[ahead:]}) == 1, "settled"
-    assert after[-1].message_s <= (1 + controller.margin) * 1.1 * ideal.message_s
+    assert after[-1].message_s <= (1 + MARGIN) * 1.1 * ideal.message_s
     assert sum(decision.changed for decision in after) <= 1
 
 

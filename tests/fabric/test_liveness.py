@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.events import AnyEvent, PeerChanged
-from atoll.fabric import ConnectionSettings, DeadlineRule, Fabric, LinkEstimate, LivenessRule
-from atoll.fabric.deadline import Backoff, RateMeter, Smoothed
+from atoll.fabric import ConnectionSettings, Fabric, LivenessRule
+from atoll.fabric.deadline import Backoff, DeadlineRule, LinkEstimate, RateMeter, Smoothed
 from atoll.fabric.liveness import Detector
 
 RULE = LivenessRule(heartbeat_seconds=1.0)

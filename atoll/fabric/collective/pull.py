@@ -108,7 +108,7 @@ class Watch:
 
 
 _SLACK = 0.08  # how far a stream may be ahead of the last one, as a share of the whole
-_PATIENCE_SECONDS = 0.3
+_STILL_SECONDS = 0.3
 
 
 class PacedStream:
@@ -148,7 +148,7 @@ class Pacing:
         while behind := [other for other in self._lanes if not other.still and other.fraction < lane.fraction - _SLACK]:
             changed = self._changed
             try:
-                async with asyncio.timeout(_PATIENCE_SECONDS):
+                async with asyncio.timeout(_STILL_SECONDS):
                     await changed.wait()
             except TimeoutError:
                 for other in behind:

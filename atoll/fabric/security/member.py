@@ -13,6 +13,7 @@ with RunMember(enrol("host:7000", token, "rome"), services=[…]) as rome:   # e
 """
 
 import asyncio
+import random
 import ssl
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -226,7 +227,7 @@ class RunMember:
             except FabricError as error:
                 failures += 1
                 left = self.credentials.expires_unix_seconds - time.time()
-                delay = None if left < 0 else _RENEWALS.delay_seconds(failures, self.fabric.random())
+                delay = None if left < 0 else _RENEWALS.delay_seconds(failures, random.random())
                 event = RenewalFailed(
                     at_seconds=self.fabric.seconds(), peer=whom(), expires_seconds=left, delay_seconds=delay, reason=str(error)
                 )

@@ -3,8 +3,9 @@
 import torch
 
 from atoll.events import AnyEvent, CodecChosen
-from atoll.fabric import LinkEstimate, ShapedLink
+from atoll.fabric import ShapedLink
 from atoll.fabric.collective import FED_BACK_CODECS, AdaptiveCodecs, FixedCodecs, RoundMember, equal_network, make_plan
+from atoll.fabric.deadline import LinkEstimate
 from tests.fabric.collective.peers import party
 
 

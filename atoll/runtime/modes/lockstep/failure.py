@@ -192,10 +192,10 @@ class Watcher:
         """This rank raised. The others learn of it; if it was the victim of another's failure, this process ends here."""
         if _is_about_peers(error):
             self._suspecting.set()
-            self._over.wait(self._patience() + 4 * self.beat_seconds)  # the verdict ends this process meanwhile
+            self._over.wait(self._suspect_timeout() + 4 * self.beat_seconds)  # the verdict ends this process meanwhile
         failure = Failure.of(self.role.rank, {self.role.rank: self._own_beat()}, "raised", _told(error), _exit_code(error))
         if self._stop_threads():
-            with contextlib.suppress(dist.DistError):  # the launcher, or the heart-beat that stops, tells then
+            with contextlib.suppress(dist.DistError):  # the launcher, or the heartbeat that stops, tells then
                 if _is_about_peers(error):
                     failure = self._waited_for(failure)
                 failure = condemn(self._store, failure)
@@ -248,7 +248,7 @@ class Watcher:
         )
 
     def _talk(self) -> None:
-        """The watcher's thread: one round of heart-beats after the other."""
+        """The watcher's thread: one round of heartbeats after the other."""
         while not self._over.wait(self.beat_seconds):
             try:
                 failure = self._round()
@@ -287,7 +287,7 @@ class Watcher:
         if failed != NOTHING:
             return msgspec.json.decode(failed, type=Failure)
         if suspect != NOTHING:
-            self._freshness.deadline_seconds = self._patience()
+            self._freshness.deadline_seconds = self._suspect_timeout()
         beats = {rank: read_heartbeat(value) for rank, value in zip(watched, values, strict=True) if value != NOTHING}
         self._last_beats |= beats
         self._tell_of_stalling()
@@ -310,7 +310,7 @@ class Watcher:
         host = set() if self.role.store_outside else {0}
         return sorted((neighbours | host) - {rank})
 
-    def _patience(self) -> float:
+    def _suspect_timeout(self) -> float:
         """How long silence is borne once somebody lost a connection: something is wrong for certain."""
         return min(self.deadline_seconds, max(2.0, 4 * self.beat_seconds))
 

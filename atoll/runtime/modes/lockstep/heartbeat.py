@@ -74,12 +74,12 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def heartbeat_key(rank: int) -> str:
-    """Where a rank's heart-beat is kept."""
+    """Where a rank's heartbeat is kept."""
     return f"atoll/beat/{rank}"
 
 
 def read_heartbeat(value: bytes) -> Heartbeat:
-    """A heart-beat as it is stored."""
+    """A heartbeat as it is stored."""
     return msgspec.json.decode(value, type=Heartbeat)
 
 
@@ -113,7 +113,7 @@ def name_of(rank: int, device: str = "", stage: str = "") -> str:
 
 
 def state_of(beat: Heartbeat) -> MemberState:
-    """What a rank's heart-beat says of it."""
+    """What a rank's heartbeat says of it."""
     if beat.left:
         return "left"
     if beat.step is not None:
@@ -144,7 +144,7 @@ def spoken(doing: str, stage: str) -> str:
 
 
 class StallDetector:
-    """Looks at all ranks' heart-beats now and then; `event` is what there is to say, if anything.
+    """Looks at all ranks' heartbeats now and then; `event` is what there is to say, if anything.
 
     `least_seconds` is how long nobody must have got on, or ten times a step if that is longer. `give_up_seconds` is when those who joined
     stop waiting for those who did not.

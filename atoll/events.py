@@ -576,37 +576,28 @@ class EventLog:
     what cannot be written is counted, and told in the log when there is room again.
     """
 
-    def __init__(self, directory: Path, *, resume: bool = False) -> None:
+    def __init__(self, directory: Path, *, resume: bool = False, join: bool = False) -> None:
         self.path = directory / "events.jsonl"
-        if self.path.exists() and not resume:
+        if self.path.exists() and not resume and not join:
             raise AtollError(f"{self.path}: holds another run already; choose a new directory or remove this one")
-        self._open(directory)
-        with self._locked():
-            header = _Header(at_seconds=self._last, format=_FORMAT, unix_seconds=time.time())
-            self._append(msgspec.json.encode(header))
-        self._at, self._unix = header.at_seconds, header.unix_seconds
-
-    @classmethod
-    def join(cls, directory: Path) -> Self:
-        """The log of a run under way, for another of its processes; a new one where there is none."""
-        path = directory / "events.jsonl"
-        header = _newest_header(path) if path.exists() else None
-        if header is None:
-            return cls(directory, resume=True)
-        log = cls.__new__(cls)
-        log.path = path
-        log._open(directory)
-        log._at, log._unix = header.at_seconds, header.unix_seconds
-        return log
-
-    def _open(self, directory: Path) -> None:
         self._size, self._last, self._lock = -1, 0.0, threading.Lock()
         self._missing, self._why = 0, ""  # events that could not be written
+        header = _newest_header(self.path) if join and self.path.exists() else None
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise AtollError(f"{directory}: cannot write the run there: {error.strerror or error}") from error
+        if header is None:
+            with self._locked():
+                header = _Header(at_seconds=self._last, format=_FORMAT, unix_seconds=time.time())
+                self._append(msgspec.json.encode(header))
+        self._at, self._unix = header.at_seconds, header.unix_seconds
+
+    @classmethod
+    def join(cls, directory: Path) -> Self:
+        """The log of a run under way, for another of its processes; a new one where there is none."""
+        return cls(directory, join=True)
 
     def seconds(self) -> float:
         """The run's time now: what the log last said of the clock, and what has passed since."""
@@ -647,8 +638,7 @@ class EventLog:
             os.ftruncate(self._file, start + end)
             size = start + end
         line = tail[: max(0, end - 1)].rpartition(b"\n")[2]
-        with suppress(msgspec.DecodeError):  # whoever reads the log says what is wrong with it
-            self._last = max(self._last, msgspec.json.decode(line, type=_Stamp).at_seconds)
+        self._last = max(self._last, _stamp(line).at_seconds)
         return size
 
     def _append(self, line: bytes) -> None:
@@ -708,16 +698,16 @@ def read_events(path: Path) -> Iterator[AnyEvent]:
             yield decoder.decode(line)
         except msgspec.DecodeError as error:
             stamp = _stamp(line)
-            if stamp is not None and stamp.event == "log_opened":
+            if stamp.event == "log_opened":
                 newer = msgspec.json.decode(line, type=_Header).format > _FORMAT
-            elif stamp is not None and stamp.event and (newer or stamp.event not in _KINDS):
+            elif stamp.event and (newer or stamp.event not in _KINDS):
                 yield UnknownEvent(at_seconds=stamp.at_seconds, name=stamp.event)
             else:
                 raise AtollError(f"{path}:{number}: not an event: {error}") from error
 
 
-def _stamp(line: bytes) -> _Stamp | None:
+def _stamp(line: bytes) -> _Stamp:
     try:
         return msgspec.json.decode(line, type=_Stamp)
-    except msgspec.DecodeError:
-        return None
+    except msgspec.DecodeError:  # whoever reads the log says what is wrong with it
+        return _Stamp()

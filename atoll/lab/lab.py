@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import Self
 
 from atoll.cluster import Cluster, dump_cluster
 from atoll.cluster.cluster import site_index
@@ -44,22 +44,8 @@ class LabProcess:
 
     def __init__(self, host: str, process: "subprocess.Popen[bytes]", session: bool) -> None:
         self.host, self._process, self._session = host, process, session
+        self.stdin, self.stdout, self.stderr = process.stdin, process.stdout, process.stderr  # those that are pipes
         self.host_killed = False  # a fault ended it, and everything on its host
-
-    @property
-    def stdin(self) -> IO[bytes] | None:
-        """Where it reads, if that is a pipe."""
-        return self._process.stdin
-
-    @property
-    def stdout(self) -> IO[bytes] | None:
-        """What it prints, if that is a pipe."""
-        return self._process.stdout
-
-    @property
-    def stderr(self) -> IO[bytes] | None:
-        """What it complains, if that is a pipe."""
-        return self._process.stderr
 
     @property
     def returncode(self) -> int | None:
@@ -106,7 +92,7 @@ class Lab:
         self,
         cluster: Cluster,
         *,
-        observer: Observer | None = None,
+        observer: Observer = lambda event: None,
         impose_speeds: bool = False,
         namespaces: bool | None = None,
         cluster_file: str | Path | None = None,
@@ -123,7 +109,7 @@ class Lab:
         self._conditions = Conditions()
         self._dead: set[str] = set()
         self._processes: list[LabProcess] = []
-        self._timers: list[_Timer] = []
+        self._timers: dict[threading.Timer, bool] = {}  # whether each brings a killed host back
         self._closed = False
         self.problems: list[str] = []  # of faults that were due and not possible
         self._cluster_file = str(Path(cluster_file).resolve()) if cluster_file is not None else self._write_cluster()
@@ -205,7 +191,7 @@ class Lab:
     @property
     def reviving(self) -> bool:
         """Whether a killed host is going to be there again by itself."""
-        return any(timer.revives and timer.is_alive() for timer in self._timers)
+        return any(revives and timer.is_alive() for timer, revives in self._timers.items())
 
     def inject(self, fault: LabFault) -> None:
         """Makes a fault happen now, whatever its time. With a duration it ends by itself."""
@@ -213,7 +199,7 @@ class Lab:
         with self._lock:
             self._open()
             self._act(fault)
-            self._tell(
+            self._observer(
                 FaultInjected(
                     at_seconds=self.elapsed_seconds(),
                     fault=fault.kind,
@@ -352,7 +338,7 @@ class Lab:
             elif fault.kind == "stop":
                 self._continue(hosts)
             self._change(self._conditions.without(fault))
-            self._tell(FaultEnded(at_seconds=self.elapsed_seconds(), fault=fault.kind, places=fault.places))
+            self._observer(FaultEnded(at_seconds=self.elapsed_seconds(), fault=fault.kind, places=fault.places))
 
     def _change(self, after: Conditions) -> None:
         if after != self._conditions:
@@ -395,14 +381,10 @@ class Lab:
                 if not self._closed:
                     self.problems.append(str(error) if isinstance(error, AtollError) else f"{type(error).__name__}: {error}")
 
-        timer = _Timer(seconds, act, revives)
+        timer = threading.Timer(seconds, act)
         timer.daemon = True
-        self._timers = [other for other in self._timers if other.is_alive()] + [timer]
+        self._timers = {other: revived for other, revived in self._timers.items() if other.is_alive()} | {timer: revives}
         timer.start()
-
-    def _tell(self, event: FaultInjected | FaultEnded) -> None:
-        if self._observer is not None:
-            self._observer(event)
 
     def _hosts_of(self, place: str) -> list[str]:
         sites = site_index(self.cluster)
@@ -419,14 +401,6 @@ class Lab:
     def _write_cluster(self) -> str:
         (self.world.files / "cluster.toml").write_text(dump_cluster(self.cluster), "utf-8")
         return f"{self.world.files_inside}/cluster.toml"
-
-
-class _Timer(threading.Timer):
-    """Something that happens later; `revives`: it brings a killed host back."""
-
-    def __init__(self, seconds: float, action: Callable[[], None], revives: bool) -> None:
-        super().__init__(seconds, action)
-        self.revives = revives
 
 
 def _places(place: Place) -> tuple[str, ...]:

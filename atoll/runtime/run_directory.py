@@ -89,31 +89,11 @@ class RunDirectory:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-
-    @property
-    def events(self) -> Path:
-        """What happened."""
-        return self.path / "events.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Where it continues from."""
-        return self.path / "checkpoints"
-
-    @property
-    def measured(self) -> Path:
-        """What each rank measured."""
-        return self.path / "measured"
-
-    @property
-    def cluster(self) -> Path:
-        """The devices it was planned for."""
-        return self.path / "cluster.toml"
-
-    @property
-    def predicted(self) -> Path:
-        """What the cost model expected."""
-        return self.path / "predicted.json"
+        self.events = self.path / "events.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self.measured = self.path / "measured"
+        self.cluster = self.path / "cluster.toml"
+        self.predicted = self.path / "predicted.json"
 
     def check_new(self) -> None:
         """A directory that holds a run already is refused."""

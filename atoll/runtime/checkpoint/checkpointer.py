@@ -187,15 +187,14 @@ class Checkpointer:
         *,
         optimizers: Sequence[torch.optim.Optimizer] = (),
         step: int | None = None,
-        check: bool = True,
     ) -> Loaded | None:
         """Fill the tensors and the optimizers from the checkpoint of `step`, or the latest; None when there is none.
 
-        With `check` the ranks together compare every stored byte with its checksum. On an error every rank raises it, and the tensors
-        may hold part of what was stored.
+        The ranks together compare every stored byte with its checksum. On an error every rank raises it, and the tensors may hold part of
+        what was stored.
         """
         self.wait()
-        loaded = load_from(self._ranks, self.directory, self.identity, tensors, optimizers, step, check)
+        loaded = load_from(self._ranks, self.directory, self.identity, tensors, optimizers, step)
         self._last_saved = None if loaded is None or step is not None else loaded.step
         return loaded
 

@@ -35,8 +35,13 @@ def partial_path(directory: Path, step: int) -> Path:
 
 def steps(directory: Path) -> list[int]:
     """Steps with a whole checkpoint, ascending."""
-    found = (re.fullmatch(r"step-(\d{8,})", path.name) for path in directory.glob("step-*") if (path / MANIFEST).is_file())
-    return sorted(int(match[1]) for match in found if match)
+    return [step for step in _named(directory) if (step_path(directory, step) / MANIFEST).is_file()]
+
+
+def _named(directory: Path) -> list[int]:
+    """Steps whose checkpoint is in its place, ascending, whatever has become of it since."""
+    matches = (re.fullmatch(r"step-(\d{8,})", path.name) for path in directory.glob("step-*") if path.is_dir())
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def find(directory: Path, step: int | None) -> Path | None:
@@ -60,10 +65,8 @@ def candidates(directory: Path, step: int | None) -> list[Path]:
     """Where to look for what to resume from, best first: as `find` says, then the others, newest first. Whoever reads finds damage."""
     if step is not None:
         return [path for path in (find(directory, step),) if path is not None]
-    matches = (re.fullmatch(r"step-(\d{8,})", path.name) for path in directory.glob("step-*") if path.is_dir())
-    there = sorted((int(match[1]) for match in matches if match), reverse=True)
     latest = _latest(directory)
-    return [step_path(directory, step) for step in sorted(there, key=lambda step: step != latest)]
+    return [step_path(directory, step) for step in sorted(_named(directory), key=lambda step: (step != latest, -step))]
 
 
 def _latest(directory: Path) -> int | None:

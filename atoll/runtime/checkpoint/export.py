@@ -41,14 +41,13 @@ def export(
     to: Path,
     *,
     step: int | None = None,
-    config: Mapping[str, Any] | None = None,
     largest_file_bytes: int = _LARGEST_FILE_BYTES,
 ) -> Exported:
     """Write a checkpoint's parameters and buffers to `to`: a file `….safetensors`, or a folder that gets `model.safetensors`.
 
     `run` is a run's directory, its folder of checkpoints or one checkpoint; `step` chooses another than the latest. Above
     `largest_file_bytes` there are several files and an index, as Hugging Face has them. Shared tensors are written under each of their
-    names, so that a strict `load_state_dict` finds them. `config`, or in a folder the one the run was saved with, becomes `config.json`.
+    names, so that a strict `load_state_dict` finds them. In a folder, the configuration the run was saved with becomes `config.json`.
     """
     checkpoint = _find_checkpoint(run, step)
     manifest = read_manifest(checkpoint)
@@ -64,9 +63,8 @@ def export(
     if len(files) > 1:
         weight_map = {name: path.name for path, shard in zip(files, shards, strict=True) for name in shard}
         described[folder / f"{stem}.safetensors.index.json"] = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    own_config = manifest.run.model_config if folder is to else None  # beside a file it might be another model's that is replaced
-    if (known := config or own_config) is not None:
-        described[folder / "config.json"] = known
+    if folder is to and manifest.run.model_config is not None:  # beside a file it might be another model's that is replaced
+        described[folder / "config.json"] = manifest.run.model_config
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, shard in zip(files, shards, strict=True):

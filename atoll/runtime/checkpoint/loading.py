@@ -16,7 +16,6 @@ from atoll.runtime.checkpoint.exchange import CheckpointRanks
 from atoll.runtime.checkpoint.local_shard import Keyed, LocalShard, pieces
 from atoll.runtime.checkpoint.manifest import (
     MODEL,
-    CheckpointManifest,
     Chunk,
     Index,
     RunIdentity,
@@ -40,7 +39,6 @@ class Loaded:
 
     step: int
     path: Path
-    manifest: CheckpointManifest
     extra: dict[str, Any]
     differences: tuple[str, ...]  # what has changed since, but may: sentences
 
@@ -50,7 +48,7 @@ class Loaded:
 
 
 class _Said(msgspec.Struct):
-    """What a rank says to the others: a path, names, or what went wrong."""
+    """What a rank says to the others: paths, names, or what went wrong."""
 
     error: str | None = None
     damaged: bool = False  # and not something else
@@ -65,24 +63,26 @@ def load_from(
     tensors: Sequence[LocalShard],
     optimizers: Sequence[torch.optim.Optimizer],
     step: int | None,
-    check: bool,
 ) -> Loaded | None:
     """Fill the tensors and optimizers from a checkpoint; None when the directory has none. When a rank fails, every rank raises.
 
     Where the newest is damaged the newest whole one is taken, with a note; one that was asked for by its step must be whole.
     """
+    names = [held.name for held in tensors]
     damage: list[tuple[Path, str]] = []
     for path in _agreed_paths(ranks, directory, step):
-        task = _Task(ranks, path, identity, tensors, optimizers, check)
-        loaded, mine = _attempt(task)
-        heard = ranks.gather(mine, _Said)
-        errors = [said for said in heard if said.error is not None]
+        said = _Said(names=names)
+        try:
+            loaded, index = _load(ranks, path, identity, tensors, optimizers)
+        except CheckpointError as error:
+            said.error, said.damaged = str(error), isinstance(error, DamagedCheckpointError)
+        heard = ranks.gather(said, _Said)
+        errors = [one for one in heard if one.error is not None]
         if not errors:
-            assert loaded is not None
-            _check_nothing_is_left(loaded, task.index, heard)
+            _check_nothing_is_left(loaded, index, heard)
             notes = [f"{bad.name} is damaged and was passed over: {why}" for bad, why in damage]
             return dataclasses.replace(loaded, differences=(*notes, *loaded.differences))
-        worst = next((said for said in errors if not said.damaged), errors[0])
+        worst = next((one for one in errors if not one.damaged), errors[0])
         if not worst.damaged:
             raise CheckpointError(worst.error or "")
         damage.append((path, worst.error or ""))
@@ -90,14 +90,6 @@ def load_from(
         others = f"; nor is any of the {len(damage) - 1} before it whole" if len(damage) > 1 else ""
         raise DamagedCheckpointError(damage[0][1] + others)
     return None
-
-
-def _attempt(task: "_Task") -> tuple[Loaded | None, _Said]:
-    names = [held.name for held in task.tensors]
-    try:
-        return task.run(), _Said(names=names)
-    except CheckpointError as caught:
-        return None, _Said(str(caught), isinstance(caught, DamagedCheckpointError), names=names)
 
 
 def _agreed_paths(ranks: CheckpointRanks, directory: Path, step: int | None) -> list[Path]:
@@ -114,40 +106,30 @@ def _agreed_paths(ranks: CheckpointRanks, directory: Path, step: int | None) -> 
     return [Path(path) for path in heard.paths]
 
 
-class _Task:
+def _load(
+    ranks: CheckpointRanks,
+    path: Path,
+    identity: RunIdentity,
+    tensors: Sequence[LocalShard],
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> tuple[Loaded, Index]:
     """One rank's part of loading."""
-
-    def __init__(
-        self,
-        ranks: CheckpointRanks,
-        path: Path,
-        identity: RunIdentity,
-        tensors: Sequence[LocalShard],
-        optimizers: Sequence[torch.optim.Optimizer],
-        check: bool,
-    ) -> None:
-        self.ranks, self.path, self.identity, self.check = ranks, path, identity, check
-        self.tensors, self.optimizers = tensors, optimizers
-        self.index = Index(tensors={}, files={})
-
-    def run(self) -> Loaded:
-        manifest = read_manifest(self.path)
-        if manifest.run.optimizer != self.identity.optimizer and self.optimizers:
-            raise CheckpointError(
-                f"{self.path}: it was saved with the optimizer {manifest.run.optimizer} and the job has {self.identity.optimizer}; "
-                "start from its exported weights to change the optimizer"
-            )
-        self.index, small = read_index(self.path, manifest), read_state(self.path, manifest)
-        room, put = allocate_state(self.optimizers, self.tensors, self.index, small)
-        keyed = [(MODEL + held.name, held) for held in self.tensors] + room
-        _check_fits(self.path, self.index, keyed)
-        read_pieces(self.path, self.index, pieces(keyed))
-        if self.check:
-            check_chunks(self.path, self.index, _share(self.index, self.ranks))
-        extra = {key: from_plain(value, f"{self.path}: extra.{key}") for key, value in small.extra.items()}
-        put()
-        restore_groups(self.optimizers, self.tensors, small)
-        return Loaded(manifest.step, self.path, manifest, extra, differences(manifest.run, self.identity))
+    manifest = read_manifest(path)
+    if manifest.run.optimizer != identity.optimizer and optimizers:
+        raise CheckpointError(
+            f"{path}: it was saved with the optimizer {manifest.run.optimizer} and the job has {identity.optimizer}; "
+            "start from its exported weights to change the optimizer"
+        )
+    index, small = read_index(path, manifest), read_state(path, manifest)
+    room, put = allocate_state(optimizers, tensors, index, small)
+    keyed = [(MODEL + held.name, held) for held in tensors] + room
+    _check_fits(path, index, keyed)
+    read_pieces(path, index, pieces(keyed))
+    check_chunks(path, index, _share(index, ranks))
+    extra = {key: from_plain(value, f"{path}: extra.{key}") for key, value in small.extra.items()}
+    put()
+    restore_groups(optimizers, tensors, small)
+    return Loaded(manifest.step, path, extra, differences(manifest.run, identity)), index
 
 
 def _share(index: Index, ranks: CheckpointRanks) -> Iterable[tuple[str, Chunk]]:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from atoll.runtime.checkpoint.rectangles import Rectangle, flat_range, whole
@@ -64,11 +63,6 @@ class Piece:
     shape: tuple[int, ...]  # of the whole tensor
     rectangle: Rectangle
     view: Tensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its numbers."""
-        return self.view.dtype
 
 
 def pieces(tensors: Sequence[Keyed]) -> list[Piece]:

@@ -324,9 +324,9 @@ def test_one_flipped_bit_is_noticed_wherever_it_is(tmp_path: Path) -> None:
         for damaged in _bits(victim):
             victim.write_bytes(damaged)
             with pytest.raises(DamagedCheckpointError, match=victim.name):
-                load_from(CheckpointRanks(None), tmp_path, IDENTITY, held, (), None, True)
+                load_from(CheckpointRanks(None), tmp_path, IDENTITY, held, (), None)
         victim.write_bytes(good)
-    assert load_from(CheckpointRanks(None), tmp_path, IDENTITY, held, (), None, True) is not None
+    assert load_from(CheckpointRanks(None), tmp_path, IDENTITY, held, (), None) is not None
 
 
 def test_a_flipped_bit_of_latest_never_leads_back(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import torch

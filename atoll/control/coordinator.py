@@ -15,7 +15,7 @@ from atoll.control.adaptive_timeout import AdaptiveTimeout
 from atoll.control.checkpoint_schedule import CheckpointRound, CheckpointSchedule
 from atoll.control.clipping import clip_or_skip, why_refused
 from atoll.control.feeder import Leases
-from atoll.control.journal import Checkpointed, Epoch, FencedError, Record, Term, replay
+from atoll.control.journal import Checkpointed, Epoch, FencedError, Term, replay
 from atoll.control.membership import Member, Members, MissedHeartbeats, StageMoves
 from atoll.control.messages import (
     Announce,
@@ -76,36 +76,25 @@ class Coordinator:
         node: SwarmProcess,
         journal: Journal,
         settings: Settings,
-        observe: Callable[[Happening], None] | None = None,
-        discard: Callable[[int, int, int], None] | None = None,
+        observe: Callable[[Happening], None] = lambda happening: None,
+        discard: Callable[[int, int, int], None] = lambda epoch, version, stage: None,
     ) -> None:
-        self.node = node
-        self.journal = journal
-        self.settings = settings
-        self.deposed = False
-        self.finished = False
+        self.node, self.journal, self.settings = node, journal, settings
+        self.deposed = self.finished = False
         self.refused: Refused | None = None  # why the run ends before its last step, where a step must not be made
-        self.term = 0
-        self.seq = 0
-        self.epoch = 0
-        self.version = 0
+        self.term = self.seq = self.epoch = self.version = 0
         self.phase: Phase = Seal((0, 0))  # of the step under way
         self.trailing: Reduce | None = None  # with staleness: how the step before it is summed
         self.members = Members(settings, 0)
-        self._observe = observe or (lambda happening: None)
-        self._discard = discard or (lambda epoch, version, stage: None)  # has the store remove a state
+        self._observe, self._discard = observe, discard  # the latter has the store remove a state
         self._all = frozenset(range(settings.micro_batches))
         self._origin = Epoch(0, 0, 0)
         self._commit: Committed | None = None
         self._last_checkpoint: Checkpointed | None = None
         self.checkpoint_round = CheckpointRound()
         self._checkpoint_schedule = CheckpointSchedule()
-        self._beat = 0
-        self._entered = 0.0
-        self._deadline = 0.0
-        self._committed_at = 0.0
-        self._rounds = 0
-        self._gathered_at = 0.0
+        self._beat = self._rounds = 0  # the latter are SEALs of the step under way
+        self._entered = self._deadline = self._committed_at = self._gathered_at = self._step_seconds = 0.0
         self._awaited: set[str] = set()
         self._manifests: dict[str, Manifest] = {}
         self._reduction_round: ReductionRound | None = None
@@ -114,7 +103,6 @@ class Coordinator:
         self._routed: dict[tuple[str, int], float] = {}  # workers in the routes since this RUN began, and since when
         self._lost: tuple[tuple[str, int], ...] = ()
         self._lost_since: dict[int, float] = {}
-        self._step_seconds = 0.0
         self._stage_moves = StageMoves(settings, node.random, self._observe)
         self._stopping = False
         self._dismissed: dict[str, Member] = {}  # those let go; a late heart-beat does not bring them back
@@ -197,19 +185,19 @@ class Coordinator:
     # --- hearing ------------------------------------------------------------------------------------------------------------
 
     async def _handle(self, message: Any) -> None:
-        kind = type(message)
-        if message is TICK:
-            await self._on_tick()
-        elif kind is WorkerBeat:
-            await self._on_worker_beat(message)
-        elif kind is FeederBeat:
-            self._on_feeder_beat(message)
-        elif kind is Manifest:
-            self._on_manifest(message)
-        elif kind is Reduced:
-            await self._on_reduced(message)
-        elif kind is _Stored:
-            await self._on_stored(message)
+        match message:
+            case WorkerBeat():
+                await self._on_worker_beat(message)
+            case FeederBeat():
+                self._on_feeder_beat(message)
+            case Manifest():
+                self._on_manifest(message)
+            case Reduced():
+                await self._on_reduced(message)
+            case _Stored():
+                await self._on_stored(message)
+            case _ if message is TICK:
+                await self._on_tick()
 
     async def _on_worker_beat(self, beat: WorkerBeat) -> None:
         before = self.members.get(beat.worker)
@@ -237,7 +225,7 @@ class Coordinator:
             self.checkpoint_round.hear(member, beat.attests[1])
             await self._note_stored()
         if not ready and type(self.phase) is Run and self._has_state(member):
-            self._tell_feeders()
+            self._broadcast(workers=False)  # whoever hands out work need not wait for the next heartbeat to use it
 
     def _on_contributor_back(self, member: Member) -> None:
         """It has lost what it had summed."""
@@ -295,18 +283,12 @@ class Coordinator:
         """The step under way."""
         return self.version + (self.trailing is not None)
 
-    def _broadcast(self) -> None:
+    def _broadcast(self, workers: bool = True) -> None:
+        """To everybody, or to feeders alone."""
         self._find_routes()
         view = self._view()
         for member in self.members:
-            self._announce(member, view)
-
-    def _tell_feeders(self) -> None:
-        """Somebody has just got its state: whoever hands out work need not wait for the next heart-beat to use it."""
-        self._find_routes()
-        view = self._view()
-        for member in self.members:
-            if not member.worker:
+            if workers or not member.worker:
                 self._announce(member, view)
 
     def _find_routes(self) -> None:
@@ -327,16 +309,11 @@ class Coordinator:
         self.node.transport.send(member.name, Announce(self.node.name, view, self._assignment(member)))
 
     def _assignment(self, member: Member) -> Assignment:
+        who, storing = (member.nonce, member.incarnation), self.checkpoint_round
         if not member.worker:
-            lease = self._leases.of(member)
-            return Assignment(
-                member.nonce, member.incarnation, -1, lease=lease, window=self._window(), routes=self._routes, lost=self._lost
-            )
-        donors: tuple[str, ...] = ()
-        if member.stage >= 0 and not self._has_state(member):
-            donors = self._donors(member)
-        storing = self.checkpoint_round
-        return Assignment(member.nonce, member.incarnation, member.stage, donors, storing.writes(member), storing.attests(member))
+            return Assignment(*who, -1, lease=self._leases.of(member), window=self._window(), routes=self._routes, lost=self._lost)
+        donors = self._donors(member) if member.stage >= 0 and not self._has_state(member) else ()
+        return Assignment(*who, member.stage, donors, storing.writes(member), storing.attests(member))
 
     def _window(self) -> int:
         """Three micro-batches for every process: one in hand, one waiting, one on its way. A feeder has more where the way is long."""
@@ -483,12 +460,8 @@ class Coordinator:
         return member.incarnation == incarnation
 
     def _responders(self) -> list[Manifest]:
-        found = []
-        for manifest in self._manifests.values():
-            member = self.members.get(manifest.worker)
-            if member is not None and self._is_still(member, manifest.incarnation):
-                found.append(manifest)
-        return found
+        answers = [(self.members.get(manifest.worker), manifest) for manifest in self._manifests.values()]
+        return [manifest for member, manifest in answers if member is not None and self._is_still(member, manifest.incarnation)]
 
     def _decide(self) -> None:
         """Every micro-batch in exactly one chosen buffer of every stage: reduce. Otherwise run what is missing."""
@@ -600,24 +573,15 @@ class Coordinator:
 
     async def _write_commit(self, summing: ReductionRound) -> None:
         reports = [next(iter(row.values()), None) for row in summing.reports]
-        weight = summing.choices[-1].weight
+        loss, weight = summing.choices[-1].loss, summing.choices[-1].weight
         norms = [report.norm_squared if report is not None else 0.0 for report in reports]
-        loss = summing.choices[-1].loss
         why = why_refused(loss, weight, norms, self.settings.skips_overflows)
         if why is not None:
             self._refuse(*why)
             return
         clip, skipped = clip_or_skip(norms, weight, self.settings.max_norm)
-        record = Committed(
-            self.epoch,
-            self.version,
-            summing.order.round,
-            tuple(report.digest if report is not None else "" for report in reports),
-            clip,
-            skipped,
-            loss,
-            weight,
-        )
+        digests = tuple(report.digest if report is not None else "" for report in reports)
+        record = Committed(self.epoch, self.version, summing.order.round, digests, clip, skipped, loss, weight)
         await self._commit_durably(record, summing)
 
     async def _commit_durably(self, record: Committed, summing: ReductionRound) -> None:
@@ -712,20 +676,21 @@ class Coordinator:
 
     def _look_at_checkpoint(self, now: float) -> None:
         """A stage that is down to its last process is stored in the middle of a step, if nothing asks for another interval."""
-        schedule, saved = self._checkpoint_schedule, self._last_checkpoint
-        usable = self._usable(now)
+        schedule, usable = self._checkpoint_schedule, self._usable(now)
         schedule.look(usable, now)
         if self.settings.checkpoint_every or self._stopping or not schedule.urgent(now) or self.version == self._origin.version:
             return
-        stored = saved is not None and (saved.epoch, saved.version) == (self.epoch, self.version)
         served = len({member.stage for member in usable}) == self.settings.stages
-        if not stored and served and self._may_store(now):
+        if not self._is_stored() and served and self._may_store(now):
             self._store(now)
+
+    def _is_stored(self) -> bool:
+        saved = self._last_checkpoint
+        return saved is not None and (saved.epoch, saved.version) == (self.epoch, self.version)
 
     async def _stop_when_stored(self, now: float) -> None:
         """Ends the run when nothing would be lost; a writer that is gone is replaced, since no next checkpoint supersedes this one."""
-        saved = self._last_checkpoint
-        if self.version == self._origin.version or (saved is not None and (saved.epoch, saved.version) == (self.epoch, self.version)):
+        if self.version == self._origin.version or self._is_stored():
             if type(self.phase) is not Finished:
                 await self._check_that_it_leads()
                 self._finish()
@@ -754,7 +719,7 @@ class Coordinator:
         """The store has a state, with this digest."""
         self.node.inbox.put(_Stored(epoch, version, stage, digest))
 
-    async def _on_stored(self, stored: "_Stored") -> None:
+    async def _on_stored(self, stored: _Stored) -> None:
         if (stored.epoch, stored.version) == (self.epoch, self.checkpoint_round.version):
             self.checkpoint_round.stored(stored.stage, stored.digest, self.node.clock.now())
             await self._note_stored()
@@ -797,9 +762,8 @@ class Coordinator:
     async def _roll_back(self, stage: int) -> None:
         """Nobody can continue a stage: everybody starts again from the last checkpoint, under a new epoch."""
         checkpoint, made = self._last_checkpoint or Checkpointed(0, 0), self.version
-        record: Record = Epoch(self.epoch + 1, checkpoint.version, checkpoint.epoch)
+        record = Epoch(self.epoch + 1, checkpoint.version, checkpoint.epoch)
         await self.journal.append(self.term, record)
-        assert isinstance(record, Epoch)
         self._origin = record
         self.epoch, self.version = record.epoch, record.version
         self._commit = None

@@ -89,9 +89,7 @@ class Feeder:
     ) -> None:
         self.node = node
         self._on_owned = on_owned  # told of every acknowledgement believed
-        self.feed = feed
-        self.settings = settings
-        self.coordinators = coordinators
+        self.feed, self.settings, self.coordinators = feed, settings, coordinators
         self.finished = False
         self.incarnation = 0
         self.retries = 0

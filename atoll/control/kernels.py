@@ -14,7 +14,7 @@ import msgspec
 
 from atoll.control.messages import Ack, Attempt, Backward, Forward, Message, Round
 from atoll.control.settings import BACKWARD_WORK
-from atoll.control.worker_state import Buffer, WorkerState
+from atoll.control.worker_state import EARLY_LIMIT, Buffer, WorkerState
 from atoll.control.world import Clock, Mailbox
 from atoll.errors import AtollError
 
@@ -46,7 +46,6 @@ class DeviceTurns:
             self._taken = False
 
 
-EARLY_LIMIT = 4096
 MOST_FAILED = 3  # kernels of a step: by then it is not what somebody sent
 KERNEL_ERRORS = (AtollError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 

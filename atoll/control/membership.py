@@ -67,8 +67,7 @@ class Members:
     """All processes heard of. Incarnations are issued here; they only grow, over all terms."""
 
     def __init__(self, settings: Settings, term: int) -> None:
-        self._settings = settings
-        self._term = term
+        self._settings, self._term = settings, term
         self._next = term * INCARNATIONS_OF_A_TERM
         self._members: dict[str, Member] = {}
 
@@ -248,9 +247,7 @@ class StageMoves:
     """What is asked for and when it was last looked at. Moves are noted in the members, and told."""
 
     def __init__(self, settings: Settings, draw: random.Random, observe: Callable[[Happening], None]) -> None:
-        self._settings = settings
-        self._draw = draw
-        self._observe = observe
+        self._settings, self._draw, self._observe = settings, draw, observe
         self._wishes: dict[str, int] = {}
         self._empty_since: dict[int, float] = {}
         self._rebalance_at = 0.0

@@ -20,6 +20,7 @@ from atoll.control.messages import (
     Message,
     OfState,
     OfSum,
+    OfWork,
     Pull,
     PullSum,
     Reduce,
@@ -29,7 +30,6 @@ from atoll.control.messages import (
     StateChunk,
     SumChunk,
     SumPart,
-    Work,
     WorkerBeat,
 )
 from atoll.control.settings import Settings
@@ -82,7 +82,7 @@ def _forward(message: Forward, settings: Settings) -> str | None:
     )
 
 
-def _work(message: Work, settings: Settings) -> str | None:
+def _work(message: OfWork, settings: Settings) -> str | None:
     return _first(
         stage=_outside(message.stage, settings.stages),
         micro_batch=_outside(message.micro_batch, settings.micro_batches),

@@ -27,6 +27,7 @@ __all__ = [
     "Message",
     "OfState",
     "OfSum",
+    "OfWork",
     "Order",
     "Peer",
     "Phase",
@@ -42,7 +43,6 @@ __all__ = [
     "SumChunk",
     "SumPart",
     "View",
-    "Work",
     "WorkerBeat",
 ]
 
@@ -213,7 +213,7 @@ class FeederBeat(Message, frozen=True, gc=False):
     progress: int  # grows with every acknowledgement
 
 
-class Work(Message, frozen=True, gc=False):
+class OfWork(Message, frozen=True, gc=False):
     """About a micro-batch at a stage."""
 
     epoch: int
@@ -223,7 +223,7 @@ class Work(Message, frozen=True, gc=False):
     attempt: Attempt
 
 
-class Forward(Work, frozen=True, gc=False):
+class Forward(OfWork, frozen=True, gc=False):
     """An activation entering `stage`; `path` names the worker of every stage, `owned` the stages that need not accumulate."""
 
     path: tuple[str, ...]
@@ -231,13 +231,13 @@ class Forward(Work, frozen=True, gc=False):
     payload: Any
 
 
-class Backward(Work, frozen=True, gc=False):
+class Backward(OfWork, frozen=True, gc=False):
     """The gradient of what left `stage`."""
 
     payload: Any
 
 
-class Ack(Work, frozen=True, gc=False):
+class Ack(OfWork, frozen=True, gc=False):
     """Worker → feeder: a hint. `owns`: the backward is done and the worker's buffers hold the micro-batch."""
 
     worker: str

@@ -107,13 +107,8 @@ class SumSection:
         compute: Compute,
         send: Callable[[str, Message], None],
     ) -> None:
-        self._worker = worker
-        self._round = round
-        self._position = position
-        self._plan = plan
-        self._fits = fits
-        self._compute = compute
-        self._send = send
+        self._worker, self._round, self._position, self._plan, self._fits = worker, round, position, plan, fits
+        self._compute, self._send = compute, send
         self.sums: dict[int, Any] = {}
         self._owned: dict[int, _Owned] = {}
         names = {contributor.worker for contributor in plan.contributors}
@@ -207,9 +202,7 @@ class Reduction:
         self.position = position
         self.digest = ""
         self.norm_squared = 0.0
-        self._compute = compute
-        self._buffers = buffers
-        self._settings = settings
+        self._compute, self._buffers, self._settings = compute, buffers, settings
         stage = position[2]
         self._sections = {
             number: self.section_type(
@@ -302,10 +295,7 @@ class ReductionRound:
     __slots__ = ("order", "choices", "rounds", "began", "deadline", "awaited", "reports", "_blame", "_owners", "_contributors")
 
     def __init__(self, order: Reduce, choices: tuple[Choice, ...], rounds: int, began: float, deadline: float) -> None:
-        self.order = order
-        self.choices = choices
-        self.rounds = rounds
-        self.began = began
+        self.order, self.choices, self.rounds, self.began = order, choices, rounds, began
         self.deadline = deadline
         self.awaited = {worker for stage in order.stages for worker, _ in stage.members}
         self.reports: list[dict[str, Reduced]] = [{} for _ in choices]

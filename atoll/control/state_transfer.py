@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from atoll.control.adaptive_timeout import AdaptiveTimeout
 from atoll.control.messages import FetchState, Message, PullSum, Reduce, Round, StageReduction, StateChunk, SumChunk
-from atoll.control.worker_state import WorkerState
+from atoll.control.worker_state import EARLY_LIMIT, WorkerState
 
 __all__ = ["DONORS", "ENOUGH", "Fetch", "StateDonor", "sums_from"]
 
@@ -34,10 +34,7 @@ class Fetch:
     def __init__(
         self, worker: str, nonce: int, position: tuple[int, int, int], chunks: int, patience: AdaptiveTimeout | None = None
     ) -> None:
-        self.nonce = nonce
-        self.position = position
-        self._worker = worker
-        self._chunks = chunks
+        self.nonce, self.position, self._worker, self._chunks = nonce, position, worker, chunks
         self._timeout = patience or AdaptiveTimeout(1.0, 0.0)  # kept over attempts: what a chunk takes on these links is learnt once
         self._asked: dict[int, tuple[float, str]] = {}  # when and whom
         self._turn = nonce
@@ -87,9 +84,6 @@ class Fetch:
         return [self.received[chunk] for chunk in range(self._chunks)]
 
 
-EARLY_LIMIT = 4096
-
-
 class _Past(NamedTuple):
     """What is kept of a step: the state before it, and the sums it was made with."""
 
@@ -105,8 +99,7 @@ class StateDonor:
     def __init__(self, at: WorkerState, send: Callable[[str, Message], None]) -> None:
         self._given: dict[str, set[int]] = {}  # chunks of this version, by who fetches it
         self._asked_for_past = False
-        self._at = at
-        self._send = send
+        self._at, self._send = at, send
         self._past: _Past | None = None
         self._early: deque[FetchState] = deque(maxlen=EARLY_LIMIT)
 

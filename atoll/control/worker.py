@@ -39,12 +39,10 @@ from atoll.control.messages import (
 from atoll.control.reduction import Reduction
 from atoll.control.settings import Settings
 from atoll.control.state_transfer import ENOUGH, Fetch, StateDonor, sums_from
-from atoll.control.worker_state import NEVER, Buffers, WorkerState
+from atoll.control.worker_state import EARLY_LIMIT, NEVER, Buffers, WorkerState
 from atoll.control.world import Checkpoints, Compute, SwarmProcess
 
 __all__ = ["Worker"]
-
-EARLY_LIMIT = 4096
 
 
 class _Sealed(NamedTuple):
@@ -100,9 +98,7 @@ class Worker(WorkerState):
         kernel = partial(on_kernel, self)
         self.kernels = self.kernels_type(self, node.clock, self._device, self._send, kernel, self._answer_if_sealed, on_unsound)
         self._donor = self.donor_type(self, self._send)
-        self.checkpoints = checkpoints
-        self.coordinators = coordinators
-        self.planned = planned
+        self.checkpoints, self.coordinators, self.planned = checkpoints, coordinators, planned
         self.leaving = False
         self.finished = False
         self._snapshot: _Snapshot | None = None  # of the version that is being stored, as long as it is

@@ -10,7 +10,7 @@ from atoll.control.messages import Backward, BufferManifest, Forward, Order, Rou
 from atoll.control.settings import Settings
 from atoll.control.world import Compute
 
-__all__ = ["NEVER", "Buffers", "WorkerState"]
+__all__ = ["EARLY_LIMIT", "NEVER", "Buffers", "WorkerState"]
 
 BUFFERS = 2
 """First attempts go to buffer 0; retries, which are likelier to overlap with others, to buffer 1, so that less is lost with it."""
@@ -66,15 +66,14 @@ class Buffers:
 
 
 NEVER: Order = (0, 0)
+EARLY_LIMIT = 4096  # messages that are kept because what they are about is still to come
 
 
 class WorkerState:
     """What a worker's parts share. `Worker` changes it as announcements say; what computes and what lends read it."""
 
     def __init__(self, name: str, compute: Compute, settings: Settings) -> None:
-        self.name = name
-        self.compute = compute
-        self.settings = settings
+        self.name, self.compute, self.settings = name, compute, settings
         self.incarnation = 0
         self.stage = -1
         self.epoch = -1

@@ -134,10 +134,7 @@ class Reference:
     """
 
     def __init__(self, stages: int, micro_batches: int, staleness: int = 0, tied: tuple[int, ...] = ()) -> None:
-        self._staleness = staleness
-        self._tied = tied
-        self._stages = stages
-        self._micro_batches = micro_batches
+        self._staleness, self._tied, self._stages, self._micro_batches = staleness, tied, stages, micro_batches
         self._states: list[tuple[tuple[ExactState, ...], ...]] = [tuple(initial_cells(stage, stage in tied) for stage in range(stages))]
         self._gradients: list[tuple[tuple[int, ...], ...]] = []
         self._commits: list[tuple[float, bool, float]] = []
@@ -216,10 +213,7 @@ class ExactCompute:
         on_digest: Callable[[str, Sequence[ExactSum]], None] | None = None,
         tied: tuple[int, ...] = (),
     ) -> None:
-        self._tied = tied
-        self._process = process
-        self._random = randomness
-        self._on_digest = on_digest
+        self._tied, self._process, self._random, self._on_digest = tied, process, randomness, on_digest
         self.slowness = 1.0
         self.forward_seconds = 0.4
         self.backward_seconds = 0.8

@@ -24,8 +24,7 @@ class JournalDisk:
         self.records: list[Record] = []
         self.slowness = 1.0
         self.seconds = 0.1
-        self._random = randomness
-        self._fence = fence
+        self._random, self._fence = randomness, fence
         self._term = 0
         self._on_record = on_record
 
@@ -54,8 +53,7 @@ class JournalHandle:
     """One coordinator's access: what `atoll.control.world.Journal` asks for."""
 
     def __init__(self, disk: JournalDisk, process: Process) -> None:
-        self._disk = disk
-        self._process = process
+        self._disk, self._process = disk, process
 
     async def read(self) -> Sequence[Record]:
         """All durable records."""
@@ -104,9 +102,7 @@ class CheckpointStore:
     """One process's access: what `atoll.control.world.Checkpoints` asks for. `leader` is who says what is taken; None: there is nobody."""
 
     def __init__(self, disk: CheckpointDisk, process: Process, leader: Callable[[], Coordinator | None]) -> None:
-        self._disk = disk
-        self._process = process
-        self._leader = leader
+        self._disk, self._process, self._leader = disk, process, leader
 
     async def write(self, epoch: int, version: int, stage: int, snapshot: Any) -> None:
         """The first write of a key stays. Whoever coordinates is waited for."""

@@ -1,5 +1,6 @@
 """Faults: what goes wrong, drawn from a seed as a list that can be replayed, printed and shortened."""
 
+import math
 import random
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack
@@ -250,11 +251,11 @@ def _strike(swarm: ExactSwarm, fault: Fault) -> None:
     elif fault.kind == "forge":
         _forge(swarm, fault.targets[0])
     elif fault.kind == "stall":
-        _stall(swarm, fault.value, end)
+        _play(swarm, _stall(swarm, fault.value, end), math.inf)
     elif fault.kind == "rewind":
-        _rewind(swarm, fault.targets[0], fault.value, fault.seconds)
+        _play(swarm, _rewind(swarm, fault.targets[0], fault.value, fault.seconds), WINDOW)
     elif fault.kind == "forfeit":
-        _play(swarm, _forfeit(swarm, fault.value))
+        _play(swarm, _forfeit(swarm, fault.value), WINDOW)
     elif fault.kind == "restart-coordinator":
         name = _coordinator_name(swarm)
         if name:
@@ -316,7 +317,7 @@ def _cut(swarm: ExactSwarm, fault: Fault, end: float) -> None:
     swarm.loop.at(end, mend)
 
 
-def _stall(swarm: ExactSwarm, which: float, end: float) -> None:
+def _stall(swarm: ExactSwarm, which: float, end: float) -> Generator[None, None, None]:
     """What was sent in one reduction arrives in a later one: bulk connections inside the largest stage hang, while one that has summed
     something dies in the reduction, comes back with nothing and dies again."""
     rows: dict[int, list[str]] = {}
@@ -331,25 +332,22 @@ def _stall(swarm: ExactSwarm, which: float, end: float) -> None:
     for pair in pairs:
         swarm.network.hold(*pair)
     first: Phase | None = None
+    while swarm.loop.now < end:
+        coordinator = swarm.coordinator()
+        phase = (coordinator.trailing or coordinator.phase) if coordinator is not None else None
+        if type(phase) is Reduce and first is not None and phase != first:
+            break
+        if type(phase) is Reduce and first is None:
+            first = phase
+            _kill(swarm, [victim], swarm.loop.now + 0.5)
+            swarm.loop.at(swarm.loop.now + 1.0, lambda _: _kill(swarm, [victim], end))
+        yield
 
     def release(_: object) -> None:
         for pair in pairs:
             swarm.network.release(*pair)
 
-    def look(_: object) -> None:
-        nonlocal first
-        coordinator = swarm.coordinator()
-        phase = (coordinator.trailing or coordinator.phase) if coordinator is not None else None
-        if swarm.loop.now >= end or (type(phase) is Reduce and first is not None and phase != first):
-            swarm.loop.at(swarm.loop.now + 0.6, release)  # when members have heard of that reduction
-            return
-        if type(phase) is Reduce and first is None:
-            first = phase
-            _kill(swarm, [victim], swarm.loop.now + 0.5)
-            swarm.loop.at(swarm.loop.now + 1.0, lambda _: _kill(swarm, [victim], end))
-        swarm.loop.at(swarm.loop.now + 0.25, look)
-
-    look(None)
+    swarm.loop.at(swarm.loop.now + 0.6, release)  # when members have heard of that reduction
 
 
 def _forge(swarm: ExactSwarm, process: str) -> None:
@@ -364,27 +362,23 @@ def _forge(swarm: ExactSwarm, process: str) -> None:
                 swarm.checkpoint_disk.offer(coordinator, process, (coordinator.epoch, version, stage), wrong)
 
 
-def _rewind(swarm: ExactSwarm, sleeper: str, which: float, seconds: float) -> None:
+def _rewind(swarm: ExactSwarm, sleeper: str, which: float, seconds: float) -> Generator[None, None, None]:
     """One sleeps while a stage it does not have is lost, everybody goes back, and the others come to where it was by other sums."""
-    fell_asleep: tuple[int, int] | None = None  # at which epoch and version
-
-    def look(_: object) -> None:
-        nonlocal fell_asleep
-        coordinator = swarm.coordinator()
-        where = (coordinator.epoch, coordinator.version) if coordinator is not None else (0, 0)
-        if swarm.loop.now >= WINDOW or (fell_asleep is not None and where[0] > fell_asleep[0] and where[1] >= fell_asleep[1]):
-            swarm.go_on(sleeper)
-            return
-        if coordinator is not None and fell_asleep is None and coordinator.version > coordinator.stored_version:
+    try:
+        while True:
+            coordinator = swarm.coordinator()
             own = {swarm.workers[name].stage for name in swarm.hosted(sleeper)}
             others = sorted({worker.stage for worker in swarm.workers.values()} - own)
-            if own and others:
-                fell_asleep = where
-                swarm.stop(sleeper)
-                _kill(swarm, _serving(swarm, others[int(which * len(others))]), swarm.loop.now + seconds)
-        swarm.loop.at(swarm.loop.now + 0.25, look)
-
-    look(None)
+            if coordinator is not None and coordinator.version > coordinator.stored_version and own and others:
+                break
+            yield
+        epoch, version = coordinator.epoch, coordinator.version
+        swarm.stop(sleeper)
+        _kill(swarm, _serving(swarm, others[int(which * len(others))]), swarm.loop.now + seconds)
+        while (coordinator := swarm.coordinator()) is None or coordinator.epoch <= epoch or coordinator.version < version:
+            yield
+    finally:
+        swarm.go_on(sleeper)
 
 
 def _forfeit(swarm: ExactSwarm, which: float) -> Generator[None, None, None]:
@@ -423,14 +417,14 @@ def _forfeit(swarm: ExactSwarm, which: float) -> Generator[None, None, None]:
             yield
 
 
-def _play(swarm: ExactSwarm, script: Generator[None, None, None]) -> None:
+def _play(swarm: ExactSwarm, script: Generator[None, None, None], until: float) -> None:
     """Goes on with a fault of several acts every quarter of a second; it ends where it stands when time is up."""
 
     def look(_: object) -> None:
-        if swarm.loop.now < WINDOW and next(script, script) is None:
-            swarm.loop.at(swarm.loop.now + 0.25, look)
-        else:
+        if swarm.loop.now >= until:
             script.close()
+        elif next(script, script) is None:
+            swarm.loop.at(swarm.loop.now + 0.25, look)
 
     look(None)
 

@@ -90,7 +90,7 @@ class ScenarioOutcome(msgspec.Struct, frozen=True):
 
 
 def run_scenario(
-    scenario: Scenario, roles: SwarmRoles | None = None, observe: Callable[[Happening], None] | None = None
+    scenario: Scenario, roles: SwarmRoles | None = None, observe: Callable[[Happening], None] = lambda happening: None
 ) -> ScenarioOutcome:
     """Runs a scenario until two commits follow the healing or the run is stopped, or something is wrong.
 

@@ -63,8 +63,7 @@ class Process:
     __slots__ = ("name", "loop", "alive", "stopped", "_deferred", "_tasks")
 
     def __init__(self, name: str, loop: "Loop") -> None:
-        self.name = name
-        self.loop = loop
+        self.name, self.loop = name, loop
         self.alive = True
         self.stopped = False
         self._deferred: list[tuple[_Task, Any]] = []

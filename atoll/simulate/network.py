@@ -71,9 +71,7 @@ class SimulatedNetwork:
         unlimited: frozenset[str] = frozenset(),
         shared: SimulatedLinks | None = None,
     ) -> None:
-        self.loop = loop
-        self.latency_seconds = latency_seconds
-        self.jitter_seconds = jitter_seconds
+        self.loop, self.latency_seconds, self.jitter_seconds = loop, latency_seconds, jitter_seconds
         self.faults: LinkFaults | None = None
         self.watch: Callable[[str, str, Any], None] | None = None
         self.check: Callable[[Any], None] | None = None  # sees every message when it is sent
@@ -192,9 +190,7 @@ class Port:
     __slots__ = ("network", "process", "name", "inbox")
 
     def __init__(self, network: SimulatedNetwork, process: Process, name: str) -> None:
-        self.network = network
-        self.process = process
-        self.name = name
+        self.network, self.process, self.name = network, process, name
         self.inbox: SimulatedMailbox = process.mailbox()
 
     def send(self, to: str, message: Any) -> None:

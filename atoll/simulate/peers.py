@@ -150,8 +150,7 @@ class ModelledStore:
     """States at the coordinator: what a peer writes or reads passes its link and the coordinator's disk, which serves one after another."""
 
     def __init__(self, swarm: "PeerSwarm", process: Process) -> None:
-        self._swarm = swarm
-        self._process = process
+        self._swarm, self._process = swarm, process
 
     async def write(self, epoch: int, version: int, stage: int, snapshot: int) -> None:
         """The first write of a key stays."""
@@ -182,8 +181,7 @@ class PeerSwarm:
     """A coordinator, feeders, and workers by name."""
 
     def __init__(self, settings: Settings, model: PeerModel, observe: Callable[[float, Happening], None] | None = None) -> None:
-        self.settings = settings
-        self.model = model
+        self.settings, self.model = settings, model
         self.loop = Loop()
         self.random = random.Random(model.seed)
         chunks = settings.chunks
@@ -263,14 +261,10 @@ class PeerSwarm:
             del self.workers[worker]
 
     def _on_happening(self, happening: Happening) -> None:
-        if isinstance(happening, StepCommitted):
-            self.committed.append((self.loop.now, happening))
-        elif isinstance(happening, Moved):
-            self.moves.append((self.loop.now, happening))
-        elif isinstance(happening, RolledBack):
-            self.rollbacks.append((self.loop.now, happening))
-        elif isinstance(happening, Saved):
-            self.saves.append((self.loop.now, happening))
+        noted: dict[type, list[Any]] = {
+            StepCommitted: self.committed, Moved: self.moves, RolledBack: self.rollbacks, Saved: self.saves,
+        }  # fmt: skip
+        noted.get(type(happening), []).append((self.loop.now, happening))
         if self._observe is not None:
             self._observe(self.loop.now, happening)
 

@@ -86,7 +86,7 @@ class ExactSwarm:
         *,
         roles: SwarmRoles | None = None,
         settings: Settings | None = None,
-        observe: Callable[[Happening], None] | None = None,
+        observe: Callable[[Happening], None] = lambda happening: None,
     ) -> None:
         self.shape = shape
         self.roles = roles or SwarmRoles()

@@ -98,6 +98,16 @@ async def _until_answered(ask: Callable[[], Awaitable[Answer]]) -> Answer:
             await asyncio.sleep(_AGAIN_SECONDS)
 
 
+async def _found(ask: Callable[[], Awaitable[Answer]]) -> Answer | None:
+    """What the server has; None where it has nothing whole of that name."""
+    from nats.js.errors import DigestMismatchError, NotFoundError
+
+    try:
+        return await _until_answered(ask)
+    except (NotFoundError, DigestMismatchError):
+        return None
+
+
 class JetStreamJournal:
     """The journal as a stream; a message is a line as in the file."""
 
@@ -175,23 +185,12 @@ class JetStreamCheckpoints:
 
     async def read(self, key: Key) -> Tensor | None:
         """The state, or None where nothing whole is stored."""
-        from nats.js.errors import DigestMismatchError, NotFoundError
-
-        try:
-            found = await _until_answered(lambda: self._objects.get(_object(key)))
-        except (NotFoundError, DigestMismatchError):
-            return None
-        return torch.frombuffer(bytearray(found.data or b""), dtype=torch.uint8)
+        found = await _found(lambda: self._objects.get(_object(key)))
+        return None if found is None else torch.frombuffer(bytearray(found.data or b""), dtype=torch.uint8)
 
     async def exists(self, key: Key) -> bool:
         """Whether it was stored."""
-        from nats.js.errors import NotFoundError
-
-        try:
-            await _until_answered(lambda: self._objects.get_info(_object(key)))
-        except NotFoundError:
-            return False
-        return True
+        return await _found(lambda: self._objects.get_info(_object(key))) is not None
 
     async def forget_before(self, version: int) -> None:
         """Removes states of steps before this one."""
@@ -210,13 +209,8 @@ class JetStreamCheckpoints:
         return sum(size for key, size in self._written.items() if key.version == version)
 
     async def _names(self) -> list[str]:
-        from nats.js.errors import NotFoundError
-
-        try:
-            found = await _until_answered(lambda: self._objects.list(ignore_deletes=True))
-        except NotFoundError:
-            return []
-        return [each.name for each in found if each.name]
+        found = await _found(lambda: self._objects.list(ignore_deletes=True))
+        return [each.name for each in found or () if each.name]
 
     async def end(self, who: str) -> None:
         """The run is over, or was stopped; who coordinated has its weights."""
@@ -229,12 +223,8 @@ class JetStreamCheckpoints:
 
     async def ended(self) -> str | None:
         """Who has the weights of a run that is over."""
-        from nats.js.errors import NotFoundError
-
-        try:
-            return ((await _until_answered(lambda: self._objects.get(_OVER))).data or b"").decode()
-        except NotFoundError:
-            return None
+        found = await _found(lambda: self._objects.get(_OVER))
+        return None if found is None else (found.data or b"").decode()
 
 
 def _object(key: Key) -> str:
@@ -250,12 +240,8 @@ class Leadership:
 
     async def holder(self) -> str | None:
         """Who leads now."""
-        from nats.js.errors import NotFoundError
-
-        try:
-            return ((await _until_answered(lambda: self._keys.get(_KEY))).value or b"").decode()
-        except NotFoundError:
-            return None
+        found = await _found(lambda: self._keys.get(_KEY))
+        return None if found is None else (found.value or b"").decode()
 
     async def take(self) -> bool:
         """Tries to become the one who leads."""

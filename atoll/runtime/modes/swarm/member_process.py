@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -133,27 +134,24 @@ def _changed(credentials: Credentials, state: MemberState, before: MemberState, 
     return MemberChanged(name=credentials.name, state=state, before=before, role=credentials.role, host=host, reason=reason)
 
 
+@dataclass
 class _Process:
     """One node of the swarm: its fabric, its clock, its role."""
 
-    def __init__(
-        self,
-        credentials: Credentials,
-        address: str,
-        spec: SwarmSpec,
-        job: Job,
-        captured: Captured,
-        observer: EventStream,
-        dialled: bool,
-        imposed: Imposed | None,
-        polite: bool,
-        devices: OwnDevices,
-    ) -> None:
-        self.credentials, self.address, self.spec, self.job, self.captured = credentials, address, spec, job, captured
-        self._observer, self._dialled, self._imposed = observer, dialled, imposed
-        self._polite, self._devices = polite, devices
+    credentials: Credentials
+    address: str
+    spec: SwarmSpec
+    job: Job
+    captured: Captured
+    observer: EventStream
+    dialled: bool
+    imposed: Imposed | None
+    polite: bool
+    devices: OwnDevices
+
+    def __post_init__(self) -> None:
         self._unsent: deque[CodecChosen | StateFetched | Warned] = deque(maxlen=_MOST_UNSENT)  # for the run's log
-        observer.observers.append(self._keep)
+        self.observer.observers.append(self._keep)
         self._ending: Ending = "over"
         self._errors: list[BaseException] = []
 
@@ -164,7 +162,7 @@ class _Process:
             self._unsent.append(Warned(message=f"refused a call of {event.peer}: {event.reason}", source=self.credentials.name))
 
     def _warn(self, message: str) -> None:
-        self._observer(Warned(message=message, source=self.credentials.name))
+        self.observer(Warned(message=message, source=self.credentials.name))
 
     async def run(self) -> "Ending":
         loop = asyncio.get_running_loop()
@@ -177,7 +175,7 @@ class _Process:
         member = await asyncio.to_thread(self._member, arrived)
         try:
             host, told = own_hosts(self.address)
-            listening = await asyncio.to_thread(member.fabric.listen, f"{host}:0") if self._dialled else ""
+            listening = await asyncio.to_thread(member.fabric.listen, f"{host}:0") if self.dialled else ""
             coordinator = await asyncio.to_thread(member.join, self.address, _PATIENT)
             registered = asyncio.Event()
             clock.spawn(self._register(coordinator, PeerAddress(f"{told}:{listening.rpartition(':')[2]}" if listening else ""), registered))
@@ -185,7 +183,7 @@ class _Process:
             nonce = time.time_ns()
             nodes = [
                 SwarmProcess(name, clock, transport, inboxes.open(name, clock), nonce, random.Random(secrets.randbits(64)))
-                for name in hosted_workers(self.credentials.name, self._devices.stages)
+                for name in hosted_workers(self.credentials.name, self.devices.stages)
             ]
             clock.spawn(_end_after_goodbye(coordinator))
             await self._until_over(_connected(registered, self.address))  # what is measured begins there
@@ -204,7 +202,7 @@ class _Process:
             self.credentials,
             services=[SwarmService(arrived, self.spec.settings, checks.why_unfit)],
             fingerprint=self.spec.fingerprint,
-            observer=self._observer,
+            observer=self.observer,
             backoff=_PEERS,
         )
 
@@ -213,8 +211,8 @@ class _Process:
             peer = member.fabric.peers.get(name)
             return None if peer is None else peer.estimate
 
-        others = compression_of(self.spec.codec, estimate, self._observer)
-        return PlannedCompression(self.credentials.name, self.spec.sites, self.spec.site_codecs, others, self._observer)
+        others = compression_of(self.spec.codec, estimate, self.observer)
+        return PlannedCompression(self.credentials.name, self.spec.sites, self.spec.site_codecs, others, self.observer)
 
     async def _register(self, coordinator: Remote, place: PeerAddress, registered: asyncio.Event) -> None:
         while True:
@@ -237,8 +235,8 @@ class _Process:
         generators, device = threading.Lock(), DeviceTurns(nodes[0].clock)
         checkpoints = RemoteCheckpoints(coordinator, lambda stage: stage_names(self.job, self.captured, self.spec.bounds, stage))
         computes, workers, accounts = [], [], {}
-        for node, planned in zip(nodes, (*self._devices.planned, *[-1] * len(nodes)), strict=False):
-            compute, measuring = self._compute(generators), Measuring(node.name, self._observer)
+        for node, planned in zip(nodes, (*self.devices.planned, *[-1] * len(nodes)), strict=False):
+            compute, measuring = self._compute(generators), Measuring(node.name, self.observer)
             worker = Worker(
                 node,
                 compute,
@@ -265,7 +263,7 @@ class _Process:
     @contextmanager
     def _obeying_signals(self, workers: Sequence[Worker], coordinator: Remote) -> Iterator[None]:
         """The first asks to be let go; after it they do what they always do."""
-        loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM) if self._polite else ()
+        loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM) if self.polite else ()
 
         def leave() -> None:
             if coordinator.state == "dead":
@@ -274,7 +272,7 @@ class _Process:
             for worker in workers:
                 worker.leave()
             message = "leaves as soon as its stage can do without it, after this step at the earliest; Ctrl-C again leaves at once"
-            self._observer(StopRequested(source=self.credentials.name, message=message))
+            self.observer(StopRequested(source=self.credentials.name, message=message))
             for number in numbers:
                 loop.remove_signal_handler(number)
 
@@ -287,7 +285,7 @@ class _Process:
                 loop.remove_signal_handler(number)
 
     def _compute(self, generators: threading.Lock) -> StageCompute | GroupCompute:
-        spec, devices = self.spec, self._devices.find()
+        spec, devices = self.spec, self.devices.find()
         divided = DividedJob(
             *(self.job, self.captured, spec.bounds, spec.micro_batches, generators),
             chunks=spec.settings.chunks,
@@ -296,18 +294,18 @@ class _Process:
         )
         if len(devices) == 1:
             compute = StageCompute(divided, devices[0])
-            if self._imposed is not None:
+            if self.imposed is not None:
                 compute.pace = self._pace(0, spec.micro_batches)
             return compute
-        group = GroupCompute(divided, devices, self._devices.shares, self._warn)
-        if self._imposed is not None:
+        group = GroupCompute(divided, devices, self.devices.shares, self._warn)
+        if self.imposed is not None:
             group.impose(self._pace)
         return group
 
     def _pace(self, index: int, micro_batches: Sequence[tuple[int, int]]) -> Pace:
         """Of one of the worker's devices, for its samples of every micro-batch."""
-        assert self._imposed is not None
-        own = self._imposed.of_number(self._devices.numbers[index])
+        assert self.imposed is not None
+        own = self.imposed.of_number(self.devices.numbers[index])
         return pace_of_worker(own, self.captured.graph, self.spec.bounds, micro_batches, self.spec.recompute)
 
     async def _until_over(self, work: Coroutine[Any, Any, None]) -> None:

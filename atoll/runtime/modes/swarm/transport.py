@@ -137,27 +137,17 @@ _BY_ROLE: dict[str, tuple[type, ...]] = {
     "feeder": (FeederBeat, Forward),
     "worker": (Ack, Backward, FetchState, Forward, Manifest, SumPart, Pull, PullSum, Reduced, StateChunk, SumChunk, WorkerBeat),
 }
-_SENDERS: dict[type, str] = {
-    Ack: "worker",
-    Announce: "sender",
-    FeederBeat: "feeder",
-    FetchState: "worker",
-    Manifest: "worker",
-    SumPart: "worker",
-    Pull: "owner",
-    PullSum: "worker",
-    Reduced: "worker",
-    WorkerBeat: "worker",
-}
+_SENDERS: dict[type, str] = {Announce: "sender", FeederBeat: "feeder", Pull: "owner"}
+"""Which field names the sender, where it is not `worker`; a message with neither names nobody."""
 
 
 def check_sender(message: Message, name: str, role: str) -> None:
     """RefusedError unless this member may send this message."""
     if not isinstance(message, _BY_ROLE.get(role, ())):
         raise RefusedError(f"{name} is a {role}, which sends no {type(message).__name__}")
-    field = _SENDERS.get(type(message))
-    if field is not None and not speaks_for(name, role, getattr(message, field)):
-        raise RefusedError(f"{name} sent a {type(message).__name__} in the name of {getattr(message, field)}")
+    named = getattr(message, _SENDERS.get(type(message), "worker"), None)
+    if named is not None and not speaks_for(name, role, named):
+        raise RefusedError(f"{name} sent a {type(message).__name__} in the name of {named}")
 
 
 def speaks_for(name: str, role: str, named: str) -> bool:

@@ -35,7 +35,7 @@ from atoll.graph.fake import (
 )
 from atoll.graph.graph import Precision
 from atoll.graph.loss_check import check_eagerly, check_pieces
-from atoll.graph.loss_weight import LossForm, weigh_loss
+from atoll.graph.loss_weight import LossForm, is_one_number, loss_of, weigh_loss
 from atoll.graph.regions import write_early
 
 __all__ = ["ExportedJob", "TrainingJob", "ambient_precision", "export_job"]
@@ -415,7 +415,7 @@ def export_job(job: TrainingJob, *, training: bool = True, check: bool = False) 
     write_early(program.graph_module)
     form = weigh_loss(program, job.batch_size) if training else LossForm()
     varying = _varying(program, batch, growing)
-    checked = _check_pieces(job, program, model, batch, varying, growing) if training and check else ""
+    checked = _check_pieces(job, program, model, batch, varying, growing) if training and check and is_one_number(loss_of(program)) else ""
     fixed = {name: rest for name, dims in growing.items() if (rest := tuple(d for d in dims if d not in varying.get(name, ())))}
     return ExportedJob(
         program=program,

@@ -7,7 +7,7 @@ has gathered, which are known to differ between pieces (docs/job.md).
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,7 +16,7 @@ from torch.export.graph_signature import OutputKind
 from torch.utils import _pytree as pytree
 
 from atoll.errors import CaptureError
-from atoll.graph.loss_weight import IGNORED, call_of, given_values
+from atoll.graph.loss_weight import IGNORED, call_of, given_values, loss_of
 from atoll.job import read_loss
 
 __all__ = ["check_eagerly", "check_pieces"]
@@ -80,9 +80,7 @@ def _compare(name: str, loss: Callable[[list[Any]], tuple[float, float | None]],
 
 
 def _operator_of(program: ExportedProgram) -> str:
-    results = next(node for node in program.graph.nodes if node.op == "output").args[0]
-    kinds = zip(program.graph_signature.output_specs, results, strict=True)
-    loss = next(value for spec, value in kinds if spec.kind is OutputKind.USER_OUTPUT)
+    loss = cast(fx.Node, loss_of(program))
     trace = [line.strip() for line in (loss.meta.get("stack_trace") or "").splitlines() if line.strip()]
     return f"`{call_of(loss)[0]}`" + (f" ({trace[-1]})" if trace else "")
 

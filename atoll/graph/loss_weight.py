@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
 from torch.utils import _pytree as pytree
 
-__all__ = ["IGNORED", "LossForm", "PieceWeight", "call_of", "given_values", "weigh_loss"]
+__all__ = ["IGNORED", "LossForm", "PieceWeight", "call_of", "given_values", "is_one_number", "loss_of", "weigh_loss"]
 
 aten = torch.ops.aten
 Number: TypeAlias = "int | float | fx.Node"
@@ -77,7 +77,7 @@ def weigh_loss(program: ExportedProgram, batch_size: int) -> LossForm:
 
     `batch_size` is that of a step, which a loss that is a sum is taken over.
     """
-    if program.call_spec.out_spec.num_leaves != 1:
+    if program.call_spec.out_spec.num_leaves != 1 or not is_one_number(loss_of(program)):
         return LossForm()
     reader = _Reader(program)
     try:
@@ -100,6 +100,19 @@ def weigh_loss(program: ExportedProgram, batch_size: int) -> LossForm:
             writer.assert_all_count(weight)
         return LossForm("guarded", "the loss adds means over different numbers: a run stops where a label is ignored")
     return LossForm()
+
+
+def loss_of(program: ExportedProgram) -> object:
+    """What the program returns as its loss, or as its total: a node, where it is computed."""
+    results = cast(Any, next(node for node in program.graph.nodes if node.op == "output").args[0])
+    return next(
+        value for spec, value in zip(program.graph_signature.output_specs, results, strict=True) if spec.kind is OutputKind.USER_OUTPUT
+    )
+
+
+def is_one_number(value: object) -> bool:
+    """Whether a node's value can be a loss; what cannot is refused by whoever reads it."""
+    return isinstance(value, fx.Node) and _is_scalar(value) and value.meta["val"].is_floating_point()
 
 
 def given_values(program: ExportedProgram, model: nn.Module) -> dict[str, Tensor]:
@@ -147,9 +160,7 @@ class _Reader:
     """Takes a loss apart into terms."""
 
     def __init__(self, program: ExportedProgram) -> None:
-        results = next(node for node in program.graph.nodes if node.op == "output").args[0]
-        pairs = zip(program.graph_signature.output_specs, results, strict=True)
-        self.loss: fx.Node = next(value for spec, value in pairs if spec.kind is OutputKind.USER_OUTPUT)
+        self.loss = cast(fx.Node, loss_of(program))
         inputs = {name for name in program.graph_signature.user_inputs if isinstance(name, str)}
         self._inputs = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in inputs]
         self.samples, self._symbol = self._find_samples()

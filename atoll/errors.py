@@ -4,6 +4,7 @@
 AtollError
 ├── JobError          the training script or its Job is wrong
 │   ├── CaptureError  the model cannot be turned into a Graph; names the module and the reason
+│   │   └── DividedLossError  the losses of a batch's pieces do not add up to the batch's; shows both and the operator
 │   └── JobFailedError  the job's own code failed in a run under way, or its numbers did; says at which step
 ├── AnnotationError   replica/split/stage/pipeline contradict each other or the devices
 ├── ClusterError      a cluster file or a catalogue entry is wrong; names the file and the key
@@ -31,7 +32,17 @@ one sentence and exits with their `exit_code`: 2, or 1 for a run that failed. Br
 
 from typing import ClassVar
 
-__all__ = ["AtollError", "JobError", "CaptureError", "JobFailedError", "AnnotationError", "ClusterError", "PlanError", "ScheduleError"]
+__all__ = [
+    "AtollError",
+    "JobError",
+    "CaptureError",
+    "DividedLossError",
+    "JobFailedError",
+    "AnnotationError",
+    "ClusterError",
+    "PlanError",
+    "ScheduleError",
+]
 __all__ += ["CheckpointError", "DamagedCheckpointError", "CodecError", "NonFiniteTensorError", "LabError", "RoleError", "NoPlanError"]
 __all__ += ["FabricError", "FrameError", "PeerLostError", "DeadlineError", "RefusedError", "CollectiveError", "RemoteError"]
 
@@ -48,6 +59,10 @@ class JobError(AtollError):
 
 class CaptureError(JobError):
     """The model cannot be captured as a Graph."""
+
+
+class DividedLossError(CaptureError):
+    """The losses of a batch's pieces do not add up to the batch's, so that every plan would train another model."""
 
 
 class JobFailedError(JobError):

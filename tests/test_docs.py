@@ -40,6 +40,8 @@ def test_no_document_says_the_same_paragraph_twice() -> None:
 def test_prose_is_wrapped() -> None:
     """Tables, code and links that cannot be broken may be longer."""
     for path in [*sorted(DOCS.rglob("*.md")), *sorted(DOCS.parent.glob("*.md"))]:
+        if path.name == "events.md":
+            continue  # written from the docstrings of the events (tests/test_events.py)
         prose = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
         long = [line for line in prose.splitlines() if len(line) > 100 and not line.startswith(("|", "#", "    "))]
         assert [line for line in long if len(re.findall(r"(?:`[^`]*`|\[[^]]*\]\([^)]*\)|\S)+", line.lstrip())) > 1] == [], path

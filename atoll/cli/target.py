@@ -65,7 +65,7 @@ def _from_script(path: str, batch_size: int | None, arguments: Sequence[str]) ->
         started = time.perf_counter()
         job = load_job(path, arguments)
         with located(path), seen_arguments(path, arguments):
-            captured = capture_program(job, check=True)
+            captured = capture_program(job, divided=True, check=True)
             seconds = time.perf_counter() - started
             size = batch_size or job.batch_size
             with users_code("loading a batch"):

@@ -60,12 +60,12 @@ def capture(job: TrainingJob) -> Graph:
     return capture_program(job).graph
 
 
-def capture_program(job: TrainingJob, *, training: bool = True, check: bool = False) -> Captured:
+def capture_program(job: TrainingJob, *, training: bool = True, divided: bool = False, check: bool = False) -> Captured:
     """As `capture`, with the program for the runtime. Without `training`, the model is in evaluation mode and no gradient has to flow.
 
-    With `check` the loss of a batch is compared with that of its pieces, which is enough for one process of a run to do.
+    `divided` is for pieces of a batch, whose losses add up to the batch's; `check` compares them, which is enough for one process to do.
     """
-    exported = export_job(job, training=training, check=check)
+    exported = export_job(job, training=training, divided=divided, check=check)
     table = build_table(exported, job.precision)
     _check_loss(exported.program, table, training)
     liveness = Liveness(table)

@@ -388,14 +388,15 @@ def _check_pieces(
     if real is None:
         return "whether the losses of a batch's pieces add up was not checked: the model is too large to be run here"
     if any(varying.values()):
-        return check_pieces(job.name, program, real, batch, varying)
-    return check_eagerly(job.name, job.loss, real, batch, growing) if program.call_spec.out_spec.num_leaves == 1 else ""
+        return check_pieces(job, program, real, batch, varying)
+    return check_eagerly(job, real, batch, growing) if program.call_spec.out_spec.num_leaves == 1 else ""
 
 
-def export_job(job: TrainingJob, *, training: bool = True, check: bool = False) -> ExportedJob:
+def export_job(job: TrainingJob, *, training: bool = True, divided: bool = False, check: bool = False) -> ExportedJob:
     """Capture `job.loss(job.model, batch)` without allocating the model; raises `CaptureError` with the module and the reason.
 
-    With `check` a model that is not too large for it is built, and its loss on a batch compared with that on the batch's pieces.
+    With `divided` the program is for pieces of a batch: where the loss is not a mean over samples it returns `(total, weight)`. With
+    `check` a model that is not too large for it is built, and its loss on a batch compared with that on the batch's pieces.
     """
     with _running_the_users_code(job, "building the model"):
         model, building = build_model(job.model)
@@ -413,9 +414,9 @@ def export_job(job: TrainingJob, *, training: bool = True, check: bool = False) 
         program, fake = attempts.run()
     _drop_metadata_checks(program)
     write_early(program.graph_module)
-    form = weigh_loss(program, job.batch_size) if training else LossForm()
+    form = weigh_loss(program, job.batch_size) if divided else LossForm()
     varying = _varying(program, batch, growing)
-    checked = _check_pieces(job, program, model, batch, varying, growing) if training and check and is_one_number(loss_of(program)) else ""
+    checked = _check_pieces(job, program, model, batch, varying, growing) if check and is_one_number(loss_of(program)) else ""
     fixed = {name: rest for name, dims in growing.items() if (rest := tuple(d for d in dims if d not in varying.get(name, ())))}
     return ExportedJob(
         program=program,

@@ -7,7 +7,7 @@ has gathered, which are known to differ between pieces (docs/job.md).
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -15,40 +15,52 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 from torch.utils import _pytree as pytree
 
-from atoll.errors import CaptureError
+from atoll.errors import DividedLossError
 from atoll.graph.loss_weight import IGNORED, call_of, given_values, loss_of
 from atoll.job import read_loss
 
 __all__ = ["check_eagerly", "check_pieces"]
 
+
+class CheckedJob(Protocol):
+    """What is asked of a job."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def loss(self) -> Callable[[nn.Module, Any], Any]: ...
+
+
 Growing: TypeAlias = dict[str, tuple[int, ...]]  # a tensor of the batch → its dimensions that grow with the samples
 _UNCHECKED = "whether the losses of a batch's pieces add up was not checked"
-_TOLERANCE = 5e-5  # of the loss, in fp32
+_TOLERANCES = {"fp32": 5e-5, "fp16": 3e-3, "bf16": 2e-2}  # of the loss: products are as exact as that
 _DRAWS = frozenset({"rand", "randn", "rand_like", "randn_like", "randint", "bernoulli", "multinomial", "normal", "uniform", "randperm"})
 
 
-def check_pieces(name: str, program: ExportedProgram, model: nn.Module, batch: Any, growing: Growing) -> str:
+def check_pieces(job: CheckedJob, program: ExportedProgram, model: nn.Module, batch: Any, growing: Growing) -> str:
     """CaptureError where the loss of a batch is not that of its pieces; "" or a sentence that says why this could not be found out."""
     calm = _Calm(program, model)
     if calm.draws:
         return f"{_UNCHECKED}: the model draws random numbers ({calm.draws})"
-    return _compare(name, calm.loss, batch, growing, _operator_of(program))
+    return _compare(job, calm.loss, batch, growing, _operator_of(program))
 
 
-def check_eagerly(name: str, loss: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any, growing: Growing) -> str:
+def check_eagerly(job: CheckedJob, model: nn.Module, batch: Any, growing: Growing) -> str:
     """The same by the user's own code, for what was captured at one size; the model is as in an evaluation, so that it draws nothing."""
     tree = pytree.tree_structure(batch)
     model.eval()
 
     @torch.no_grad()
     def found(leaves: list[Any]) -> tuple[float, float | None]:
-        value, weight = read_loss(loss(model, pytree.tree_unflatten(leaves, tree)))
+        value, weight = read_loss(job.loss(model, pytree.tree_unflatten(leaves, tree)))
         return float(value), None if weight is None else float(weight)
 
-    return _compare(name, found, batch, growing, "the loss itself")
+    return _compare(job, found, batch, growing, "the loss itself")
 
 
-def _compare(name: str, loss: Callable[[list[Any]], tuple[float, float | None]], batch: Any, growing: Growing, operator: str) -> str:
+def _compare(job: CheckedJob, loss: Callable[[list[Any]], tuple[float, float | None]], batch: Any, growing: Growing, operator: str) -> str:
     """A batch at once against its first sample and the others."""
     leaves = pytree.tree_flatten_with_path(batch)[0]
     divided = [isinstance(leaf, Tensor) and 0 in growing.get(pytree.keystr(path), ()) for path, leaf in leaves]
@@ -64,15 +76,15 @@ def _compare(name: str, loss: Callable[[list[Any]], tuple[float, float | None]],
             weights.append(weight if weight is not None else float(stop - start))
     except Exception as error:
         if IGNORED in str(error):
-            raise CaptureError(f"job {name!r}: {IGNORED}") from error
+            raise DividedLossError(f"job {job.name!r}: {IGNORED}") from error
         return f"{_UNCHECKED}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if not weights[0] or not sum(weights[1:]):
         return f"{_UNCHECKED}: nothing of the first samples counts"
     whole, together = totals[0] / weights[0], sum(totals[1:]) / sum(weights[1:])
-    if math.isfinite(whole) and not abs(together - whole) <= _TOLERANCE * max(1.0, abs(whole)):
-        raise CaptureError(
-            f"job {name!r}: the loss of a batch is not that of its pieces: {whole:.6g} for {count} samples at once, {together:.6g} for 1 "
-            f"and {count - 1} of them put together, so every plan that divides the batch would train differently. It ends in {operator}. "
+    if math.isfinite(whole) and not abs(together - whole) <= _TOLERANCES[job.precision] * max(1.0, abs(whole)):
+        raise DividedLossError(
+            f"job {job.name!r}: the loss of a batch is not that of its pieces: {whole:.6g} for {count} samples at once, {together:.6g} for "
+            f"1 and {count - 1} of them put together, so every plan that divides the batch would train differently. It ends in {operator}. "
             "Return (total, weight) from the loss, each a sum over the samples, leave out what compares samples with one another (a "
             "contrastive loss, an auxiliary loss of experts), or train with --alone and without micro_batch_size"
         )

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atoll import Job
-from atoll.errors import CaptureError, JobError
+from atoll.errors import DividedLossError, JobError
 from atoll.graph.export import export_job
 from atoll.graph.loss_check import _Calm
 from atoll.graph.loss_weight import PieceWeight
@@ -99,7 +99,7 @@ def job(loss: Loss, *, micro: int | None = None, dropout: float = 0.5) -> Job:
 @pytest.mark.parametrize("name", [*COUNTED, *SUMS, *MEANS, "mixed"])
 def test_pieces_of_the_program_add_up_to_the_users_own_loss(name: str) -> None:
     loss = ({"mixed": MIXED} | COUNTED | SUMS | MEANS)[name]
-    exported = export_job(job(loss), check=True)
+    exported = export_job(job(loss), divided=True, check=True)
     expected = "counted" if name in COUNTED else "sum" if name in SUMS else "mixed" if name == "mixed" else "mean"
     assert exported.loss_form.kind == expected
     model = Model().eval()
@@ -121,12 +121,12 @@ def test_pieces_of_the_program_add_up_to_the_users_own_loss(name: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_add_up_is_refused(name: str) -> None:
-    with pytest.raises(CaptureError, match=r"return \(total, weight\)|Return \(total, weight\)"):
-        export_job(job(REFUSED[name]), check=True)
+    with pytest.raises(DividedLossError, match=r"return \(total, weight\)|Return \(total, weight\)"):
+        export_job(job(REFUSED[name]), divided=True, check=True)
 
 
 def test_a_piece_in_which_nothing_counts_adds_nothing() -> None:
-    exported = export_job(job(COUNTED["ignored"]))
+    exported = export_job(job(COUNTED["ignored"]), divided=True)
     ignored = [torch.full_like(value, -100) if key == "labels" else value for key, value in DATA[0].items()]
     assert _Calm(exported.program, Model()).loss([value[None] for value in ignored]) == (0.0, 0.0)
 

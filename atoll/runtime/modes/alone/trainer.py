@@ -8,7 +8,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
@@ -19,8 +19,19 @@ from torch import nn
 from atoll.blame import users_code
 from atoll.cluster.memory import keep_freed_memory
 from atoll.data import to_device
-from atoll.errors import CaptureError, CheckpointError, JobError, JobFailedError
-from atoll.events import AnyEvent, CheckpointBegun, Evaluated, NonFinite, Observer, RunFinished, RunStarted, StepFinished, StopTraining
+from atoll.errors import AtollError, CheckpointError, DividedLossError, JobError, JobFailedError
+from atoll.events import (
+    AnyEvent,
+    CheckpointBegun,
+    Evaluated,
+    NonFinite,
+    Observer,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+    StopTraining,
+    Warned,
+)
 from atoll.graph.export import export_job
 from atoll.graph.fake import plain_batch
 from atoll.graph.loss_weight import PieceWeight
@@ -100,7 +111,7 @@ class _Trainer:
         scale = LossScale(job.precision == "fp16")
         self.updater = Updater(self.parameters, self.optimizer, self.scheduler, scale, steps=self.steps)
         self.gradients = Accumulated(job.batch_size)
-        self.weighed = _Weighed(job, self.model) if len(job.micro_batches) > 1 else None
+        self.weighed = _Weighed(job, self.model, self._warn) if len(job.micro_batches) > 1 else None
         self.random = True  # until a forward has shown that it draws no random numbers
         self.losses: list[float] = []
         self.evaluations: list[Evaluated] = []
@@ -139,6 +150,9 @@ class _Trainer:
                     stop = request
         if stop is not None:
             raise stop
+
+    def _warn(self, message: str) -> None:
+        self.emit(Warned(at_seconds=self.moment(), message=message))
 
     def train(self, interrupt: threading.Event) -> _Reason:
         """All steps, and the evaluations between them."""
@@ -342,19 +356,18 @@ def _held_tensors(model: nn.Module) -> list[LocalShard]:
 class _Weighed:
     """Losses of micro-batches that are not means over samples, as `(total, weight)`: what they divide by is read off the captured loss.
 
-    A loss that cannot be captured, or whose pieces do not add up to the batch's, is a JobError, since every micro-batch size would train
-    another model.
+    A loss whose pieces do not add up to the batch's is a JobError: every micro-batch size would train another model.
     """
 
-    def __init__(self, job: Job, model: nn.Module) -> None:
-        self._job, self._model = job, model
+    def __init__(self, job: Job, model: nn.Module, warn: Callable[[str], None]) -> None:
+        self._job, self._model, self._warn = job, model, warn
         self._kind: str | None = None
         self._count: PieceWeight | None = None
 
     def __call__(self, value: LossValue, batch: Any, share: float) -> LossValue:
         """Called for every micro-batch of a loss that returned no weight."""
         if self._kind is None:
-            self._find()
+            self._kind = self._found()
         if self._kind == "sum":
             return LossValue(value.value, share)
         if self._count is None:
@@ -362,20 +375,23 @@ class _Weighed:
         weight = self._count(plain_batch(batch))
         return LossValue(torch.where(weight > 0, value.value * weight, torch.zeros_like(value.value)), weight)
 
-    def _find(self) -> None:
-        job = self._job
+    def _found(self) -> str:
         try:
-            exported = export_job(job, check=True)
-        except CaptureError as error:
-            raise JobError(f"Job: micro_batch_size: whether gradients can be accumulated cannot be told: {error}") from error
-        self._kind = exported.loss_form.kind
-        if self._kind == "counted":
-            self._count = PieceWeight(exported.program, self._model)
-        elif self._kind == "mixed":
+            exported = export_job(self._job, divided=True, check=True)
+        except DividedLossError as error:
+            raise JobError(f"Job: micro_batch_size: {error}") from error
+        except AtollError as error:
+            self._warn(f"losses of micro-batches are taken as means over their samples, which could not be checked: {error}")
+            return "mean"
+        kind = exported.loss_form.kind
+        if kind == "mixed":
             raise JobError(
                 "Job: micro_batch_size: the loss adds sums and means over the samples, which cannot be told apart once it is computed: "
                 "return (total, weight) from the loss"
             )
+        if kind == "counted":
+            self._count = PieceWeight(exported.program, self._model)
+        return kind
 
 
 def _on_device(job: Job, device: torch.device) -> nn.Module:

@@ -84,7 +84,7 @@ def run_rank(
         keep_freed_memory()
     with joined(role, device_name, stages, device=device, observer=own) as run:
         run.doing("capturing the model")
-        captured, evaluated = capture_program(job, check=role.rank == 0), capture_evaluated(job)
+        captured, evaluated = capture_program(job, divided=True, check=role.rank == 0), capture_evaluated(job)
         run.doing(Doing("waiting for the plan", "atoll" if role.rank == 0 else "others"))
         plan, order, cluster = _agreed(planning, order, cluster, captured.graph, run)
         layout = _checked_layout(plan, order, role, cluster)

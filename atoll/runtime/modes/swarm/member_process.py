@@ -123,7 +123,7 @@ def run_member(
     began = time.monotonic()
     stream = EventStream(observer, seconds=lambda: time.monotonic() - began)
     stream(_changed(credentials, "capturing", "loading"))
-    captured = capture_program(job)
+    captured = capture_program(job, divided=True)
     check_divisible(captured, spec.bounds)
     stream(_changed(credentials, "joining", "capturing", f"model captured in {format_seconds(time.monotonic() - began)}"))
     return asyncio.run(_Process(credentials, address, spec, job, captured, stream, dialled, imposed, polite, own).run())

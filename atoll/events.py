@@ -687,13 +687,13 @@ def steps_after_the_first(events: Sequence[AnyEvent]) -> list[StepFinished]:
     return found
 
 
-def read_events(path: Path) -> Iterator[AnyEvent]:
+def read_events(path: str | Path) -> Iterator[AnyEvent]:
     """The events of `events.jsonl`, in order. A last line cut short by a crash is left out; what a newer version of Atoll wrote and
     this one does not know is an `UnknownEvent`; any other bad line is an error naming it.
     """
     decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
     newer = False
-    for number, line in enumerate(_lines(path), start=1):
+    for number, line in enumerate(_lines(Path(path)), start=1):
         try:
             yield decoder.decode(line)
         except msgspec.DecodeError as error:

@@ -2,7 +2,8 @@
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +20,7 @@ from atoll.cli.target import Target, load_target
 from atoll.cluster import Cluster, dump_cluster, load_cluster
 from atoll.codec import CodecChoice
 from atoll.cost import Calibration, Cost, load_calibration
-from atoll.errors import JobError, PlanError
+from atoll.errors import AtollError, JobError, PlanError
 from atoll.events import EventLog, PlanChosen
 from atoll.plan import Plan, load_plan, validate
 from atoll.plan.link_codecs import PlanCodecs
@@ -80,11 +81,27 @@ def run(
     settings = msgspec.structs.replace(settings, mode=rules.name, codec=codec, options=msgspec.to_builtins(prepared.options))
     run_context = _context(prepared, directory, settings, resumed=before is not None, max_restarts=max_restarts, sync=sync)
     runtime.check(run_context)
-    with run_lock(directory.path):
+    with run_lock(directory.path), _untouched_if_refused(directory):
         _write(run_context, prepared)
         _show(prepared)
         _log_plan(prepared, directory)
         _launch(runtime, run_context)
+
+
+@contextmanager
+def _untouched_if_refused(directory: RunDirectory) -> Iterator[None]:
+    """A resumed run that ends before it has begun (another script's checkpoint, say) has the files it had."""
+    names = [name for name in ("run.json", "plan.json", "cluster.toml", "predicted.json") if (directory.path / name).exists()]
+    before = {name: (directory.path / name).read_bytes() for name in names}
+    log = directory.path / "events.jsonl"
+    told = log.stat().st_size if log.exists() else 0
+    try:
+        yield
+    except (AtollError, typer.Exit):
+        if before and log.exists() and b'"run_started"' not in log.read_bytes()[told:]:
+            for name, content in before.items():
+                directory.write(name, content)
+        raise
 
 
 @dataclass(frozen=True)
@@ -254,6 +271,7 @@ def _context(
 
 def _write(run: RunContext, prepared: _Prepared) -> None:
     directory = run.directory
+    plan_before = directory.plan() if (directory.path / "plan.json").exists() else None
     if run.resumed:
         directory.write_settings(run.settings)
     else:
@@ -265,6 +283,8 @@ def _write(run: RunContext, prepared: _Prepared) -> None:
         directory.write("predicted.json", msgspec.json.format(msgspec.json.encode(prepared.predicted), indent=1))
     else:
         directory.forget("predicted.json")  # of the plan that a resumed run had before
+    if plan_before != run.plan:
+        directory.forget("trace.json", "predicted-trace.json", "schedule.txt")
 
 
 def _show(prepared: _Prepared) -> None:

@@ -113,12 +113,13 @@ def _check_names(sites: Sequence[Site], where: str) -> None:
     seen: dict[str, str] = {}
     for site in sites:
         if site.name in seen:
-            raise ClusterError(f"{where}: site {site.name!r}: another {seen[site.name]} has this name")
+            raise ClusterError(f"{where}: site {site.name!r}: another {seen[site.name]} has this name; rename one")
         seen[site.name] = "site"
     for site in sites:
         for host in site.hosts:
             if host.name in seen:
-                raise ClusterError(f"{where}: site {site.name!r} › host {host.name!r}: another {seen[host.name]} has this name")
+                other = "its site" if host.name == site.name else f"another {seen[host.name]}"
+                raise ClusterError(f"{where}: site {site.name!r} › host {host.name!r}: {other} has this name; rename one")
             seen[host.name] = "host"
 
 

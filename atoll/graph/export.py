@@ -383,13 +383,15 @@ def _check_pieces(
     batch: Any,
     varying: dict[str, tuple[int, ...]],
     growing: dict[str, tuple[int, ...]],
+    form: LossForm,
 ) -> str:
-    real = real_model(model, job.model)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        real = real_model(model, job.model)
     if real is None:
         return "whether the losses of a batch's pieces add up was not checked: the model is too large to be run here"
-    if any(varying.values()):
-        return check_pieces(job, program, real, batch, varying)
-    return check_eagerly(job, real, batch, growing) if program.call_spec.out_spec.num_leaves == 1 else ""
+    sentence = check_pieces(job, program, real, batch, varying) if any(varying.values()) else "captured at one size"
+    return sentence and check_eagerly(job, program, real, batch, growing, form)  # a size may be among the program's constants
 
 
 def export_job(job: TrainingJob, *, training: bool = True, divided: bool = False, check: bool = False) -> ExportedJob:
@@ -416,7 +418,7 @@ def export_job(job: TrainingJob, *, training: bool = True, divided: bool = False
     write_early(program.graph_module)
     form = weigh_loss(program, job.batch_size) if divided else LossForm()
     varying = _varying(program, batch, growing)
-    checked = _check_pieces(job, program, model, batch, varying, growing) if check and is_one_number(loss_of(program)) else ""
+    checked = _check_pieces(job, program, model, batch, varying, growing, form) if check and is_one_number(loss_of(program)) else ""
     fixed = {name: rest for name, dims in growing.items() if (rest := tuple(d for d in dims if d not in varying.get(name, ())))}
     return ExportedJob(
         program=program,

@@ -16,7 +16,7 @@ from torch.export.graph_signature import OutputKind
 from torch.utils import _pytree as pytree
 
 from atoll.errors import DividedLossError
-from atoll.graph.loss_weight import IGNORED, call_of, given_values, loss_of
+from atoll.graph.loss_weight import IGNORED, LossForm, PieceWeight, call_of, given_values, loss_of
 from atoll.job import read_loss
 
 __all__ = ["check_eagerly", "check_pieces"]
@@ -47,15 +47,21 @@ def check_pieces(job: CheckedJob, program: ExportedProgram, model: nn.Module, ba
     return _compare(job, calm.loss, batch, growing, _operator_of(program))
 
 
-def check_eagerly(job: CheckedJob, model: nn.Module, batch: Any, growing: Growing) -> str:
-    """The same by the user's own code, for what was captured at one size; the model is as in an evaluation, so that it draws nothing."""
+def check_eagerly(job: CheckedJob, program: ExportedProgram, model: nn.Module, batch: Any, growing: Growing, form: LossForm) -> str:
+    """The same by the user's own code, for programs that run at one size or draw numbers; the model is as in an evaluation."""
     tree = pytree.tree_structure(batch)
+    count = PieceWeight(program, model) if form.kind == "counted" else None
     model.eval()
 
     @torch.no_grad()
     def found(leaves: list[Any]) -> tuple[float, float | None]:
-        value, weight = read_loss(job.loss(model, pytree.tree_unflatten(leaves, tree)))
-        return float(value), None if weight is None else float(weight)
+        piece = pytree.tree_unflatten(leaves, tree)
+        value, weight = read_loss(job.loss(model, piece))
+        if weight is not None:
+            return float(value), float(weight)
+        if count is not None:
+            return float(value * count(piece)), float(count(piece))
+        return float(value), None
 
     return _compare(job, found, batch, growing, "the loss itself")
 
@@ -94,6 +100,7 @@ def _compare(job: CheckedJob, loss: Callable[[list[Any]], tuple[float, float | N
 def _operator_of(program: ExportedProgram) -> str:
     loss = cast(fx.Node, loss_of(program))
     trace = [line.strip() for line in (loss.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    trace = trace if trace and "self._loss(self.model, batch)" not in trace[-1] else []  # our own line, which calls the user's loss
     return f"`{call_of(loss)[0]}`" + (f" ({trace[-1]})" if trace else "")
 
 

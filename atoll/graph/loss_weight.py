@@ -91,10 +91,10 @@ def weigh_loss(program: ExportedProgram, batch_size: int) -> LossForm:
         if all(plain) or reader.samples is None:  # captured at one size, which may be among its constants
             return LossForm()
         writer.write_sum(terms, reader.samples, batch_size)
-        return LossForm("mixed" if any(plain) else "sum", "the loss is a sum over the batch")
+        return LossForm("mixed" if any(plain) else "sum")
     if len(counted) == 1 and all(isinstance(term.weight, _Counted) for term in terms):
         writer.write_total(terms, next(iter(counted.values())))
-        return LossForm("counted", "the loss is a mean over what its labels or mask count")
+        return LossForm("counted")
     if all(weight.labels is not None for weight in counted.values()) and not any(term.weight == "sum" for term in terms):
         for weight in counted.values():
             writer.assert_all_count(weight)

@@ -79,6 +79,9 @@ REFUSED: dict[str, Loss] = {
     "contrastive": lambda model, batch: F.cross_entropy(
         model(batch["x"])[:, 0] @ model(batch["y"][..., :1].expand(-1, -1, 6))[:, 0].T, torch.arange(batch["x"].shape[0])
     ),
+    "contrastive, of a fixed size": lambda model, batch: F.cross_entropy(
+        model(batch["x"])[:, 0] @ model(batch["y"][..., :1].expand(-1, -1, 6))[:, 0].T, torch.arange(len(batch["x"]))
+    ),
     "root": lambda model, batch: F.mse_loss(model(batch["x"]), batch["y"]).sqrt(),
     "two counts": lambda model, batch: F.cross_entropy(*flat(model, batch)) + F.mse_loss(model(batch["x"]), batch["y"]),
 }

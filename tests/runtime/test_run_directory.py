@@ -15,8 +15,7 @@ from atoll.cluster import dump_cluster, make_cluster, make_site
 from atoll.control.settings import Settings
 from atoll.errors import AtollError, JobError
 from atoll.plan import load_plan, parse_plan
-from atoll.runtime.modes.swarm.run_files import read_spec, read_start, write_spec, write_start
-from atoll.runtime.modes.swarm.spec import SwarmSpec
+from atoll.runtime.modes.swarm.spec import SwarmSpec, read_spec, read_start, write_spec, write_start
 from atoll.runtime.run_directory import LOCK, RunDirectory, RunSettings, run_lock, with_checksum
 
 HOLD = """

@@ -4,6 +4,7 @@ A user's `torch.autograd.Function` is kept through export, which would trace its
 """
 
 import contextlib
+import copy
 import io
 import logging
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._export.wrappers import allow_in_pre_dispatch_graph
 from torch.export import Dim, ExportedProgram
 from torch.overrides import TorchFunctionMode
@@ -88,8 +89,6 @@ class TrainingJob(Protocol):
     def loss(self) -> Callable[[nn.Module, Any], Any]: ...
     @property
     def precision(self) -> Precision: ...
-    @property
-    def batch_size(self) -> int: ...
     def example_batch(self, samples: int) -> Any:
         """A collated batch of that many samples."""
         ...
@@ -383,15 +382,15 @@ def _check_pieces(
     batch: Any,
     varying: dict[str, tuple[int, ...]],
     growing: dict[str, tuple[int, ...]],
-    form: LossForm,
+    before: fx.GraphModule,
 ) -> str:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         real = real_model(model, job.model)
     if real is None:
         return "whether the losses of a batch's pieces add up was not checked: the model is too large to be run here"
-    sentence = check_pieces(job, program, real, batch, varying) if any(varying.values()) else "captured at one size"
-    return sentence and check_eagerly(job, program, real, batch, growing, form)  # a size may be among the program's constants
+    sentence = check_pieces(job, program, before, real, batch, varying) if any(varying.values()) else "captured at one size"
+    return sentence and check_eagerly(job, real, batch, growing)  # a size may be among the program's constants
 
 
 def export_job(job: TrainingJob, *, training: bool = True, divided: bool = False, check: bool = False) -> ExportedJob:
@@ -416,9 +415,10 @@ def export_job(job: TrainingJob, *, training: bool = True, divided: bool = False
         program, fake = attempts.run()
     _drop_metadata_checks(program)
     write_early(program.graph_module)
-    form = weigh_loss(program, job.batch_size) if divided else LossForm()
+    before = fx.GraphModule(program.graph_module, copy.deepcopy(program.graph)) if check else program.graph_module
+    form = weigh_loss(program) if divided else LossForm()
     varying = _varying(program, batch, growing)
-    checked = _check_pieces(job, program, model, batch, varying, growing, form) if check and is_one_number(loss_of(program)) else ""
+    checked = _check_pieces(job, program, model, batch, varying, growing, before) if check and is_one_number(loss_of(program)) else ""
     fixed = {name: rest for name, dims in growing.items() if (rest := tuple(d for d in dims if d not in varying.get(name, ())))}
     return ExportedJob(
         program=program,

@@ -6,8 +6,8 @@ has gathered, which are known to differ between pieces (docs/job.md).
 """
 
 import math
-from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,7 +16,7 @@ from torch.export.graph_signature import OutputKind
 from torch.utils import _pytree as pytree
 
 from atoll.errors import DividedLossError
-from atoll.graph.loss_weight import IGNORED, LossForm, PieceWeight, call_of, given_values, loss_of
+from atoll.graph.loss_weight import IGNORED, call_of, given_values, loss_of, spec_is_parameter
 from atoll.job import read_loss
 
 __all__ = ["check_eagerly", "check_pieces"]
@@ -39,34 +39,47 @@ _TOLERANCES = {"fp32": 5e-5, "fp16": 3e-3, "bf16": 2e-2}  # of the loss: product
 _DRAWS = frozenset({"rand", "randn", "rand_like", "randn_like", "randint", "bernoulli", "multinomial", "normal", "uniform", "randperm"})
 
 
-def check_pieces(job: CheckedJob, program: ExportedProgram, model: nn.Module, batch: Any, growing: Growing) -> str:
-    """CaptureError where the loss of a batch is not that of its pieces; "" or a sentence that says why this could not be found out."""
-    calm = _Calm(program, model)
-    if calm.draws:
-        return f"{_UNCHECKED}: the model draws random numbers ({calm.draws})"
-    return _compare(job, calm.loss, batch, growing, _operator_of(program))
+def check_pieces(job: CheckedJob, program: ExportedProgram, before: fx.GraphModule, model: nn.Module, batch: Any, growing: Growing) -> str:
+    """DividedLossError where a batch's loss or gradient is not that of its pieces; else "", or why this could not be found out.
+
+    `before` is the program as the user's code has it, for the whole batch.
+    """
+    whole, pieces = _Calm(program, before, model), _Calm(program, program.graph_module, model)
+    if pieces.draws:
+        return f"{_UNCHECKED}: the model draws random numbers ({pieces.draws})"
+    return _compare(job, whole.loss, pieces.loss, batch, growing, _operator_of(program))
 
 
-def check_eagerly(job: CheckedJob, program: ExportedProgram, model: nn.Module, batch: Any, growing: Growing, form: LossForm) -> str:
+def check_eagerly(job: CheckedJob, model: nn.Module, batch: Any, growing: Growing) -> str:
     """The same by the user's own code, for programs that run at one size or draw numbers; the model is as in an evaluation."""
     tree = pytree.tree_structure(batch)
-    count = PieceWeight(program, model) if form.kind == "counted" else None
-    model.eval()
+    parameters = [parameter for parameter in model.eval().parameters() if parameter.requires_grad]
 
-    @torch.no_grad()
-    def found(leaves: list[Any]) -> tuple[float, float | None]:
-        piece = pytree.tree_unflatten(leaves, tree)
-        value, weight = read_loss(job.loss(model, piece))
-        if weight is not None:
-            return float(value), float(weight)
-        if count is not None:
-            return float(value * count(piece)), float(count(piece))
-        return float(value), None
+    def found(leaves: list[Any]) -> "_Found":
+        value, weight = read_loss(job.loss(model, pytree.tree_unflatten(leaves, tree)))
+        return _Found(float(value.detach()), None if weight is None else float(weight), _gradient(value, parameters))
 
-    return _compare(job, found, batch, growing, "the loss itself")
+    return _compare(job, found, found, batch, growing, "the loss itself")
 
 
-def _compare(job: CheckedJob, loss: Callable[[list[Any]], tuple[float, float | None]], batch: Any, growing: Growing, operator: str) -> str:
+class _Found(NamedTuple):
+    """The loss, or a total with its weight, and the gradient of all parameters in a row."""
+
+    value: float
+    weight: float | None
+    gradient: Tensor
+
+
+def _gradient(value: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    found = torch.autograd.grad(value, parameters, allow_unused=True)
+    rows = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+    return torch.cat([row.flatten().double() for row in rows])
+
+
+_Run: TypeAlias = Callable[[list[Any]], _Found]
+
+
+def _compare(job: CheckedJob, whole: _Run, piece: _Run, batch: Any, growing: Growing, operator: str) -> str:
     """A batch at once against its first sample and the others."""
     leaves = pytree.tree_flatten_with_path(batch)[0]
     divided = [isinstance(leaf, Tensor) and 0 in growing.get(pytree.keystr(path), ()) for path, leaf in leaves]
@@ -74,25 +87,36 @@ def _compare(job: CheckedJob, loss: Callable[[list[Any]], tuple[float, float | N
     if len(sizes) != 1 or min(sizes) < 2:
         return f"{_UNCHECKED}: it is not known which dimension is that of the samples"
     (count,) = sizes
-    totals, weights = [], []
+
+    def of(run: _Run, start: int, stop: int) -> tuple[float, float, Tensor]:
+        """A total, its weight and the total's gradient."""
+        found = run([leaf[start:stop] if grows else leaf for (_, leaf), grows in zip(leaves, divided, strict=True)])
+        if found.weight is not None:
+            return found.value, found.weight, found.gradient
+        return found.value * (stop - start), float(stop - start), found.gradient * (stop - start)
+
     try:
-        for start, stop in ((0, count), (0, 1), (1, count)):
-            value, weight = loss([leaf[start:stop] if grows else leaf for (_, leaf), grows in zip(leaves, divided, strict=True)])
-            totals.append(value if weight is not None else value * (stop - start))
-            weights.append(weight if weight is not None else float(stop - start))
+        total, weight, gradient = of(whole, 0, count)
+        pieces = [of(piece, 0, 1), of(piece, 1, count)]
     except Exception as error:
         if IGNORED in str(error):
             raise DividedLossError(f"job {job.name!r}: {IGNORED}") from error
         return f"{_UNCHECKED}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    if not weights[0] or not sum(weights[1:]):
+    weights = sum(one[1] for one in pieces)
+    if not weight or not weights:
         return f"{_UNCHECKED}: nothing of the first samples counts"
-    whole, together = totals[0] / weights[0], sum(totals[1:]) / sum(weights[1:])
-    if math.isfinite(whole) and not abs(together - whole) <= _TOLERANCES[job.precision] * max(1.0, abs(whole)):
+    expected, together = total / weight, sum(one[0] for one in pieces) / weights
+    gradients = gradient / weight, (pieces[0][2] + pieces[1][2]) / weights
+    tolerance = _TOLERANCES[job.precision]
+    same = abs(together - expected) <= tolerance * max(1.0, abs(expected))
+    apart = float((gradients[1] - gradients[0]).norm() / gradients[0].norm().clamp(min=1e-6))
+    if math.isfinite(expected) and not (same and not apart > 20 * tolerance):
+        figures = f"{expected:.6g} for {count} samples at once, {together:.6g} for 1 and {count - 1} of them put together"
         raise DividedLossError(
-            f"job {job.name!r}: the loss of a batch is not that of its pieces: {whole:.6g} for {count} samples at once, {together:.6g} for "
-            f"1 and {count - 1} of them put together, so every plan that divides the batch would train differently. It ends in {operator}. "
-            "Return (total, weight) from the loss, each a sum over the samples, leave out what compares samples with one another (a "
-            "contrastive loss, an auxiliary loss of experts), or train with --alone and without micro_batch_size"
+            f"job {job.name!r}: the loss of a batch is not that of its pieces: {figures} (gradients are {apart:.2g} apart), "
+            f"so every plan that divides the batch would train differently. It ends in {operator}. Return (total, weight) from the loss, "
+            "each a sum over the samples, leave out what compares samples with one another (a contrastive loss, an auxiliary loss of "
+            "experts), or train with --alone and without micro_batch_size"
         )
     return ""
 
@@ -105,23 +129,27 @@ def _operator_of(program: ExportedProgram) -> str:
 
 
 class _Calm(fx.Interpreter):
-    """Runs the program with real values, without dropout."""
+    """Runs a program, or what it was before it was rewritten, with real values and without dropout."""
 
-    def __init__(self, program: ExportedProgram, model: nn.Module) -> None:
-        super().__init__(program.graph_module)
-        self._values: dict[str, Any] = dict(given_values(program, model))
-        kinds = [spec.kind for spec in program.graph_signature.output_specs]
-        self._places = [place for place, kind in enumerate(kinds) if kind is OutputKind.USER_OUTPUT]
-        self.draws = next((call_of(node)[0] for node in program.graph.nodes if call_of(node)[0] in _DRAWS), "")
+    def __init__(self, program: ExportedProgram, module: fx.GraphModule, model: nn.Module) -> None:
+        super().__init__(module)
+        self._values: dict[str, Any] = {}
+        for name, value in given_values(program, model).items():
+            trained = value.is_floating_point() and spec_is_parameter(program, name)
+            self._values[name] = value.clone().requires_grad_() if trained else value
+        self._parameters = [value for value in self._values.values() if value.requires_grad]
+        buffers = [spec.kind is OutputKind.USER_OUTPUT for spec in program.graph_signature.output_specs].index(True)
+        results = next(node for node in module.graph.nodes if node.op == "output").args[0]
+        self._places = range(buffers, len(results))  # what is written to buffers comes first
+        self.draws = next((call_of(node)[0] for node in module.graph.nodes if call_of(node)[0] in _DRAWS), "")
 
-    @torch.no_grad()
-    def loss(self, leaves: list[Any]) -> tuple[float, float | None]:
-        """The loss, or the total and its weight."""
+    def loss(self, leaves: list[Any]) -> _Found:
+        """The loss, or the total and its weight, with the gradient."""
         names = [node.name for node in self.graph.nodes if node.op == "placeholder" and node.name not in self._values]
         given = self._values | dict(zip(names, leaves, strict=True))
         results = self.run(*[given[node.name] for node in self.graph.nodes if node.op == "placeholder"])
-        found = [float(results[place]) for place in self._places]
-        return found[0], found[1] if len(found) > 1 else None
+        value, *weight = [results[place] for place in self._places]
+        return _Found(float(value.detach()), float(weight[0]) if weight else None, _gradient(value, self._parameters))
 
     def run_node(self, node: fx.Node) -> Any:
         """Buffers that a forward changes are changed in a copy."""

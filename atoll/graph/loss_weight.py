@@ -1,13 +1,11 @@
 """What a loss is a mean over, read off the captured program, so that the losses of a batch's pieces add up to the loss of the whole.
 
-`model(**batch).loss` is seldom a mean over samples: cross entropy divides by the labels that count, a masked mean by its mask, a sum by
-nothing. Where the program tells what it divides by, its result becomes `(total, weight)`, which every mode adds up exactly. A loss that
-adds means over different numbers keeps its form and gets an assertion for each: it is a mean over samples as long as no label is ignored.
-What cannot be told is left as it is; `atoll.graph.loss_check` compares a batch with its pieces.
+`model(**batch).loss` is seldom a mean over samples: cross entropy divides by the labels that count, a masked mean by its mask. Where the
+program tells what it divides by, its result becomes `(total, weight)`, which every mode adds up exactly. A loss that adds means over
+different numbers keeps its form and gets an assertion for each: it is a mean over samples as long as no label is ignored. What cannot be
+told is left as it is; `atoll.graph.loss_check` compares a batch with its pieces and refuses what does not add up.
 """
 
-import math
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, cast
@@ -17,9 +15,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
-__all__ = ["IGNORED", "LossForm", "PieceWeight", "call_of", "given_values", "is_one_number", "loss_of", "weigh_loss"]
+__all__ = ["IGNORED", "LossForm", "call_of", "given_values", "is_one_number", "loss_of", "spec_is_parameter", "weigh_loss"]
 
 aten = torch.ops.aten
 Number: TypeAlias = "int | float | fx.Node"
@@ -30,12 +29,13 @@ _POINTWISE = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "
 _BY_SAMPLE = frozenset({"ctc_loss", "multi_margin_loss", "multilabel_margin_loss", "cosine_embedding_loss", "margin_ranking_loss",
                         "triplet_margin_loss"})  # fmt: skip
 _BY_LABEL = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
-_SAME = frozenset({"to", "_to_copy", "clone", "contiguous", "view", "reshape", "squeeze", "unsqueeze", "alias", "type_as", "flatten"})
+_VIEWS = frozenset({"contiguous", "view", "reshape", "squeeze", "unsqueeze", "alias", "flatten"})
+_SAME = _VIEWS | {"to", "_to_copy", "clone", "type_as"}
 IGNORED = (
     "a label is ignored, and the loss adds means over different numbers, so that the losses of a batch's pieces do not add up to the "
     "batch's: return (total, weight) from the loss"
 )
-_EPSILON = 1e-3  # what is added to a divisor to keep it from being zero is smaller
+_EPSILON = 1e-6  # what is added to a divisor to keep it from being zero is no larger
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _Counted:
 
 @dataclass(frozen=True)
 class _Term:
-    """`factors · total ÷ weight`. `weight` is "samples" for a mean that counts by its samples, "sum" for what is not divided."""
+    """`factors · total ÷ weight`. `weight` is "samples" for a mean that counts by its samples, "sum" for what is not divided yet."""
 
     total: fx.Node  # what is reduced
     weight: "_Counted | str"
@@ -64,34 +64,29 @@ class _UnknownError(Exception):
 class LossForm:
     """What a captured loss was found to be.
 
-    "mean": over samples, or not known; "counted": a mean over something the batch's labels or mask count; "sum"; "mixed": sums and means
-    over samples added up; "guarded": a mean over samples as long as no label is ignored.
+    "mean": over samples, or not known; "counted": a mean over something the batch's labels or mask count; "guarded": a mean over samples
+    as long as no label is ignored.
     """
 
-    kind: Literal["mean", "counted", "sum", "mixed", "guarded"] = "mean"
+    kind: Literal["mean", "counted", "guarded"] = "mean"
     sentence: str = ""
 
 
-def weigh_loss(program: ExportedProgram, batch_size: int) -> LossForm:
-    """Let the program return `(total, weight)` where its loss is not a mean over samples; says what it is.
-
-    `batch_size` is that of a step, which a loss that is a sum is taken over.
-    """
+def weigh_loss(program: ExportedProgram) -> LossForm:
+    """Let the program return `(total, weight)` where its loss is a mean over something else than samples; says what it is."""
     if program.call_spec.out_spec.num_leaves != 1 or not is_one_number(loss_of(program)):
         return LossForm()
     reader = _Reader(program)
     try:
         terms = list(reader.terms(reader.loss))
-    except _UnknownError:
+    except (_UnknownError, GuardOnDataDependentSymNode):
+        return LossForm()
+    if reader.samples is None:  # captured at one size, which may be among its constants, or not known to be that of the samples
         return LossForm()
     counted = {term.weight.key: term.weight for term in terms if isinstance(term.weight, _Counted)}
-    plain = [term.weight == "samples" for term in terms]
-    writer = _Writer(program, reader.loss)
     if not counted:
-        if all(plain) or reader.samples is None:  # captured at one size, which may be among its constants
-            return LossForm()
-        writer.write_sum(terms, reader.samples, batch_size)
-        return LossForm("mixed" if any(plain) else "sum")
+        return LossForm()
+    writer = _Writer(program, reader.loss)
     if len(counted) == 1 and all(isinstance(term.weight, _Counted) for term in terms):
         writer.write_total(terms, next(iter(counted.values())))
         return LossForm("counted")
@@ -115,6 +110,11 @@ def is_one_number(value: object) -> bool:
     return isinstance(value, fx.Node) and _is_scalar(value) and value.meta["val"].is_floating_point()
 
 
+def spec_is_parameter(program: ExportedProgram, name: str) -> bool:
+    """Whether a node of this name is a parameter of the model."""
+    return any(spec.arg.name == name and spec.kind is InputKind.PARAMETER for spec in program.graph_signature.input_specs)
+
+
 def given_values(program: ExportedProgram, model: nn.Module) -> dict[str, Tensor]:
     """What the program reads beside a batch, by the names of its nodes: the model's parameters and buffers, and constants."""
     named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
@@ -128,34 +128,6 @@ def given_values(program: ExportedProgram, model: nn.Module) -> dict[str, Tensor
     return values
 
 
-class PieceWeight:
-    """The weight of a batch that the program of a "counted" loss would find, without running the model."""
-
-    def __init__(self, program: ExportedProgram, model: nn.Module) -> None:
-        results = next(node for node in program.graph.nodes if node.op == "output").args[0]
-        kinds = [spec.kind for spec in program.graph_signature.output_specs]
-        self._weight: fx.Node = [value for kind, value in zip(kinds, results, strict=True) if kind is OutputKind.USER_OUTPUT][1]
-        self._inputs = [name for name in program.graph_signature.user_inputs if isinstance(name, str)]
-        self._given = given_values(program, model)
-
-    def __call__(self, batch: Any) -> Tensor:
-        """On the device of the batch."""
-        leaves = pytree.tree_leaves(batch)
-        values: dict[str, Any] = self._given | dict(zip(self._inputs, leaves, strict=True))
-        device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
-
-        def value_of(node: fx.Node) -> Any:
-            if node.name not in values:
-                arguments, keywords = pytree.tree_map_only(fx.Node, value_of, (node.args, dict(node.kwargs)))
-                if "device" in keywords:
-                    keywords["device"] = device
-                values[node.name] = cast(Any, node.target)(*arguments, **keywords)
-            found = values[node.name]
-            return found.to(device) if isinstance(found, Tensor) else found
-
-        return cast(Tensor, value_of(self._weight))
-
-
 class _Reader:
     """Takes a loss apart into terms."""
 
@@ -163,6 +135,7 @@ class _Reader:
         self.loss = cast(fx.Node, loss_of(program))
         inputs = {name for name in program.graph_signature.user_inputs if isinstance(name, str)}
         self._inputs = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in inputs]
+        self._alike: dict[Any, Any] = {}
         self.samples, self._symbol = self._find_samples()
         self._from_batch: set[fx.Node] = set(self._inputs)
         self._trained: set[fx.Node] = {node for node in program.graph.nodes if node.op == "placeholder" and node not in self._from_batch}
@@ -173,16 +146,21 @@ class _Reader:
 
     def _find_samples(self) -> tuple[tuple[fx.Node, int] | None, Any]:
         """A tensor of the batch and its dimension of samples, and that size as a symbol; None in programs of one size."""
-        for node in self._inputs:
-            value = node.meta.get("val")
-            if isinstance(value, torch.Tensor) and value.dim() and _expression(value.shape[0]).free_symbols:
-                return (node, 0), _expression(value.shape[0])
-        return None, None
+        values = {node: node.meta.get("val") for node in self._inputs if node.users}
+        first = {node: value.shape[0] for node, value in values.items() if isinstance(value, Tensor) and value.dim()}
+        grow = {node: size for node, size in first.items() if _expression(size).free_symbols}
+        if len({cast(Any, size).node.hint for size in grow.values()}) != 1 or len(grow) != len(first):
+            return None, None  # not every tensor of the batch has the samples first: which size they are is not known
+        node = next(iter(grow))
+        self._alike = {_expression(size): _expression(grow[node]) for size in grow.values()}  # sizes that are the samples, by any name
+        return (node, 0), _expression(grow[node])
 
     def terms(self, node: fx.Node, factors: tuple[tuple[str, Number], ...] = ()) -> Iterator[_Term]:
         """The loss as a sum of terms; raises `_UnknownError`."""
         if not isinstance(node, fx.Node) or node.op not in ("call_function", "placeholder"):
             raise _UnknownError
+        if node in self._from_batch and (len(node.users) != 1 or _is_in_place(node)):
+            raise _UnknownError  # others see or change it on the way
         if node not in self._from_batch:
             yield _Term(node, "samples", factors)  # a penalty on weights: every piece has it whole, by its share
             return
@@ -202,7 +180,7 @@ class _Reader:
 
     def _added(self, node: fx.Node, name: str, arguments: dict[str, Any], factors: tuple[tuple[str, Number], ...]) -> Iterator[_Term]:
         first, second = node.args[:2]
-        alpha = float(arguments.get("alpha") or 1) * (-1.0 if name == "sub" else 1.0)
+        alpha = float(arguments["alpha"] if arguments.get("alpha") is not None else 1) * (-1.0 if name == "sub" else 1.0)
         for operand, factor in ((first, 1.0), (second, alpha)):
             if isinstance(operand, (int, float)):
                 if operand:
@@ -212,6 +190,8 @@ class _Reader:
 
     def _scaled(self, node: fx.Node, name: str, factors: tuple[tuple[str, Number], ...]) -> Iterator[_Term]:
         first, second = node.args[:2]
+        if call_of(node)[1].get("rounding_mode") is not None:
+            raise _UnknownError
         if name == "mul" and self._is_constant(first):
             first, second = second, first
         if not isinstance(first, fx.Node):
@@ -242,8 +222,15 @@ class _Reader:
         while True:  # what keeps it from being zero is no part of it
             name, arguments = call_of(node)
             second = node.args[1] if len(node.args) > 1 else arguments.get("min")
-            floor = name in ("clamp", "clamp_min", "maximum") and isinstance(second, (int, float)) and second <= 1
-            epsilon = name == "add" and isinstance(second, float) and 0 < second < _EPSILON
+            capped = arguments.get("max") is not None
+            floor = (
+                name in ("clamp", "clamp_min")
+                and not capped
+                and isinstance(second, (int, float))
+                and second <= 1
+                and _is_count(node.args[0])
+            )
+            epsilon = name == "add" and isinstance(second, float) and 0 < second <= _EPSILON and arguments.get("alpha") in (None, 1)
             if not (name in _SAME or floor or epsilon):
                 break
             node = node.args[0]  # type: ignore[assignment]
@@ -252,9 +239,9 @@ class _Reader:
         return _Counted(_structure(node), node)
 
     def _weight_of_size(self, node: fx.Node, size: "torch.SymInt | int") -> "_Counted | str":
-        if self._symbol is None or _is_multiple(size, self._symbol):
+        if self._symbol is None or _is_multiple(self._size(size), self._symbol):
             return "samples"
-        return _Counted(str(_expression(size)), node)
+        raise _UnknownError
 
     def _reduced(self, node: fx.Node, name: str, arguments: dict[str, Any], factors: tuple[tuple[str, Number], ...]) -> Iterator[_Term]:
         """A sum or mean of all elements of something that has the batch's samples in it, or of a few losses in a list."""
@@ -276,17 +263,17 @@ class _Reader:
         else:
             yield _Term(node, self._weight_of_elements(inside), factors)
 
+    def _size(self, size: Any) -> Any:
+        return _expression(size).subs(self._alike)
+
     def _has_samples(self, node: fx.Node) -> None:
         """Raises `_UnknownError` where nothing of the value's shape grows with the samples: it was reduced before, in some way."""
-        if self._symbol is not None and not (_expression(node.meta["val"].numel()).free_symbols & self._symbol.free_symbols):
+        if self._symbol is not None and not (self._size(node.meta["val"].numel()).free_symbols & self._symbol.free_symbols):
             raise _UnknownError
 
     def _weight_of_elements(self, node: fx.Node) -> "_Counted | str":
         self._has_samples(node)
-        weight = self._weight_of_size(node, node.meta["val"].numel())
-        if isinstance(weight, _Counted):
-            raise _UnknownError  # padded to a length that differs from piece to piece: what is padded counts too
-        return weight
+        return self._weight_of_size(node, node.meta["val"].numel())  # a length that differs from piece to piece is not known to add up
 
     def _weight_of_loss(self, node: fx.Node, name: str, arguments: dict[str, Any]) -> "_Counted | str":
         reduction = {"mean": _MEAN, "sum": _SUM}.get(arguments.get("reduction"), arguments.get("reduction"))  # type: ignore[arg-type]
@@ -305,7 +292,10 @@ class _Reader:
         target = arguments["target"]
         if target.meta["val"].is_floating_point():  # probabilities of the classes: every position counts
             return self._weight_of_elements(target)
-        labels = (arguments.get("weight"), int(arguments.get("ignore_index", -100)))
+        ignored = arguments.get("ignore_index", -100)
+        if not isinstance(ignored, int):
+            raise _UnknownError
+        labels = (arguments.get("weight"), ignored)
         return _Counted(("labels", _structure(target), str(labels)), target, labels)
 
 
@@ -315,15 +305,6 @@ class _Writer:
     def __init__(self, program: ExportedProgram, loss: fx.Node) -> None:
         self._program, self._graph, self._loss = program, program.graph, loss
         self._output = next(node for node in self._graph.nodes if node.op == "output")
-
-    def write_sum(self, terms: Sequence[_Term], samples: tuple[fx.Node, int], batch_size: int) -> None:
-        """Sums as they are, means by the piece's share of the batch, and that share as the weight: shares of a batch add up to one."""
-        with self._graph.inserting_before(self._output):
-            share = self._call(operator.truediv, self._call(aten.sym_size.int, *samples), batch_size)
-            weight = self._call(aten.scalar_tensor.default, share, dtype=torch.float32)
-            shared = [(term.total, term.factors if term.weight == "sum" else (*term.factors, ("mul", weight))) for term in terms]
-            total = self._added(shared)
-        self._return(total, weight)
 
     def write_total(self, terms: Sequence[_Term], weight: _Counted) -> None:
         """Sums instead of means, so that a piece in which nothing counts adds zero."""
@@ -418,7 +399,24 @@ def call_of(node: fx.Node) -> tuple[str, dict[str, Any]]:
 
 def _is_scalar(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and math.prod(value.shape) == 1
+    return isinstance(value, Tensor) and all(isinstance(size, int) and size == 1 for size in value.shape)
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def _is_count(node: Any) -> bool:
+    """A sum of yes and no, or of whole numbers, in whatever type it is."""
+    while isinstance(node, fx.Node) and call_of(node)[0] in _SAME:
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or call_of(node)[0] not in ("sum", "count_nonzero"):
+        return False
+    inside = node.args[0]
+    while isinstance(inside, fx.Node) and inside.meta["val"].is_floating_point() and call_of(inside)[0] in _SAME:
+        inside = inside.args[0]
+    return isinstance(inside, fx.Node) and not inside.meta["val"].is_floating_point()
 
 
 def _expression(size: Any) -> Any:
@@ -426,12 +424,12 @@ def _expression(size: Any) -> Any:
 
 
 def _is_multiple(size: Any, symbol: Any) -> bool:
-    return not (_expression(size) / symbol).simplify().free_symbols
+    return not (size / symbol).simplify().free_symbols
 
 
 def _structure(node: Any) -> object:
     """The same for two values that are computed in the same way, whatever views are taken of them."""
-    while isinstance(node, fx.Node) and call_of(node)[0] in _SAME:
+    while isinstance(node, fx.Node) and call_of(node)[0] in _VIEWS:
         node = node.args[0]
     if not isinstance(node, fx.Node):
         return str(node)

@@ -24,7 +24,6 @@ class TinyJob:
     loss: Callable[[Any, Any], Any]
     batch: Callable[[int], Any]
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    batch_size: int = 8
 
     def example_batch(self, samples: int) -> Any:
         with torch.random.fork_rng(devices=[]):

@@ -593,7 +593,7 @@ def test_a_padded_length_varies_although_the_captured_batches_happen_to_have_the
     class FirstSamples:
         """As a Job, but the samples come in their own order."""
 
-        name, model, precision, batch_size = "padded", Model, "fp32", 8
+        name, model, precision = "padded", Model, "fp32"
 
         @staticmethod
         def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

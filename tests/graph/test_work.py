@@ -20,7 +20,6 @@ class Job:
     loss: Any
     name: str = "job"
     precision: Any = "fp32"
-    batch_size: int = 8
 
     def example_batch(self, samples):
         return torch.randint(WORDS, (samples, STEPS))

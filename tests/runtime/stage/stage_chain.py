@@ -28,7 +28,6 @@ class _Job:
     batch: Callable[[int], Any]
     name: str = "job"
     precision: Any = "fp32"
-    batch_size: int = 8
 
     def example_batch(self, samples: int) -> Any:
         with torch.random.fork_rng(devices=[]):

@@ -41,7 +41,6 @@ class Case:
     loss: Loss
     batch: Callable[[int], Any]
     precision: str = "fp32"
-    batch_size: int = 8
     sums: bool = False  # the loss is a sum over samples, not a mean
     random: bool = False  # the model draws numbers
 

@@ -8,9 +8,9 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import torch
@@ -19,7 +19,7 @@ from torch import nn
 from atoll.blame import users_code
 from atoll.cluster.memory import keep_freed_memory
 from atoll.data import to_device
-from atoll.errors import AtollError, CheckpointError, DividedLossError, JobError, JobFailedError
+from atoll.errors import CheckpointError, JobError, JobFailedError
 from atoll.events import (
     AnyEvent,
     CheckpointBegun,
@@ -30,11 +30,7 @@ from atoll.events import (
     RunStarted,
     StepFinished,
     StopTraining,
-    Warned,
 )
-from atoll.graph.export import export_job
-from atoll.graph.fake import plain_batch
-from atoll.graph.loss_weight import PieceWeight
 from atoll.job import Job, LossValue, RunResult, read_loss
 from atoll.plan.modes.alone import ALONE
 from atoll.randomness import mix, own_randomness, seed_everything
@@ -111,7 +107,6 @@ class _Trainer:
         scale = LossScale(job.precision == "fp16")
         self.updater = Updater(self.parameters, self.optimizer, self.scheduler, scale, steps=self.steps)
         self.gradients = Accumulated(job.batch_size)
-        self.weighed = _Weighed(job, self.model, self._warn) if len(job.micro_batches) > 1 else None
         self.random = True  # until a forward has shown that it draws no random numbers
         self.losses: list[float] = []
         self.evaluations: list[Evaluated] = []
@@ -150,9 +145,6 @@ class _Trainer:
                     stop = request
         if stop is not None:
             raise stop
-
-    def _warn(self, message: str) -> None:
-        self.emit(Warned(at_seconds=self.moment(), message=message))
 
     def train(self, interrupt: threading.Event) -> _Reason:
         """All steps, and the evaluations between them."""
@@ -284,8 +276,6 @@ class _Trainer:
         seed_everything(mix(self.job.seed, 5, step, number), devices=self.device.type != "cpu")
         with self.job.autocast(self.device), users_code(f"step {step}: the loss", JobFailedError), self._draws(step, start):
             value = read_loss(self.job.loss(self.model, batch))
-        if self.weighed is not None and value.weight is None:
-            value = self.weighed(value, batch, (stop - start) / self.job.batch_size)
         if not value.value.requires_grad:
             raise JobError("Job: loss: no gradient flows from it to the model; is it computed under no_grad, or detached?")
         return value
@@ -351,47 +341,6 @@ def _held_tensors(model: nn.Module) -> list[LocalShard]:
             raise CheckpointError(f"{name!r}: state that is neither a parameter nor a buffer cannot be saved; register it as a buffer")
     found = parameters | {name: buffers[name] for name in names}
     return [LocalShard(ShardSpec(name=name, shape=tuple(value.shape)), value) for name, value in found.items()]
-
-
-class _Weighed:
-    """Losses of micro-batches that are not means over samples, as `(total, weight)`: what they divide by is read off the captured loss.
-
-    A loss whose pieces do not add up to the batch's is a JobError: every micro-batch size would train another model.
-    """
-
-    def __init__(self, job: Job, model: nn.Module, warn: Callable[[str], None]) -> None:
-        self._job, self._model, self._warn = job, model, warn
-        self._kind: str | None = None
-        self._count: PieceWeight | None = None
-
-    def __call__(self, value: LossValue, batch: Any, share: float) -> LossValue:
-        """Called for every micro-batch of a loss that returned no weight."""
-        if self._kind is None:
-            self._kind = self._found()
-        if self._kind == "sum":
-            return LossValue(value.value, share)
-        if self._count is None:
-            return value
-        weight = self._count(plain_batch(batch))
-        return LossValue(torch.where(weight > 0, value.value * weight, torch.zeros_like(value.value)), weight)
-
-    def _found(self) -> str:
-        try:
-            exported = export_job(self._job, divided=True, check=True)
-        except DividedLossError as error:
-            raise JobError(f"Job: micro_batch_size: {error}") from error
-        except AtollError as error:
-            self._warn(f"losses of micro-batches are taken as means over their samples, which could not be checked: {error}")
-            return "mean"
-        kind = exported.loss_form.kind
-        if kind == "mixed":
-            raise JobError(
-                "Job: micro_batch_size: the loss adds sums and means over the samples, which cannot be told apart once it is computed: "
-                "return (total, weight) from the loss"
-            )
-        if kind == "counted":
-            self._count = PieceWeight(exported.program, self._model)
-        return kind
 
 
 def _on_device(job: Job, device: torch.device) -> nn.Module:

@@ -46,11 +46,6 @@ class _Measured:
     precision: Precision
     job: Job
 
-    @property
-    def batch_size(self) -> int:
-        """Of a step."""
-        return self.job.batch_size
-
     def example_batch(self, samples: int) -> Batch:
         """As many samples of the evaluation data, collated."""
         dataset = self.job.eval_dataset

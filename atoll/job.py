@@ -25,6 +25,7 @@ from atoll.data import Batch, Dataset, Samples
 from atoll.errors import JobError
 from atoll.events import Evaluated, EventLog, Observer
 from atoll.randomness import mix, own_randomness
+from atoll.weights import InitialWeights, MatchedWeights, without_memory
 
 if TYPE_CHECKING:
     from atoll.runtime.modes.lockstep.role import Role
@@ -85,6 +86,8 @@ class Job:
     """From a list of samples to a batch."""
     seed: int = 0
     """Decides the starting weights, the order of the data and dropout: a whole number from 0 to 2⁶⁴ - 1."""
+    weights: str | Path | None = None
+    """Where the weights begin: a Hugging Face directory, or a safetensors file, that every host sees. Each process reads its own part."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """What matrix products are computed in (autocast); the weights stay fp32. fp16 scales the loss as it needs."""
     max_grad_norm: float | None = None
@@ -162,13 +165,40 @@ class Job:
         """
         if isinstance(self.model, nn.Module):
             return _meta_copy(self.model).train() if torch.device(device).type == "meta" else self.model.to(device).train()
-        meta = torch.device(device).type == "meta"
-        building = users_code("Job: model: building it")
-        with building, own_randomness(mix(self.seed, 0)), torch.device("meta") if meta else nullcontext():
-            model = cast(object, self.model())
+        if torch.device(device).type == "meta":
+            with torch.device("meta"):
+                return self._made()
+        model = self._made()
+        if self.weights is not None:
+            self.initial_weights.match(model).fill_model(model)
+        return model.to(device)
+
+    def _made(self) -> nn.Module:
+        """What the callable builds with the job's seed, in training mode."""
+        with users_code("Job: model: building it"), own_randomness(mix(self.seed, 0)):
+            model = cast(Callable[[], object], self.model)()
         if not isinstance(model, nn.Module):
             raise JobError(f"Job: model: the callable must return a torch.nn.Module, it returned {_kind_of(model)}")
-        return model.train() if meta else model.to(device).train()
+        return model.train()
+
+    @property
+    def initial_weights(self) -> InitialWeights:
+        """The files that `weights` names."""
+        assert self.weights is not None
+        return InitialWeights(Path(self.weights))
+
+    def weights_note(self, model: nn.Module) -> str | None:
+        """What of the model is not in `weights`, and of them not in the model: a sentence, if there is something to say."""
+        return None if self.weights is None else self.initial_weights.match(model).note()
+
+    def build_to_take_parts_from(self) -> tuple[nn.Module, MatchedWeights | None]:
+        """The model on the CPU for who needs only parts of it, and where its `weights` are to be read from.
+
+        Without `weights` it is what `build_model` gives. With them, what is to be read has no memory of its own and no values.
+        """
+        if self.weights is None:
+            return self.build_model("cpu"), None
+        return without_memory(self._made, self.initial_weights.match)
 
     def build_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """The job's optimizer for those of the parameters that are trained."""
@@ -350,6 +380,10 @@ def _check_functions(job: Job) -> None:
     """Everything callable is callable, with as many arguments as it will be given."""
     if not isinstance(job.model, nn.Module):
         _check_callable("model", job.model, 0, "a torch.nn.Module or a callable without arguments that builds one")
+    if job.weights is not None and not isinstance(job.weights, (str, Path)):
+        _wrong("weights", f"must be a path, got {_kind_of(job.weights)}")
+    if job.weights is not None and isinstance(job.model, nn.Module):
+        _wrong("weights", "a built module has weights already; give a callable that builds the model")
     _check_callable("loss", job.loss, 2, "a function loss(model, batch)")
     _check_callable("optimizer", job.optimizer, 1, "a callable from parameters to an optimizer, such as torch.optim.AdamW")
     _check_callable("collate", job.collate, 1, "a callable from a list of samples to a batch")

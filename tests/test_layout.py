@@ -12,8 +12,8 @@ from atoll.plan.modes import mode_names
 
 ROOT = Path(atoll.__file__).parent
 ROAD = (
-    "errors", "blame", "units", "randomness", "events", "data", "job", "script", "graph", "cluster", "codec", "plan", "cost",
-    "planner", "fabric", "control", "runtime", "simulate", "lab", "watch", "cli",
+    "errors", "blame", "units", "randomness", "events", "data", "model_identity", "weights", "job", "script", "graph", "cluster", "codec",
+    "plan", "cost", "planner", "fabric", "control", "runtime", "simulate", "lab", "watch", "cli",
 )  # fmt: skip
 """A file or folder imports only from those before it: docs/layout.md."""
 

@@ -25,6 +25,7 @@ from atoll.events import (
     CheckpointBegun,
     Evaluated,
     NonFinite,
+    Note,
     Observer,
     RunFinished,
     RunStarted,
@@ -32,6 +33,7 @@ from atoll.events import (
     StopTraining,
 )
 from atoll.job import Job, LossValue, RunResult, read_loss
+from atoll.model_identity import identify, tied_names
 from atoll.plan.modes.alone import ALONE
 from atoll.randomness import mix, own_randomness, seed_everything
 from atoll.runtime.checkpoint.checkpointer import Checkpointer, SavePolicy
@@ -47,7 +49,6 @@ from atoll.runtime.peak import peak_memory_bytes
 from atoll.runtime.run_directory import RunDirectory, RunSettings
 from atoll.runtime.stage.rng import DrawKey, EagerDraws
 from atoll.runtime.stage.shard_spec import ShardSpec
-from atoll.runtime.stage.state import model_config, tied_names
 
 __all__ = ["train_alone"]
 
@@ -152,6 +153,9 @@ class _Trainer:
             self.emit(self._started())
             if self.resumed is not None:
                 self.emit(self.resumed.event(self.moment()))
+            note = self.job.weights_note(self.model) if self.resumed is None else None
+            if note is not None:
+                self.emit(Note(at_seconds=self.moment(), message=note))
             for step in range(len(self.losses) + 1, self.steps + 1):
                 self.emit(self._step(step))
                 self._evaluate_when_due(step)
@@ -318,14 +322,8 @@ def _checkpointer(
 ) -> Checkpointer:
     for held in _held_tensors(model):
         dtype_name(held.tensor.dtype, f"{held.name!r}")  # what cannot be saved is refused before it is trained
-    identity = RunIdentity(
-        job=job.name,
-        optimizer=type(optimizer).__name__,
-        seed=job.seed,
-        batch_size=job.batch_size,
-        tied=tied_names(model),
-        model_config=model_config(model),
-    )
+    name = type(optimizer).__name__
+    identity = RunIdentity.of(identify(model), job=job.name, optimizer=name, seed=job.seed, batch_size=job.batch_size)
     return Checkpointer(directory.checkpoints, identity=identity, keep_last=settings.keep_last)
 
 

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 
 from atoll.errors import JobError
 from atoll.job import Job
+from atoll.model_identity import tied_names
 from atoll.runtime.checkpoint.exchange import CheckpointRanks
 from atoll.runtime.modes.lockstep.layout import RankPlace
+from atoll.weights import MatchedWeights
 
 __all__ = ["Bundle", "ChangedBuffers", "Said", "SaidOfBuffers", "agree", "bundles", "difference", "digest_of_weights"]
 
@@ -45,11 +47,12 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
     callbacks: bool
 
 
-def digest_of_weights(model: nn.Module) -> str:
-    """Of some numbers of every parameter and buffer, bit for bit."""
-    digest = hashlib.sha256()
+def digest_of_weights(model: nn.Module, read: MatchedWeights | None = None) -> str:
+    """Of some numbers of every parameter and buffer, bit for bit. Of those that are `read` from files, of the files."""
+    digest = hashlib.sha256(b"" if read is None else read.digest().encode())
+    tied = tied_names(model)
     for name, value in model.state_dict().items():
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or (read is not None and tied.get(name, name) in read.names):
             continue
         flat = value.detach().reshape(-1)
         chosen = flat[:: max(1, flat.numel() // _SAMPLED)][: 2 * _SAMPLED].contiguous()

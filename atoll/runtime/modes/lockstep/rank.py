@@ -9,7 +9,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,10 @@ from atoll.cluster.memory import host_memory
 from atoll.cost.evaluate import DEFAULT_BUCKET_BYTES
 from atoll.graph.capture import Captured
 from atoll.job import Job
+from atoll.model_identity import ModelIdentity, identify
 from atoll.runtime.checkpoint.exchange import CheckpointRanks
+from atoll.runtime.checkpoint.loading import fill_shards
+from atoll.runtime.checkpoint.local_shard import LocalShard
 from atoll.runtime.executor import Accumulated, LossScale, StageExecutor, Updater, WorkItem
 from atoll.runtime.imposed_speed import Pace
 from atoll.runtime.modes.lockstep.agreement import ChangedBuffers, agree, digest_of_weights
@@ -51,7 +54,8 @@ from atoll.runtime.stage.program import shared_parameters
 from atoll.runtime.stage.rng import DrawKey
 from atoll.runtime.stage.shard_spec import ShardSpec
 from atoll.runtime.stage.sizes import Sizes
-from atoll.runtime.stage.state import InitialState, model_config, tied_names, unread_state
+from atoll.runtime.stage.state import InitialState, unread_state
+from atoll.weights import MatchedWeights
 
 __all__ = ["RankWork", "assemble", "make_plan_schedule", "turns"]
 
@@ -73,11 +77,11 @@ class RankWork:
     owned: list[OptimizerShard]  # its parts of trainable and frozen parameters
     counted: list[Counted]  # what it adds to the norm of the gradient
     trainable_parameters: int  # of the whole model
-    tied: dict[str, str]  # other names of a parameter → its first
-    model_config: dict[str, Any] | None  # of a Hugging Face model
+    identity: ModelIdentity
     buffers: ChangedBuffers  # running statistics and the like
     evaluation: Evaluation | None  # None: the job has no evaluation data
     callbacks: bool  # whether some rank has callbacks, which may ask to stop
+    notes: list[str]  # on what the run begins with, to be told once
     doing: Callable[[object, int], None]  # told what the rank does, and at which step
 
 
@@ -112,6 +116,7 @@ def assemble(
     parts = _build_in_turn(lambda: _take_parts(rank, cut, programs), 4.0 * captured.graph.parameters)
     callbacks = agree(job, parts.weights)
     held = _held(rank, cut, parts, _shard(rank, cut, parts))
+    _read_weights(parts, held)
     groups = _agree_on_groups(rank, parts, held)
     _check_optimizer(rank, groups)
     recorder = Recorder(device)
@@ -159,11 +164,11 @@ def assemble(
         owned=held.owned,
         counted=_counted(rank, held, groups),
         trainable_parameters=parts.trainable,
-        tied=parts.tied,
-        model_config=parts.config,
+        identity=parts.identity,
         buffers=buffers,
         evaluation=evaluation,
         callbacks=callbacks,
+        notes=[note for note in (parts.weights_read.note() if parts.weights_read is not None else None,) if note],
         doing=doing,
     )
 
@@ -196,8 +201,8 @@ class _Parts:
     trainable: int
     persistent: frozenset[str]
     unread: dict[str, Tensor]
-    tied: dict[str, str]
-    config: dict[str, Any] | None
+    identity: ModelIdentity
+    weights_read: MatchedWeights | None  # from files, by whoever holds a part of them
     evaluated: list[EvaluatedFunction]
 
 
@@ -231,8 +236,9 @@ def _build_in_turn(build: Callable[[], T], model_bytes: float) -> T:
 
 def _take_parts(rank: _Rank, cut: Sequence[CutStage], evaluated: Mapping[str, Captured]) -> _Parts:
     """Build the whole model and take from it what this rank holds."""
-    model = rank.job.build_model("cpu")
-    builder = StageBuilder(InitialState(rank.captured, model), device=rank.device, key=rank.key)
+    model, read = rank.job.build_to_take_parts_from()
+    sharded = _sharded_names(rank, cut) & (read.names.keys() if read is not None else set())
+    builder = StageBuilder(InitialState(rank.captured, model), device=rank.device, key=rank.key, on_meta=sharded)
     last_layer, modules = len(rank.captured.graph.layers) - 1, []
     for stage in cut:
         again = rank.layout.plan.stages[stage.place.stage].recompute
@@ -243,31 +249,54 @@ def _take_parts(rank: _Rank, cut: Sequence[CutStage], evaluated: Mapping[str, Ca
         modules=modules,
         holdings=builder.holdings,
         order=[name for name, _ in model.named_parameters()],
-        weights=digest_of_weights(model),
+        weights=digest_of_weights(model, read),
         trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         persistent=frozenset(model.state_dict()),
         unread=unread_state(rank.captured, model),
-        tied=tied_names(model),
-        config=model_config(model),
+        identity=identify(model),
+        weights_read=read,
         evaluated=prepare_evaluation(rank.job, evaluated, rank.layout, rank.number, rank.captured, buffers, model, rank.device, rank.key),
     )
 
 
+def _sharded_names(rank: _Rank, cut: Sequence[CutStage]) -> set[str]:
+    """What is sharded over lanes: parameters of stages that are, which only one layer uses and lanes hold alike."""
+    whole = shared_parameters(rank.captured) | _lane_divided(cut)
+    stages = [stage for stage in cut if rank.layout.plan.stages[stage.place.stage].sharded]
+    names = {name for stage in stages for unit in stage.program.units for name in unit.parameters.values()}
+    table = rank.captured.liveness.table
+    scalars = {name for value, name in table.parameters.items() if not table.specs[value].shape}
+    return names - whole - scalars
+
+
 def _shard(rank: _Rank, cut: Sequence[CutStage], parts: _Parts) -> dict[str, RankPlace]:
-    """Shard over lanes what only one layer uses and lanes hold alike; which parameters, and where. Meshes are made on the way."""
-    plan, lane_divided = rank.layout.plan, _lane_divided(cut)
-    meshes, shared = make_meshes(rank.layout, rank.device), shared_parameters(rank.captured)
+    """Shard over lanes what is to be; which parameters, and where. Meshes are made on the way."""
+    plan, chosen = rank.layout.plan, _sharded_names(rank, cut)
+    meshes = make_meshes(rank.layout, rank.device)
     sharded: dict[str, RankPlace] = {}
     for stage, module in zip(cut, parts.modules, strict=True):
         place = stage.place
         if not plan.stages[place.stage].sharded:
             continue
         names = module.parameters_by_name()
-        whole = {name for name in names if name in shared or name in lane_divided or not names[name].dim()}
-        sharded.update(dict.fromkeys(names.keys() - whole, place))
+        sharded.update(dict.fromkeys(names.keys() & chosen, place))
         ends_model = place.stage == len(plan.stages) - 1
-        shard_stage(module, meshes[place.stage, place.tensor], {names[name] for name in whole}, ends_model=ends_model)
+        kept_whole = {names[name] for name in names if name not in chosen}
+        shard_stage(module, meshes[place.stage, place.tensor], kept_whole, ends_model=ends_model)
+        if parts.weights_read is not None:  # those that are read get their memory now that they are divided
+            module._apply(lambda value: torch.empty_like(value, device=rank.device) if value.is_meta else value)
     return sharded
+
+
+def _read_weights(parts: _Parts, held: "_HeldParameters") -> None:
+    """Fill what the rank holds of the weights that are in files; nobody has a whole copy."""
+    if parts.weights_read is None:
+        return
+    buffers = [item for module in parts.modules for item in module.buffers_by_name().items()]
+    others = [*buffers, *buffers_read(parts.evaluated), *parts.unread.items()]
+    kept = [(name, value) for name, value in others if name in parts.persistent]
+    shards = [LocalShard(ShardSpec(name=name, shape=tuple(value.shape)), value) for name, value in kept]
+    fill_shards(parts.weights_read, [*(part.held for part in held.owned), *shards])
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from atoll.blame import users_code
 from atoll.control.clipping import clip_coefficient
 from atoll.errors import JobFailedError
-from atoll.events import AnyEvent, CodecChosen, Evaluated, NonFinite, Observer, RunFinished, RunStarted, StepFinished, StopTraining
+from atoll.events import AnyEvent, CodecChosen, Evaluated, NonFinite, Note, Observer, RunFinished, RunStarted, StepFinished, StopTraining
 from atoll.job import Job
 from atoll.plan.modes.lockstep import LOCKSTEP
 from atoll.runtime.checkpoint.loading import Loaded
@@ -93,6 +93,8 @@ class Trainer:
         self.tell(self._started())
         if self.resumed is not None:
             self.tell(self.resumed.event(self.moment()))
+        for note in self.work.notes if self.resumed is None else ():
+            self.tell(Note(at_seconds=self.moment(), message=note))
         for link, codec in self.work.layout.plan.codecs.items():
             if codec != "none":
                 reason = "the plan names it; losses are near those of one process, not equal to float tolerance"

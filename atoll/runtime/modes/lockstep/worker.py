@@ -224,14 +224,13 @@ class _Session:
         if self.directory is None:
             return None
         group = dist.new_group(backend="gloo")
-        identity = RunIdentity(
+        identity = RunIdentity.of(
+            self.work.identity,
             job=self.job.name,
             optimizer=type(self.trainer.optimizer).__name__,
             seed=self.job.seed,
             batch_size=self.job.batch_size,
             plan=str(self.plan),
-            tied=self.work.tied,
-            model_config=self.work.model_config,
         )
         return stack.enter_context(Checkpointer(self.directory.checkpoints, group, identity=identity, keep_last=self.settings.keep_last))
 

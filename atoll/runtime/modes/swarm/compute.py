@@ -24,6 +24,7 @@ from atoll.data import to_device
 from atoll.graph.capture import Captured
 from atoll.job import Job
 from atoll.runtime.activations import Activations, activations_of, leaves_from
+from atoll.runtime.checkpoint.loading import fill_shards
 from atoll.runtime.checkpoint.local_shard import LocalShard
 from atoll.runtime.checkpoint.manifest import MODEL
 from atoll.runtime.checkpoint.safetensors_file import dtype_name
@@ -165,13 +166,17 @@ class StageCompute:
 
     def _build(self, stage: int) -> StageState:
         with self._generators:
-            model = self._job.build_model("cpu")
+            model, read = self._job.build_to_take_parts_from()
         state = self._weights_of(stage, model)
+        if read is not None:
+            fill_shards(read, state.shards())
         for part in state.shards():
             dtype_name(part.tensor.dtype, repr(part.name))  # what cannot be stored is refused before it is trained
         self._sizes_of = {stage: state.sizes}  # a worker is on one stage at a time
         if self._staleness:
             state.before = self._weights_of(stage, model)
+            if read is not None:
+                fill_shards(read, state.before.shards())
         if state.parameters:
             updater = state.executor.updater
             updater.optimizer = self._job.build_optimizer(state.parameters)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -85,9 +85,12 @@ def pretrained(folder: Path) -> Path:
 
 
 def example(name: str, **given: Any) -> Job:
+    """One of the examples with a smaller model and shorter samples."""
     job = load_job(EXAMPLES / f"{name}.py")
-    shape: dict[str, Any] = {"steps": STEPS, "batch_size": BATCH, "micro_batch_size": 2, "data": [job.dataset[i] for i in range(12)]}
-    return dataclasses.replace(job, **shape | given)
+    config = cast(Any, job.model).__globals__["CONFIG"]
+    config.num_hidden_layers, config.hidden_size, config.intermediate_size = 2, 32, 48
+    data = [tuple(part[:16] for part in job.dataset[i]) for i in range(12)]
+    return dataclasses.replace(job, **{"steps": STEPS, "batch_size": BATCH, "micro_batch_size": 2, "data": data} | given)
 
 
 def CASES(folder: Path) -> list[Case]:  # noqa: N802

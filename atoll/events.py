@@ -112,6 +112,7 @@ class RunStarted(Event, frozen=True, kw_only=True):
     precision: str
     seed: int
     unix_seconds: float  # when, by the clock on the wall
+    frozen_parameters: int = 0  # that are not trained
 
 
 class StepFinished(Event, frozen=True, kw_only=True):
@@ -138,6 +139,13 @@ class Evaluated(Event, frozen=True, kw_only=True):
     metrics: dict[str, float | None]
     samples: int
     seconds: float
+
+
+class Logged(Event, frozen=True, kw_only=True):
+    """A callback logged numbers after `step` steps."""
+
+    step: int
+    numbers: dict[str, float]
 
 
 class EvaluationFailed(Event, frozen=True, kw_only=True):

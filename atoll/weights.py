@@ -186,11 +186,13 @@ def _free_names(model: Any) -> set[str]:
     return {name for name in adapter.names.values() if ".modules_to_save." not in name}
 
 
-def without_memory(build: Callable[[], nn.Module], match: Callable[[nn.Module], MatchedWeights]) -> tuple[nn.Module, MatchedWeights]:
+def without_memory(
+    build: Callable[[], nn.Module], match: Callable[[nn.Module], MatchedWeights], dtype: torch.dtype | None = None
+) -> tuple[nn.Module, MatchedWeights]:
     """Build a model whose stored parameters lie on top of each other in memory of the largest one's size; the others are as built.
 
     Constructors write numbers into it as they would anyway, so random numbers are drawn as in a whole model. Which parameter is stored is
-    known by its name only after building: where some are not, it is built a second time.
+    known by its name only after building: where some are not, it is built a second time. It is in another `dtype` afterwards if so asked.
     """
     model, order = _built_in_scratch(build, lambda number: True)
     matched = match(model)
@@ -198,6 +200,12 @@ def without_memory(build: Callable[[], nn.Module], match: Callable[[nn.Module], 
     own = {number_of.get(id(parameter), -1) for name, parameter in model.named_parameters() if name not in matched.names}
     if own:
         model, _ = _built_in_scratch(build, lambda number: number not in own)
+    if dtype is not None:
+        stored = [value for name, value in model.named_parameters() if name in matched.names and value.is_floating_point()]
+        scratch = torch.empty(max((value.numel() for value in stored), default=0), dtype=dtype)
+        for value in stored:
+            value.data = scratch[: value.numel()].view(value.shape)
+        model.to(dtype)
     return model, matched
 
 

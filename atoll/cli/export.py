@@ -24,6 +24,8 @@ def export(
         typer.Option(help="A file ending in .safetensors, or a directory for `from_pretrained`: of a Hugging Face model, or an adapter's."),
     ],
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step, instead of the last.", min=0)] = None,
+    best: Annotated[bool, typer.Option("--best", help="The checkpoint that atoll.BestCheckpoint kept.")] = False,
+    ema: Annotated[bool, typer.Option("--ema", help="The averages of Job(ema_decay=…) instead of the weights.")] = False,
     merge: Annotated[bool, typer.Option("--merge", help="Merge a PEFT adapter into its base model, and write that.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace weights that are there already.")] = False,
 ) -> None:
@@ -31,14 +33,17 @@ def export(
     _check(run, to)
     if merge and to.suffix == ".safetensors":
         raise CheckpointError(f"--to {to}: --merge writes a directory, with the configuration; give one")
+    if best and step is not None:
+        raise CheckpointError("give either --best or --step")
     before = _weights_at(to)
     if before and not overwrite:
         raise CheckpointError(f"--to {to}: {before[0]} is there already; give another name, or --overwrite to replace it")
     with working(f"exporting {run}"):
         from atoll.runtime.checkpoint.export import export as write  # PyTorch takes seconds to load: mistakes are told before
-        from atoll.runtime.checkpoint.export import export_merged
+        from atoll.runtime.checkpoint.export import export_merged, kept_step
 
-        exported = export_merged(run, to, step=step) if merge else write(run, to, step=step)
+        step = kept_step(run, "best") if best else step
+        exported = (export_merged if merge else write)(run, to, step=step, ema=ema)
         for path in set(before) - set(exported.files):  # parts of other weights, which a reader would take for these
             path.unlink(missing_ok=True)
     files = ", ".join(str(path) for path in exported.files)

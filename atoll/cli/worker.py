@@ -7,9 +7,9 @@ from contextlib import ExitStack
 
 import msgspec
 
+from atoll.callbacks import Callback
 from atoll.cli.output import show_what_the_terminal_can
 from atoll.errors import AtollError
-from atoll.events import Observer
 from atoll.runtime.modes.lockstep.role import Role, find_role
 from atoll.runtime.run_directory import RunDirectory
 from atoll.watch.progress import Progress
@@ -37,7 +37,7 @@ def _run(directory: RunDirectory, role: Role, script: str | None = None) -> int:
     job = load_job(settings.script, settings.arguments)
     with seen_arguments(settings.script, settings.arguments), ExitStack() as stack:
         progress = stack.enter_context(Progress())
-        observers: list[Observer] = [progress, *job.callbacks] if role.rank == 0 else []
+        observers: list[Callback] = [progress, *job.callbacks] if role.rank == 0 else []
         run_rank(job, directory.plan(), role, directory=directory, settings=settings, observers=observers, own=progress)
     return 0
 

@@ -163,8 +163,8 @@ class _LossOf(nn.Module):
 
 @contextlib.contextmanager
 def ambient_precision(precision: Precision) -> Iterator[None]:
-    """Autocast as the runtime will have it around the program; nothing for fp32."""
-    if precision == "fp32":
+    """Autocast as the runtime will have it around the program; nothing where all is in one precision."""
+    if precision in ("fp32", "bf16-true"):
         yield
         return
     with torch.autocast("cpu", dtype=torch.bfloat16 if precision == "bf16" else torch.float16, cache_enabled=False):

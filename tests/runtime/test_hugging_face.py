@@ -1,8 +1,6 @@
 """In and out of Hugging Face's formats: what `peft` and `from_pretrained` load is what was trained; a directory is read by slices."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +24,6 @@ def constructors_noted() -> None:
     """As in checkpoint/test_export.py."""
     with torch.device("meta"):
         torch.empty(0)
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """Where two processes trained all cases, and what each found."""
-    folder = tmp_path_factory.mktemp("training")
-    command = [sys.executable, str(Path(__file__).parent / "training_ranks.py"), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return folder, [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
 
 
 def plain_loop(model: nn.Module, job: Any) -> list[float]:

@@ -39,7 +39,8 @@ def run_case(ready: Ready, rank: int, port: int, generation: int, directory: Pat
         layout = Layout(plan)
         with joined(role(rank, layout.world_size, port, generation + number), layout.devices[rank], device=CPU) as run:
             job = case.job_of(number)
-            session = _Session(job, layout, captured, evaluated, CPU, run, RunDirectory(directory), RunSettings(script=""), None)
+            saved_in = RunDirectory(directory) if case.saved else None
+            session = _Session(job, layout, captured, evaluated, CPU, run, saved_in, RunSettings(script=""), None)
             session.train(job.callbacks if rank == 0 else ())
             found = case.look(session) | {"losses": session.trainer.losses}
     return found

@@ -15,14 +15,15 @@ import torch
 
 from atoll.errors import CheckpointError
 from atoll.model_identity import Adapter, ModelIdentity
-from atoll.runtime.checkpoint.directory import find
+from atoll.runtime.checkpoint.directory import find, kept
 from atoll.runtime.checkpoint.local_shard import Piece
 from atoll.runtime.checkpoint.manifest import MANIFEST, MODEL, Index, StoredTensor, read_index, read_manifest
 from atoll.runtime.checkpoint.rectangles import Rectangle, split_longest, whole
 from atoll.runtime.checkpoint.safetensors_file import DTYPES, Entry, raw_bytes, write_atomically, write_safetensors
 from atoll.runtime.checkpoint.storage import check_chunks, read_pieces
+from atoll.runtime.checkpoint.training_state import EMA_KEY
 
-__all__ = ["Exported", "export", "export_merged"]
+__all__ = ["Exported", "export", "export_merged", "kept_step"]
 
 _BLOCK_BYTES = 64 * 2**20  # of a tensor in memory at a time
 _LARGEST_FILE_BYTES = 5_000_000_000  # where Hugging Face divides
@@ -43,6 +44,7 @@ def export(
     to: Path,
     *,
     step: int | None = None,
+    ema: bool = False,
     largest_file_bytes: int = _LARGEST_FILE_BYTES,
 ) -> Exported:
     """Write a checkpoint's parameters and buffers to `to`: a file `….safetensors`, or a folder that gets `model.safetensors`.
@@ -50,14 +52,15 @@ def export(
     `run` is a run's directory, its folder of checkpoints or one checkpoint; `step` chooses another than the latest. Above
     `largest_file_bytes` there are several files and an index, as Hugging Face has them. Shared tensors are written under each of their
     names, so that a strict `load_state_dict` finds them. A folder of a Hugging Face model is one that `from_pretrained` loads, with the
-    configuration the run was saved with; of a PEFT model it is the adapter's, for `PeftModel.from_pretrained`.
+    configuration the run was saved with; of a PEFT model it is the adapter's, for `PeftModel.from_pretrained`. With `ema` trained
+    parameters are the averages the run kept of them.
     """
     checkpoint = _find_checkpoint(run, step)
     manifest = read_manifest(checkpoint)
     index = read_index(checkpoint, manifest)
     in_folder = to.suffix != ".safetensors"
     adapter = manifest.run.adapter if in_folder else None
-    names = _names(index, manifest.run.tied)
+    names = _names(checkpoint, index, manifest.run.tied, ema)
     if adapter is not None:
         names = _adapter_names(adapter, names)
         largest_file_bytes = sys.maxsize  # PEFT reads one file
@@ -84,10 +87,23 @@ def export(
     return Exported(manifest.step, (*files, *described), len(names), size)
 
 
-def _names(index: Index, tied: Mapping[str, str]) -> dict[str, str]:
+def kept_step(run: Path, name: str) -> int:
+    """The step of the checkpoint that is kept under a name."""
+    for directory in (run, run / "checkpoints"):
+        if name in kept(directory):
+            return kept(directory)[name]
+    raise CheckpointError(f"{run}: no checkpoint was kept as {name!r}; give the job the callback atoll.BestCheckpoint()")
+
+
+def _names(checkpoint: Path, index: Index, tied: Mapping[str, str], ema: bool) -> dict[str, str]:
     """Every name in the user's model, and the key it is stored under."""
     names = {key.removeprefix(MODEL): key for key in index.tensors if key.startswith(MODEL)}
-    return names | {alias: MODEL + name for alias, name in tied.items() if MODEL + name in index.tensors}
+    if ema:
+        averages = {name: EMA_KEY + name for name in names if EMA_KEY + name in index.tensors}
+        if not averages:
+            raise CheckpointError(f"{checkpoint}: it has no averages; give the job ema_decay, such as 0.999")
+        names |= averages
+    return names | {alias: names[name] for alias, name in tied.items() if name in names}
 
 
 def _adapter_names(adapter: Adapter, names: Mapping[str, str]) -> dict[str, str]:
@@ -106,12 +122,12 @@ def _descriptions(identity: ModelIdentity) -> dict[str, dict[str, Any]]:
     return {name: content for name, content in files.items() if content is not None}
 
 
-def export_merged(run: Path, to: Path, *, step: int | None = None) -> Exported:
+def export_merged(run: Path, to: Path, *, step: int | None = None, ema: bool = False) -> Exported:
     """Write a PEFT model's base model with its adapter merged into it, as transformers' own `save_pretrained` does; it needs its memory."""
     checkpoint = _find_checkpoint(run, step)
     manifest = read_manifest(checkpoint)
     index = read_index(checkpoint, manifest)
-    names = _names(index, manifest.run.tied)
+    names = _names(checkpoint, index, manifest.run.tied, ema)
     check_chunks(checkpoint, index, [(key, chunk) for key in sorted(set(names.values())) for chunk in index.tensors[key].chunks])
     model = _peft_model(checkpoint, manifest.run)
     state = {key: torch.empty(index.tensors[key].shape, dtype=DTYPES[index.tensors[key].dtype]) for key in set(names.values())}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from atoll.cluster.memory import host_memory
 from atoll.cost.evaluate import DEFAULT_BUCKET_BYTES
 from atoll.graph.capture import Captured
-from atoll.job import Job
+from atoll.job import Job, ParameterGroup
 from atoll.model_identity import ModelIdentity, identify
 from atoll.runtime.checkpoint.exchange import CheckpointRanks
 from atoll.runtime.checkpoint.loading import fill_shards
@@ -77,10 +77,12 @@ class RankWork:
     owned: list[OptimizerShard]  # its parts of trainable and frozen parameters
     counted: list[Counted]  # what it adds to the norm of the gradient
     trainable_parameters: int  # of the whole model
+    frozen_parameters: int
     identity: ModelIdentity
     buffers: ChangedBuffers  # running statistics and the like
     evaluation: Evaluation | None  # None: the job has no evaluation data
     callbacks: bool  # whether some rank has callbacks, which may ask to stop
+    requests: bool  # and whether they may ask for more
     notes: list[str]  # on what the run begins with, to be told once
     doing: Callable[[object, int], None]  # told what the rank does, and at which step
 
@@ -114,7 +116,7 @@ def assemble(
     check_lane_sizes(layout, captured, rank.sizes)
     cut = cut_stages(layout, rank.number, captured)
     parts = _build_in_turn(lambda: _take_parts(rank, cut, programs), 4.0 * captured.graph.parameters)
-    callbacks = agree(job, parts.weights)
+    callbacks, requests = agree(job, parts.weights)
     held = _held(rank, cut, parts, _shard(rank, cut, parts))
     _read_weights(parts, held)
     groups = _agree_on_groups(rank, parts, held)
@@ -164,10 +166,12 @@ def assemble(
         owned=held.owned,
         counted=_counted(rank, held, groups),
         trainable_parameters=parts.trainable,
+        frozen_parameters=parts.frozen,
         identity=parts.identity,
         buffers=buffers,
         evaluation=evaluation,
         callbacks=callbacks,
+        requests=requests,
         notes=[note for note in (parts.weights_read.note() if parts.weights_read is not None else None,) if note],
         doing=doing,
     )
@@ -199,6 +203,8 @@ class _Parts:
     order: list[str]  # of all parameters of the model
     weights: str  # digest of the whole model's
     trainable: int
+    frozen: int
+    groups: list[ParameterGroup]  # of the optimizer, of the whole model
     persistent: frozenset[str]
     unread: dict[str, Tensor]
     identity: ModelIdentity
@@ -251,6 +257,8 @@ def _take_parts(rank: _Rank, cut: Sequence[CutStage], evaluated: Mapping[str, Ca
         order=[name for name, _ in model.named_parameters()],
         weights=digest_of_weights(model, read),
         trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        frozen=sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
+        groups=rank.job.group_names(model.named_parameters()),
         persistent=frozenset(model.state_dict()),
         unread=unread_state(rank.captured, model),
         identity=identify(model),
@@ -389,19 +397,23 @@ def _executor(rank: _Rank, stages: Sequence[StageWork], parts: _Parts, held: _He
         autocast=lambda: rank.job.autocast(rank.device),
         generators=generators,
         gradients=Accumulated(rank.job.batch_size),
-        updater=_updater(rank.job, held.owned),
+        updater=_updater(rank.job, held.owned, parts.groups),
         persistent=parts.persistent,
         owned=[part.held for part in held.owned],
         unread=parts.unread if rank.number == 0 else {},
     )
 
 
-def _updater(job: Job, owned: Sequence[OptimizerShard]) -> Updater:
+def _updater(job: Job, owned: Sequence[OptimizerShard], groups: Sequence[ParameterGroup]) -> Updater:
     """A rank whose stages are frozen keeps the schedule too: it may be the one that tells and saves it."""
     trained = [part for part in owned if part.leaf.requires_grad]
     leaves, shapes = [part.leaf for part in trained], [part.holding.shape for part in trained]
-    optimizer = build_on_parts(job.build_optimizer, leaves or [nn.Parameter(torch.zeros(0))], shapes or [(0,)])
-    return Updater(leaves, optimizer, job.build_scheduler(optimizer), LossScale(job.precision == "fp16"), steps=job.total_steps)
+    if job.parameter_groups is not None and leaves:
+        optimizer = job.build_part_optimizer({part.name: part.leaf for part in trained}, groups)
+    else:
+        optimizer = build_on_parts(job.build_optimizer, leaves or [nn.Parameter(torch.zeros(0))], shapes or [(0,)])
+    scheduler, scale = job.build_scheduler(optimizer), LossScale(job.precision == "fp16")
+    return Updater(leaves, optimizer, scheduler, scale, steps=job.total_steps, ema_decay=job.ema_decay)
 
 
 def _changed_buffers(rank: _Rank, cut: Sequence[CutStage], parts: _Parts) -> ChangedBuffers:

@@ -11,8 +11,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from atoll.callbacks import Callback, Snapshot, callback_states, restore_callbacks
 from atoll.cluster import Cluster, load_cluster
-from atoll.cluster.memory import keep_freed_memory
+from atoll.cluster.memory import host_memory, keep_freed_memory
 from atoll.cost import Evaluator
 from atoll.cost.evaluate import DEFAULT_BUCKET_BYTES, bucket_bytes
 from atoll.errors import AtollError, JobError, JobFailedError, PlanError
@@ -55,6 +56,7 @@ class Ended(NamedTuple):
     losses: tuple[float, ...]
     evaluations: tuple[Evaluated, ...]
     seconds: float
+    snapshot: Snapshot | None = None  # on rank 0, of a run without a directory
 
 
 def run_rank(
@@ -64,7 +66,7 @@ def run_rank(
     *,
     directory: RunDirectory | None,
     settings: RunSettings,
-    observers: Sequence[Observer],
+    observers: Sequence[Callback],
     order: Sequence[str] | None = None,
     cluster: Cluster | None = None,
     own: Observer = lambda event: None,
@@ -94,7 +96,8 @@ def run_rank(
         session = _Session(job, layout, captured, evaluated, device, run, directory, settings, cluster)
         reason = session.train(observers)
         trainer = session.trainer
-        return Ended(reason, tuple(trainer.losses), tuple(trainer.evaluations), trainer.elapsed())
+        snapshot = session.gather_result()
+        return Ended(reason, tuple(trainer.losses), tuple(trainer.evaluations), trainer.elapsed(), snapshot)
 
 
 def _write_plan(directory: RunDirectory, plan: Plan) -> None:
@@ -177,12 +180,23 @@ class _Session:
             runner = self.work.runner
             self.measured = MeasuredFile(directory, layout, run.role.rank, self.work.schedule, runner.recorder, runner.buckets)
 
-    def train(self, observers: Sequence[Observer]) -> Reason:
+    def gather_result(self) -> Snapshot | None:
+        """The trained model, for rank 0 of a run that leaves no checkpoint, unless its memory is too small. All ranks ask together."""
+        if self.directory is not None:
+            return None
+        needed = 3 * sum(part.tensor.nbytes for part in self.work.executor.shards())  # as it is here: parts of ranks are about as large
+        ranks = CheckpointRanks(dist.group.WORLD)
+        needed, free = sum(ranks.gather(needed, int)), ranks.gather(host_memory().available_bytes, float)[0]
+        return self.trainer.gather() if needed < free else None
+
+    def train(self, observers: Sequence[Callback]) -> Reason:
         """Continue from the last checkpoint if there is one, train, save."""
         with ExitStack() as stack:
             stack.callback(self.work.feed.close)
             checkpoints = self._checkpoints(stack)
             if checkpoints is not None:
+                self.trainer.saved_in = checkpoints.directory
+                self.trainer.save_kept = lambda name: self._save(checkpoints, self.trainer.last_step, keep=name)
                 self._load(checkpoints)
                 self.policy = SavePolicy(
                     self.settings.checkpoint_every,
@@ -194,7 +208,7 @@ class _Session:
                 log = stack.enter_context(EventLog.join(self.directory.path))
                 self.trainer.seconds_before = log.seconds() - self.trainer.elapsed()
                 observers = [log, *observers]
-            self.trainer.observers = observers
+            self.trainer.observe(observers)
             try:
                 reason = self.trainer.train(lambda: self.run.stop_asked, lambda step: self._after_step(checkpoints, step))
             except BaseException as error:
@@ -234,18 +248,17 @@ class _Session:
         )
         return stack.enter_context(Checkpointer(self.directory.checkpoints, group, identity=identity, keep_last=self.settings.keep_last))
 
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        return [self.trainer.optimizer] if self.trainer.trainable else []  # else it has nothing of the model's
-
-    def _save(self, checkpoints: Checkpointer, step: int, *, final: bool = False) -> None:
+    def _save(self, checkpoints: Checkpointer, step: int, *, final: bool = False, keep: str | None = None) -> None:
         extra = training_state(self.trainer.scheduler, self.trainer.updater.scale, self.trainer.losses)
-        checkpoints.save(step, self.work.executor.shards(), optimizers=self._optimizers(), extra=extra, final=final)
+        extra["callbacks"] = callback_states(self.job.callbacks)
+        checkpoints.save(step, self.work.executor.shards(), optimizers=self.trainer.optimizers, extra=extra, final=final, keep=keep)
 
     def _load(self, checkpoints: Checkpointer) -> None:
         self.run.doing("reading the checkpoint")
-        loaded = checkpoints.load(self.work.executor.shards(), optimizers=self._optimizers())
+        loaded = checkpoints.load(self.work.executor.shards(), optimizers=self.trainer.optimizers)
         if loaded is None:
             return
+        restore_callbacks(self.job.callbacks, loaded.extra.get("callbacks", {}))
         self.trainer.resume(loaded.step, loaded.extra)
         self.run.saved(loaded.step)
         self.trainer.resumed = loaded
@@ -326,7 +339,7 @@ def run_among_others(
     cluster: ClusterSource | None,
     resume: bool,
     checkpoint_every: int | None,
-    observers: Sequence[Observer],
+    observers: Sequence[Callback],
     own: Observer,
     environ: Mapping[str, str],
 ) -> Ended:

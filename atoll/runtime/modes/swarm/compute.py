@@ -85,6 +85,11 @@ class StageState:
         (stage,) = self.executor.stages.values()
         return stage.module
 
+    def trained_by_name(self) -> dict[str, nn.Parameter]:
+        """The trained parameters, section by section, by the user's names."""
+        names = {id(parameter): name for name, parameter in self.module.parameters_by_name().items()}
+        return {names[id(parameter)]: parameter for parameter in self.parameters}
+
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
         """Those that are trained, section by section."""
@@ -179,7 +184,7 @@ class StageCompute:
                 fill_shards(read, state.before.shards())
         if state.parameters:
             updater = state.executor.updater
-            updater.optimizer = self._job.build_optimizer(state.parameters)
+            updater.optimizer = self._job.build_part_optimizer(state.trained_by_name(), self._job.group_names(model.named_parameters()))
             updater.scheduler = self._job.build_scheduler(updater.optimizer)
             if self._staleness:
                 check_rebindable(updater.optimizer)
@@ -199,7 +204,8 @@ class StageCompute:
         sections = [[parameter for name, parameter in held if name in names and parameter.requires_grad] for names in (own, *shared)]
         sizes = [[parameter.numel() for parameter in section] for section in sections]
         parameters = [parameter for section in sections for parameter in section]
-        updater = Updater(parameters, None, None, LossScale(self._job.precision == "fp16"), steps=self._job.total_steps)
+        job, scale = self._job, LossScale(self._job.precision == "fp16")
+        updater = Updater(parameters, None, None, scale, steps=job.total_steps, ema_decay=job.ema_decay)
         executor = StageExecutor(
             {stage: BuiltStage(program=program, module=module, turn_to=self._turn_to)},
             sizes=self._sizes,
@@ -439,7 +445,7 @@ class StageCompute:
             torch.mul(part.to(self._device), factor, out=own)
         views, counts = _split(flat, state.sizes)
         found = zip(state.parameters, views, torch.cat(counts).tolist(), strict=True)
-        return [view.view_as(parameter) if count else None for parameter, view, count in found]
+        return [view.view_as(parameter).to(parameter.dtype) if count else None for parameter, view, count in found]
 
     @staticmethod
     def _step_aside(present: StageState, after: StageState) -> StageState:

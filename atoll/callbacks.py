@@ -18,12 +18,13 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 from atoll.errors import JobError
 from atoll.events import AnyEvent, Evaluated, Logged, Observer, StopTraining
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 __all__ = [
     "BestCheckpoint",
@@ -32,13 +33,14 @@ __all__ = [
     "RunHandle",
     "Snapshot",
     "callback_states",
+    "listeners",
     "logged",
     "restore_callbacks",
     "takes_run",
     "with_run",
 ]
 
-M = TypeVar("M", bound=nn.Module)
+M = TypeVar("M", bound="nn.Module")
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +48,11 @@ class Snapshot:
     """A run's weights and optimizer after a step: copies, whole, on the CPU."""
 
     step: int
-    model: dict[str, Tensor]  # as `state_dict` has it
+    model: "dict[str, Tensor]"  # as `state_dict` has it
     optimizer: dict[str, dict[str, Any]]  # by a parameter's name: moments, counters and what else is kept of it
 
     @property
-    def ema(self) -> dict[str, Tensor]:
+    def ema(self) -> "dict[str, Tensor]":
         """The weights with averages in the place of those that have one: `model` of a job without `ema_decay`."""
         return self.model | {name: state["ema"] for name, state in self.optimizer.items() if "ema" in state}
 
@@ -121,7 +123,12 @@ class _WithRun:
 
 def with_run(callback: Callback, run: RunHandle) -> Observer:
     """It as something to be called with an event alone."""
-    return _WithRun(callback, run) if takes_run(callback) else callback  # type: ignore[return-value]
+    return _WithRun(callback, run) if takes_run(callback) else cast(Observer, callback)
+
+
+def listeners(callbacks: Sequence[Callback]) -> list[Observer]:
+    """Those that are called with an event alone, for a mode that has refused the others."""
+    return [cast(Observer, callback) for callback in callbacks if not takes_run(callback)]
 
 
 def callback_states(callbacks: Sequence[Callback]) -> dict[str, Any]:

@@ -32,8 +32,8 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     adapter: Adapter | None = None  # of a PEFT model; `model_config` is then that of the model it adapts
 
 
-def identify(model: nn.Module) -> ModelIdentity:
-    """What there is to say of a model; it may be on the meta device."""
+def identify(model: Any) -> ModelIdentity:
+    """What there is to say of a module; it may be on the meta device."""
     base = model.get_base_model() if is_peft_model(model) else model
     return ModelIdentity(
         tied=tied_names(model),

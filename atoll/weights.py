@@ -233,7 +233,7 @@ def _built_in_scratch(build: Callable[[], nn.Module], in_scratch: Callable[[int]
         seen[id(kept)] = weakref.ref(kept), kept
         return kept
 
-    handle = register_module_parameter_registration_hook(put)
+    handle = register_module_parameter_registration_hook(put)  # type: ignore[arg-type]
     try:
         return build(), order
     finally:

@@ -10,11 +10,12 @@ reads only the part of it that it trains, and none needs memory for a whole copy
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import atoll
 from atoll.data import StandardLibraryText
@@ -35,7 +36,8 @@ ADAPTER = LoraConfig(
 
 
 def model() -> nn.Module:
-    return get_peft_model(AutoModelForCausalLM.from_config(CONFIG), ADAPTER)
+    base: Any = LlamaForCausalLM
+    return get_peft_model(base(CONFIG), ADAPTER)
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

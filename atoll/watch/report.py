@@ -143,8 +143,9 @@ def _story(events: list[AnyEvent], state: str, message: str) -> RunReport:
 def _logged(events: list[AnyEvent]) -> dict[str, list[float]]:
     found: dict[str, dict[int, float]] = {}
     for event in events:
-        for name, value in event.numbers.items() if isinstance(event, Logged) else ():
-            found.setdefault(name, {})[event.step] = value
+        if isinstance(event, Logged):
+            for name, value in event.numbers.items():
+                found.setdefault(name, {})[event.step] = value
     return {name: [values[step] for step in sorted(values)] for name, values in sorted(found.items())}
 
 

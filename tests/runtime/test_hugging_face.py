@@ -1,19 +1,23 @@
 """In and out of Hugging Face's formats: what `peft` and `from_pretrained` load is what was trained; a directory is read by slices."""
 
+import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from atoll.cli.main import run as atoll
 from atoll.errors import JobError
+from atoll.graph.capture import capture_program
+from atoll.runtime.modes.swarm.compute import DividedJob, StageCompute
 from atoll.weights import InitialWeights, without_memory
 
-from .training_cases import STEPS, adam, example, gpt2, gpt2_config, lora_gpt2, loss, pretrained, small_job
+from .training_cases import STEPS, Net, adam, example, gpt2, gpt2_config, lora_gpt2, loss, net_job, pretrained, small_job
 
 pytestmark = pytest.mark.timeout(600)
 TOLERANCE = 1e-5
@@ -180,3 +184,19 @@ def test_a_new_head_keeps_what_it_begins_with_and_that_is_told(tmp_path: Path) -
     notes = [event.message for event in told if event.kind == "note"]
     assert len(notes) == 1
     assert "score.weight" in notes[0]
+
+
+def test_a_swarms_stage_reads_its_part_of_a_file(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    other = Net()
+    save_file(dict(other.state_dict()), tmp_path / "net.safetensors")
+    job = net_job(weights=tmp_path / "net.safetensors")
+    captured = capture_program(job, divided=True)
+    layers = len(captured.graph.layers)
+    divided = DividedJob(job, captured, [0, layers - 1, layers], [(0, 2), (2, 4)], threading.Lock())
+    found: dict[str, Tensor] = {}
+    for stage in range(2):
+        compute = StageCompute(divided)
+        found |= {part.name: part.tensor.detach() for part in asyncio.run(compute.initial(stage)).shards()}
+        compute.close()
+    assert same(found, dict(other.state_dict()))

@@ -159,7 +159,8 @@ def _peft_model(checkpoint: Path, identity: ModelIdentity) -> Any:
         )
     with torch.device("meta"):
         base = made(transformers.AutoConfig.for_model(**config))
-        adapter = peft.PeftConfig.from_peft_type(**{**identity.adapter.config, "inference_mode": False})
+        options: dict[str, Any] = {**identity.adapter.config, "inference_mode": False}
+        adapter = peft.PeftConfig.from_peft_type(**options)  # type: ignore[no-untyped-call]
         return peft.get_peft_model(base, adapter, autocast_adapter_dtype=False)
 
 

@@ -9,6 +9,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -292,8 +293,12 @@ def _shard(rank: _Rank, cut: Sequence[CutStage], parts: _Parts) -> dict[str, Ran
         kept_whole = {names[name] for name in names if name not in chosen}
         shard_stage(module, meshes[place.stage, place.tensor], kept_whole, ends_model=ends_model)
         if parts.weights_read is not None:  # those that are read get their memory now that they are divided
-            module._apply(lambda value: torch.empty_like(value, device=rank.device) if value.is_meta else value)
+            module._apply(partial(_with_memory, rank.device))  # type: ignore[no-untyped-call]
     return sharded
+
+
+def _with_memory(device: torch.device, value: Tensor) -> Tensor:
+    return torch.empty_like(value, device=device) if value.is_meta else value
 
 
 def _read_weights(parts: _Parts, held: "_HeldParameters") -> None:

@@ -316,7 +316,8 @@ class _TrainedElsewhere:
             )
 
         if self._model is not None:
-            self._hooks = [self._model.register_forward_pre_hook(refuse), self._model.register_state_dict_pre_hook(refuse)]
+            model: Any = self._model
+            self._hooks = [model.register_forward_pre_hook(refuse), model.register_state_dict_pre_hook(refuse)]
 
     @contextmanager
     def lifted(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ RunOpener: TypeAlias = Callable[[Job, bool], AbstractContextManager[Any]]
 _Close: TypeAlias = Callable[[BaseException | None], None]
 _closing: ContextVar[list[_Close] | None] = ContextVar("atoll_closing", default=None)
 _opener: ContextVar[RunOpener | None] = ContextVar("atoll_run_opener", default=None)
-_OWN_LOOP = "step"  # what a script asks `atoll` for that has a loop of its own
+_EXECUTED = ("step",)  # a script that asks `atoll` for one of these is executed to find its Job
 _EXAMPLE = "job = atoll.Job(model=…, loss=…, data=…, optimizer=…, batch_size=…, steps=…)"
 
 
@@ -86,21 +86,23 @@ def load_job(path: str | Path, arguments: Sequence[str] = ()) -> Job:
 def load_script(path: str | Path, arguments: Sequence[str] = ()) -> LoadedScript:
     """Find the Job of a training script without training.
 
-    A script that uses `atoll.step` is executed, as `__main__`, up to there. Any other is imported (not as `__main__`) and defines one Job,
-    or runs one. Meanwhile `sys.argv` is the script and its own arguments. It can import its neighbours. Its randomness starts from a fixed
-    seed, so that a model built at import time has the same weights on every host.
+    A script that uses `atoll.step` is executed, as `__main__`, until it asks for a run. Any other is imported (not as `__main__`) and
+    defines one Job, or runs one. Meanwhile `sys.argv` is the script and its own arguments. It can import its neighbours. Its randomness
+    starts from a fixed seed, so that a model built at import time has the same weights on every host.
     """
     file = Path(path)
     source = _source(file)
     try:
         with seen_arguments(path, arguments), _opening(_ask):
-            if not _uses(source, _OWN_LOOP):
-                return LoadedScript(_defined_job(path, file, _import_script(file, source)))
+            if not _uses(source, _EXECUTED):
+                return LoadedScript(_defined_job(path, file, vars(_import_script(file, source))))
             with own_randomness(0), _explained(file):
-                runpy.run_path(str(file.resolve()), run_name="__main__")
+                defined = runpy.run_path(str(file.resolve()), run_name="__main__")
     except _Asked as asked:
         return LoadedScript(asked.job, asked.own_loop)
-    raise JobError(f"{path}: it ends without calling atoll.{_OWN_LOOP}, which its text has; was a condition not met?")
+    if any(isinstance(value, Job) for value in defined.values()):
+        return LoadedScript(_defined_job(path, file, defined))
+    raise JobError(f"{path}: it ends without asking for a run, though it uses {' or '.join(f'atoll.{name}' for name in _EXECUTED)}")
 
 
 def execute(path: str | Path, arguments: Sequence[str], opener: RunOpener) -> None:
@@ -154,18 +156,18 @@ def when_script_ends(close: _Close) -> Callable[[], None]:
     return lambda: atexit.unregister(at_exit)
 
 
-def _uses(source: str, name: str) -> bool:
-    """Whether the script asks `atoll` for this name."""
+def _uses(source: str, names: Sequence[str]) -> bool:
+    """Whether the script asks `atoll` for one of these."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.value, ast.Name) and node.value.id == "atoll":
+        if isinstance(node, ast.Attribute) and node.attr in names and isinstance(node.value, ast.Name) and node.value.id == "atoll":
             return True
-        if isinstance(node, ast.ImportFrom) and node.module == "atoll" and any(alias.name == name for alias in node.names):
+        if isinstance(node, ast.ImportFrom) and node.module == "atoll" and any(alias.name in names for alias in node.names):
             return True
     return False
 
 
-def _defined_job(path: str | Path, file: Path, module: ModuleType) -> Job:
-    jobs = {name: value for name, value in vars(module).items() if isinstance(value, Job)}
+def _defined_job(path: str | Path, file: Path, defined: Mapping[str, Any]) -> Job:
+    jobs = {name: value for name, value in defined.items() if isinstance(value, Job)}
     if isinstance(jobs.get("job"), Job):
         return jobs["job"]
     different = {id(value) for value in jobs.values()}

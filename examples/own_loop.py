@@ -36,7 +36,8 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def accuracy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     images, classes = batch
-    return (model(images).argmax(dim=1) == classes).float().mean()
+    right: Tensor = model(images).argmax(dim=1) == classes
+    return right.float().mean()
 
 
 def main() -> None:

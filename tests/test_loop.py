@@ -299,5 +299,5 @@ def test_the_job_of_a_loop_is_found_without_training(folder: Path) -> None:
     assert (found.own_loop, found.job.batch_size, found.job.steps) == (True, BATCH, STEPS)
     assert not (folder / "nowhere").exists()
     (folder / "train.py").write_text(SCRIPT.replace('== "__main__"', '== "elsewhere"'))
-    with pytest.raises(JobError, match=r"it ends without calling atoll\.step"):
+    with pytest.raises(JobError, match=r"it ends without asking for a run"):
         load_script(folder / "train.py", ["nowhere", "6"])

@@ -26,13 +26,18 @@ def gather_tensors(tensors: Sequence[LocalShard], group: "dist.ProcessGroup | No
     copies = {Assigned(copy.key, copy.rectangle): copy.view for copy in Staging().copy(held, assigned[ranks.rank])}
     if ranks.rank != 0:
         for one in assigned[ranks.rank]:
-            dist.send(copies[one].contiguous(), group=group, group_dst=0)
+            dist.send(_bytes(copies[one]), group=group, group_dst=0)
         return {}
     whole = {key: torch.empty(outline.shape, dtype=DTYPES[outline.dtype]) for key, outline in everything.items()}
     for rank, parts in enumerate(assigned):
         for one in parts:
             value = copies[one] if rank == 0 else torch.empty(one.rectangle.sizes, dtype=whole[one.key].dtype)
             if rank:
-                dist.recv(value, group=group, group_src=rank)
+                dist.recv(_bytes(value), group=group, group_src=rank)
             whole[one.key][one.rectangle.slices()] = value
     return whole
+
+
+def _bytes(value: Tensor) -> Tensor:
+    """Gloo does not know all types of numbers."""
+    return value.reshape(-1).view(torch.uint8)

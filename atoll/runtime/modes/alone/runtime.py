@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from atoll.events import EventLog
+from atoll.events import EventLog, Observer
 from atoll.plan.modes.alone import ALONE
 from atoll.runtime.mode import ResumePoint, RunContext, RunOutcome, newest_checkpoint
 from atoll.runtime.report import ModeReport, RunSummary, read_prediction
@@ -49,7 +49,7 @@ class AloneRuntime:
             def opener(job: Job, own_loop: bool) -> Iterator[AloneTrainer]:
                 if size != (job.micro_batch_size or job.batch_size):
                     job = replace(job, micro_batch_size=size)
-                observers = [log, *run.observers, *job.callbacks]
+                observers: list[Observer] = [log, *run.observers, *job.callbacks]
                 with training_alone(job, device=local_device(), observers=observers, saved_in=(run.directory, settings)) as trainer:
                     opened.append(trainer)
                     yield trainer

@@ -36,7 +36,7 @@ from atoll.runtime.training import STEP, Training, train
 from atoll.script import run_opener, when_script_ends
 from atoll.watch.progress import Progress
 
-__all__ = ["ClusterSource", "GlobalBatch", "PlanSource", "RunArguments", "Step", "run_job", "step"]
+__all__ = ["ClusterSource", "GlobalBatch", "PlanSource", "RunArguments", "TrainingStep", "run_job", "step"]
 
 PlanSource: TypeAlias = Plan | str | Path
 ClusterSource: TypeAlias = Cluster | str | Path
@@ -163,7 +163,7 @@ def step(
     resume: str | Path | None = None,
     checkpoint_every: int | None = None,
     **arguments: Any,
-) -> "Step":
+) -> "TrainingStep":
     """One step of a loop of your own, under any lockstep plan: `Job`'s arguments and those of `Job.run`.
 
     `optimizer` may be built already, over `model.parameters()`; it is built anew, as every device needs it. Under `atoll run` the command
@@ -175,10 +175,10 @@ def step(
         about = RunArguments(
             out=out, device=device, progress=progress, plan=plan, cluster=cluster, resume=resume, checkpoint_every=checkpoint_every
         )
-        return Step(job, about, given=optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
+        return TrainingStep(job, about, given=optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
 
 
-class Step:
+class TrainingStep:
     """Makes steps. Every process of a run makes the same calls in the same order, and gets the same numbers.
 
     Whatever ends the loop, the weights are those after a whole step, and saved if the run has a directory. Leave it as a context manager,

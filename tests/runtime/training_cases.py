@@ -184,8 +184,8 @@ NETS = tuple(enumerate([(PIPE, SHARDED), (SHARDED, UNEQUAL)]))
 
 def what_is_returned(session: Any) -> dict[str, Any]:
     """What rank 0 of a run without a directory gives back."""
-    snapshot = session.gather_result()
-    return {"weights": {name: value.float().tolist() for name, value in snapshot.model.items()} if snapshot is not None else None}
+    model = session.result().model
+    return {"weights": {name: value.float().tolist() for name, value in model.state_dict().items()} if model is not None else None}
 
 
 def what_was_watched(session: Any) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from atoll.plan import Plan, validate
 from atoll.runtime.modes.lockstep.evaluation import capture_evaluated
 from atoll.runtime.modes.lockstep.layout import Layout
 from atoll.runtime.modes.lockstep.rendezvous import joined
-from atoll.runtime.modes.lockstep.worker import _Session
+from atoll.runtime.modes.lockstep.worker import RankTraining
 from atoll.runtime.run_directory import RunDirectory, RunSettings
+from atoll.runtime.training import train
 from tests.process_group import fork_ranks
 from tests.runtime.modes.lockstep.equality_cases import plan_of
 from tests.runtime.modes.lockstep.resume_ranks import host_store, role
@@ -40,8 +41,10 @@ def run_case(ready: Ready, rank: int, port: int, generation: int, directory: Pat
         with joined(role(rank, layout.world_size, port, generation + number), layout.devices[rank], device=CPU) as run:
             job = case.job_of(number)
             saved_in = RunDirectory(directory) if case.saved else None
-            session = _Session(job, layout, captured, evaluated, CPU, run, saved_in, RunSettings(script=""), None)
-            session.train(job.callbacks if rank == 0 else ())
+            session = RankTraining(job, layout, captured, evaluated, CPU, run, saved_in, RunSettings(script=""), None)
+            with session.under_way(job.callbacks if rank == 0 else ()):
+                train(session)
+                session.bring_model()
             found = case.look(session) | {"losses": session.trainer.losses}
     return found
 

@@ -1,4 +1,4 @@
-"""Gathering: all that ranks hold of a model and its optimizer, whole, in rank 0's memory. Each number travels once."""
+"""Gathering: whole tensors in the memory of rank 0, from what every rank holds of them."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,25 +10,31 @@ from atoll.callbacks import Snapshot
 from atoll.runtime.checkpoint.assignment import Assigned, Outline, assign, outlines
 from atoll.runtime.checkpoint.checkpointer import Staging
 from atoll.runtime.checkpoint.exchange import CheckpointRanks
-from atoll.runtime.checkpoint.local_shard import LocalShard, Piece, pieces
+from atoll.runtime.checkpoint.local_shard import Keyed, LocalShard, pieces
 from atoll.runtime.checkpoint.manifest import MODEL, SmallState, merge_small
 from atoll.runtime.checkpoint.safetensors_file import DTYPES
 from atoll.runtime.checkpoint.training_state import optimizer_state
 from atoll.runtime.checkpoint.values import from_plain
 
-__all__ = ["gather_snapshot"]
+__all__ = ["gather_snapshot", "gather_tensors"]
+
+
+def gather_tensors(tensors: Sequence[LocalShard], group: "dist.ProcessGroup | None") -> dict[str, Tensor]:
+    """On rank 0 every tensor, whole, by its name, on the CPU; nothing on the others. All ranks of the Gloo group call it together."""
+    return _gather([(shard.name, shard) for shard in tensors], group)
 
 
 def gather_snapshot(
-    ranks: CheckpointRanks, step: int, shards: Sequence[LocalShard], optimizers: Sequence[torch.optim.Optimizer], tied: Mapping[str, str]
+    step: int,
+    shards: Sequence[LocalShard],
+    optimizers: Sequence[torch.optim.Optimizer],
+    tied: Mapping[str, str],
+    group: "dist.ProcessGroup | None",
 ) -> Snapshot | None:
-    """What all ranks hold, on rank 0; None on the others. All ranks must call it after the same step."""
-    state = optimizer_state(optimizers, shards)
-    keyed = [(MODEL + shard.name, shard) for shard in shards] + state.tensors
-    mine = pieces(keyed)
-    layouts = ranks.gather(outlines(keyed, mine), dict[str, Outline])
+    """Weights and optimizers of all ranks, whole, on rank 0; None on the others. All ranks call it together, after the same step."""
+    ranks, state = CheckpointRanks(group), optimizer_state(optimizers, shards)
     small = merge_small(ranks.gather(state.small, SmallState), {})
-    found = _gathered(ranks, layouts, mine)
+    found = _gather([(MODEL + shard.name, shard) for shard in shards] + state.tensors, group)
     if ranks.rank:
         return None
     model = {key.removeprefix(MODEL): value for key, value in found.items() if key.startswith(MODEL)}
@@ -41,29 +47,27 @@ def gather_snapshot(
     return Snapshot(step, model, optimizer)
 
 
-def _gathered(ranks: CheckpointRanks, layouts: Sequence[Mapping[str, Outline]], mine: Sequence[Piece]) -> dict[str, Tensor]:
-    """Every tensor, whole, by key, on rank 0."""
-    known = {key: outline for layout in layouts for key, outline in layout.items()}
-    assigned = assign(layouts, {key: DTYPES[outline.dtype].itemsize for key, outline in known.items()})
-    own = Staging().copy(mine, assigned[ranks.rank])
-    if ranks.rank:
-        for piece in own:
-            dist.send(_bytes(piece.view), group=ranks.group, group_dst=0)
+def _gather(keyed: Sequence[Keyed], group: "dist.ProcessGroup | None") -> dict[str, Tensor]:
+    ranks = CheckpointRanks(group)
+    held = pieces(keyed)
+    layouts = ranks.gather(outlines(keyed, held), dict[str, Outline])
+    everything = {key: outline for layout in layouts for key, outline in layout.items()}
+    assigned = assign(layouts, {key: DTYPES[outline.dtype].itemsize for key, outline in everything.items()})
+    copies = {Assigned(copy.key, copy.rectangle): copy.view for copy in Staging().copy(held, assigned[ranks.rank])}
+    if ranks.rank != 0:
+        for one in assigned[ranks.rank]:
+            dist.send(_bytes(copies[one]), group=group, group_dst=0)
         return {}
-    found = {key: torch.empty(outline.shape, dtype=DTYPES[outline.dtype]) for key, outline in known.items()}
-    for piece in own:
-        found[piece.key][piece.rectangle.slices()] = piece.view
-    for rank in range(1, ranks.count):
-        for one in assigned[rank]:
-            _receive(ranks, rank, one, found[one.key])
-    return found
-
-
-def _receive(ranks: CheckpointRanks, rank: int, one: Assigned, into: Tensor) -> None:
-    part = torch.empty(one.rectangle.sizes, dtype=into.dtype)
-    dist.recv(_bytes(part), group=ranks.group, group_src=rank)
-    into[one.rectangle.slices()] = part
+    whole = {key: torch.empty(outline.shape, dtype=DTYPES[outline.dtype]) for key, outline in everything.items()}
+    for rank, parts in enumerate(assigned):
+        for one in parts:
+            value = copies[one] if rank == 0 else torch.empty(one.rectangle.sizes, dtype=whole[one.key].dtype)
+            if rank:
+                dist.recv(_bytes(value), group=group, group_src=rank)
+            whole[one.key][one.rectangle.slices()] = value
+    return whole
 
 
 def _bytes(value: Tensor) -> Tensor:
+    """Gloo does not know all types of numbers."""
     return value.reshape(-1).view(torch.uint8)

@@ -5,7 +5,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from atoll.callbacks import Snapshot
 from atoll.errors import CheckpointError
 from atoll.job import Job
 from atoll.model_identity import identify, tied_names
@@ -15,7 +14,7 @@ from atoll.runtime.checkpoint.local_shard import LocalShard
 from atoll.runtime.checkpoint.manifest import RunIdentity
 from atoll.runtime.stage.shard_spec import ShardSpec
 
-__all__ = ["held_tensors", "load_trained", "trained_from"]
+__all__ = ["held_tensors", "load_trained"]
 
 
 def held_tensors(model: nn.Module) -> list[LocalShard]:
@@ -41,8 +40,3 @@ def load_trained(job: Job, run: Path, step: int | None = None) -> tuple[nn.Modul
     if load_from(CheckpointRanks(None), run / "checkpoints", identity, held_tensors(model), [optimizer], step) is None:
         raise CheckpointError(f"{run}: no checkpoint there; a run saves at its end, and while it trains")
     return model, optimizer
-
-
-def trained_from(job: Job, snapshot: Snapshot) -> nn.Module:
-    """The model with the weights of a snapshot."""
-    return snapshot.load_into(job.build_model("cpu"))

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -147,7 +148,10 @@ def _check_training(job: "Job") -> None:
             raise JobError(f"mode swarm: the callback {name} takes the run, which a swarm cannot stop for; use lockstep, or one argument")
         if isinstance(callback, EarlyStopping):
             raise JobError("mode swarm: EarlyStopping waits for evaluations, which a swarm makes while it trains on; use lockstep")
-    if isinstance(job.build_scheduler(job.build_optimizer([torch.nn.Parameter(torch.zeros(1))])), ReduceLROnPlateau):
+    scheduler = None
+    with suppress(JobError):  # it may be made for several groups, which one parameter is not
+        scheduler = job.build_scheduler(job.build_optimizer([torch.nn.Parameter(torch.zeros(1))]))
+    if isinstance(scheduler, ReduceLROnPlateau):
         raise JobError("mode swarm: ReduceLROnPlateau waits for evaluations, which a swarm makes while it trains on; use lockstep")
 
 

@@ -9,7 +9,7 @@ import io
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import fx, nn
@@ -35,8 +35,9 @@ from atoll.graph.fake import (
     real_model,
 )
 from atoll.graph.graph import Precision
-from atoll.graph.loss_check import check_eagerly, check_pieces
-from atoll.graph.loss_weight import LossForm, is_one_number, loss_of, weigh_loss
+from atoll.graph.loss_check import CheckedJob, check_loss
+from atoll.graph.loss_terms import is_one_number, loss_of
+from atoll.graph.loss_weight import LossForm, weigh_loss
 from atoll.graph.regions import write_early
 
 __all__ = ["ExportedJob", "TrainingJob", "ambient_precision", "export_job"]
@@ -127,6 +128,20 @@ class _NoGradInAutocast(TorchFunctionMode):
                 "call `.detach()` instead, or leave `autocast` to the job's precision"
             )
         return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _lines_of(loss: Callable[..., Any]) -> Iterator[None]:
+    """Operators remember the line of the user's loss they come from, not only those of modules' `forward`: errors name it."""
+    code = getattr(getattr(loss, "func", loss), "__code__", None)
+    anchors = torch.fx.proxy._STACK_TRACE_ANCHORS
+    place = (code.co_filename, code.co_name) if code is not None else None
+    added = {place} - anchors if place is not None else set()
+    anchors |= added
+    try:
+        yield
+    finally:
+        anchors -= added
 
 
 class _LossOf(nn.Module):
@@ -327,7 +342,7 @@ class _Attempts:
         use_batched_experts(model)
         wrapped = _LossOf(model, self.job.loss, mode).train(self.training)
         shapes = _dynamic_shapes(self.batch, growing)
-        with _quiet(), keep_custom_functions(), ambient_precision(self.job.precision):
+        with _quiet(), keep_custom_functions(), ambient_precision(self.job.precision), _lines_of(self.job.loss):
             program = torch.export.export(wrapped, (self.batch,), strict=False, dynamic_shapes=shapes)
         return program, model
 
@@ -375,29 +390,20 @@ def _check_parameters(job: TrainingJob, model: nn.Module) -> None:
         raise JobError("Job: model: it has no trainable parameter; set requires_grad on what is to be trained")
 
 
-def _check_pieces(
-    job: TrainingJob,
-    program: ExportedProgram,
-    model: nn.Module,
-    batch: Any,
-    varying: dict[str, tuple[int, ...]],
-    growing: dict[str, tuple[int, ...]],
-    before: fx.GraphModule,
-) -> str:
+def _check(job: TrainingJob, program: ExportedProgram, model: nn.Module, before: fx.GraphModule, form: LossForm, any_size: bool) -> str:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         real = real_model(model, job.model)
     if real is None:
         return "whether the losses of a batch's pieces add up was not checked: the model is too large to be run here"
-    sentence = check_pieces(job, program, before, real, batch, varying) if any(varying.values()) else "captured at one size"
-    return sentence and check_eagerly(job, real, batch, growing)  # a size may be among the program's constants
+    return check_loss(cast(CheckedJob, job), program, before, form, real, any_size=any_size)
 
 
 def export_job(job: TrainingJob, *, training: bool = True, divided: bool = False, check: bool = False) -> ExportedJob:
     """Capture `job.loss(job.model, batch)` without allocating the model; raises `CaptureError` with the module and the reason.
 
-    With `divided` the program is for pieces of a batch: where the loss is not a mean over samples it returns `(total, weight)`. With
-    `check` a model that is not too large for it is built, and its loss on a batch compared with that on the batch's pieces.
+    With `divided` the program is for pieces of a batch, whose results add up to the batch's loss (`loss_weight.py`). With `check` a model
+    that is not too large for it is built, and its loss on the first batch compared with that on the batch's pieces.
     """
     with _running_the_users_code(job, "building the model"):
         model, building = build_model(job.model)
@@ -416,9 +422,11 @@ def export_job(job: TrainingJob, *, training: bool = True, divided: bool = False
     _drop_metadata_checks(program)
     write_early(program.graph_module)
     before = fx.GraphModule(program.graph_module, copy.deepcopy(program.graph)) if check else program.graph_module
-    form = weigh_loss(program) if divided else LossForm()
     varying = _varying(program, batch, growing)
-    checked = _check_pieces(job, program, model, batch, varying, growing, before) if check and is_one_number(loss_of(program)) else ""
+    one_number = is_one_number(loss_of(program))
+    batch_size = None if training or not divided else cast(CheckedJob, job).batch_size
+    form = weigh_loss(program, samples=SAMPLES, batch_size=batch_size) if divided else LossForm()
+    checked = _check(job, program, model, before, form, any(varying.values())) if check and one_number else ""
     fixed = {name: rest for name, dims in growing.items() if (rest := tuple(d for d in dims if d not in varying.get(name, ())))}
     return ExportedJob(
         program=program,
@@ -427,6 +435,6 @@ def export_job(job: TrainingJob, *, training: bool = True, divided: bool = False
         varying={name: dims for name, dims in varying.items() if dims},
         fixed=fixed,
         assumptions=attempts.assumptions,
-        notes=tuple(filter(None, (building, *attempts.notes, form.sentence, checked))),
+        notes=tuple(filter(None, (building, *attempts.notes, checked))),
         loss_form=form,
     )

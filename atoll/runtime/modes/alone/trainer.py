@@ -18,7 +18,7 @@ from torch import nn
 
 from atoll.blame import users_code
 from atoll.cluster.memory import keep_freed_memory
-from atoll.data import to_device
+from atoll.data import Batch, to_device
 from atoll.errors import CheckpointError, JobError, JobFailedError
 from atoll.events import (
     AnyEvent,
@@ -30,6 +30,7 @@ from atoll.events import (
     RunStarted,
     StepFinished,
     StopTraining,
+    Warned,
 )
 from atoll.job import Job, LossValue, RunResult, read_loss
 from atoll.plan.modes.alone import ALONE
@@ -40,14 +41,16 @@ from atoll.runtime.checkpoint.local_shard import LocalShard
 from atoll.runtime.checkpoint.manifest import RunIdentity
 from atoll.runtime.checkpoint.safetensors_file import dtype_name
 from atoll.runtime.checkpoint.training_state import restore_training, training_state
-from atoll.runtime.evaluation import evaluate, evaluates_after
-from atoll.runtime.executor import Accumulated, LossScale, Update, Updater, loss_share, scaled
+from atoll.runtime.evaluation import Evaluator, evaluates_after
+from atoll.runtime.executor import Accumulated, LossScale, Update, Updater, WorkItem, loss_share, scaled
+from atoll.runtime.loss_weights import StepWeights
 from atoll.runtime.nonfinite import checked_weight, not_finite
 from atoll.runtime.peak import peak_memory_bytes
 from atoll.runtime.run_directory import RunDirectory, RunSettings
 from atoll.runtime.stage.rng import DrawKey, EagerDraws
 from atoll.runtime.stage.shard_spec import ShardSpec
 from atoll.runtime.stage.state import model_config, tied_names
+from atoll.runtime.whole_program import WholeProgram, divided_program
 
 __all__ = ["train_alone"]
 
@@ -107,6 +110,9 @@ class _Trainer:
         scale = LossScale(job.precision == "fp16")
         self.updater = Updater(self.parameters, self.optimizer, self.scheduler, scale, steps=self.steps)
         self.gradients = Accumulated(job.batch_size)
+        self.pieces: WholeProgram | None = None  # what computes micro-batches whose losses are no means over samples
+        self.weights: StepWeights | None = None
+        self.evaluator: Evaluator | None = None
         self.random = True  # until a forward has shown that it draws no random numbers
         self.losses: list[float] = []
         self.evaluations: list[Evaluated] = []
@@ -152,6 +158,7 @@ class _Trainer:
             self.emit(self._started())
             if self.resumed is not None:
                 self.emit(self.resumed.event(self.moment()))
+            self._find_pieces()
             for step in range(len(self.losses) + 1, self.steps + 1):
                 self.emit(self._step(step))
                 self._evaluate_when_due(step)
@@ -251,6 +258,8 @@ class _Trainer:
     def _accumulate_gradient(self, step: int) -> tuple[float, float]:
         """The gradient of the global batch's loss, left in `.grad`; returns the loss and what it was divided by."""
         parts = self.job.micro_batches
+        if self.pieces is not None:
+            return self._accumulate_pieces(self.pieces, step)
         total = torch.zeros((), device=self.device)
         weight = torch.zeros((), device=self.device, dtype=torch.float64)
         deferred = False
@@ -262,17 +271,56 @@ class _Trainer:
                 scaled(share, self.gradients.scaled_by(self.updater.scale)).backward()  # type: ignore[no-untyped-call]
             total += share.detach()
             weight += (stop - start) if value.weight is None else value.weight
-        divisor = checked_weight(f"step {step}", float(weight))
+        return self._divided(step, float(total), float(weight), deferred)
+
+    def _divided(self, step: int, total: float, weight: float, deferred: bool) -> tuple[float, float]:
+        divisor = checked_weight(f"step {step}", weight)
         if deferred:  # the weight of a batch is known only after its last micro-batch
             torch._foreach_div_([p.grad for p in self.parameters if p.grad is not None], divisor)
-        loss = float(total) / (divisor if deferred else 1.0)
+        loss = total / (divisor if deferred else 1.0)
         if not math.isfinite(loss):
             self._not_finite(step, "loss", loss)
         return loss, divisor
 
-    def _forward(self, step: int, number: int, start: int, stop: int) -> LossValue:
+    def _find_pieces(self) -> None:
+        """Micro-batches add up to the batch's loss as the user's code has it: by their samples, or else as the captured program tells."""
+        if len(self.job.micro_batches) == 1 or self.steps <= len(self.losses) or self._returns_weight():
+            return
+        found = divided_program(self.job, self.model)
+        for note in found.notes:
+            self.emit(Warned(message=note))
+        if found.captured is not None:
+            self.pieces = WholeProgram(self.job, found.captured, self.model, self.device, self.updater)
+            self.weights = StepWeights(self.pieces.sizes, self.job.micro_batches, self._batch)
+
+    @torch.no_grad()
+    def _returns_weight(self) -> bool:
+        """Whether the loss is `(total, weight)`; the model stays as it was."""
+        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        batch = to_device(self._batch(len(self.losses) + 1, *self.job.micro_batches[0]), self.device)
+        with self.job.autocast(self.device), users_code(f"step {len(self.losses) + 1}: the loss", JobFailedError):
+            value = read_loss(self.job.loss(self.model, batch))
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(before[name])
+        return value.weight is not None
+
+    def _accumulate_pieces(self, pieces: WholeProgram, step: int) -> tuple[float, float]:
+        assert self.weights is not None
+        total, weight = torch.zeros((), device=self.device), 0.0
+        for number, (start, stop) in enumerate(self.job.micro_batches):
+            batch, weights = to_device((self._batch(step, start, stop), self.weights.of(step)), self.device)
+            seed_everything(mix(self.job.seed, 5, step, number), devices=self.device.type != "cpu")
+            with users_code(f"step {step}: the loss", JobFailedError):
+                found = pieces.train(WorkItem(0, step, number, start, stop - start), batch, weights)
+            total, weight = total + found.total, weight + float(found.weight)
+        return self._divided(step, float(total), weight, pieces.deferred)
+
+    def _batch(self, step: int, start: int, stop: int) -> Batch:
         with users_code(f"step {step}: loading the batch", JobFailedError):
-            batch = to_device(self.job.samples.batch(step - 1, start, stop), self.device)
+            return self.job.samples.batch(step - 1, start, stop)
+
+    def _forward(self, step: int, number: int, start: int, stop: int) -> LossValue:
+        batch = to_device(self._batch(step, start, stop), self.device)
         seed_everything(mix(self.job.seed, 5, step, number), devices=self.device.type != "cpu")
         with self.job.autocast(self.device), users_code(f"step {step}: the loss", JobFailedError), self._draws(step, start):
             value = read_loss(self.job.loss(self.model, batch))
@@ -308,7 +356,11 @@ class _Trainer:
     def _evaluate_when_due(self, step: int) -> None:
         dataset = self.job.eval_dataset
         if dataset is not None and evaluates_after(self.job, step, self.steps):
-            found = evaluate(self.job, self.model, self.device, step, dataset)
+            if self.evaluator is None:
+                self.evaluator = Evaluator(self.job, self.model, self.device, dataset)
+            found = self.evaluator.run(step)
+            while self.evaluator.notes:
+                self.emit(Warned(message=self.evaluator.notes.pop(0)))
             self.evaluations.append(msgspec.structs.replace(found, at_seconds=self.moment()))
             self.emit(self.evaluations[-1])
 

@@ -4,7 +4,6 @@ Each micro-batch of the evaluation data (those that one process would take) visi
 that a rank holds only part of is put together, unit by unit, among the ranks of its worker just before it is used, as FSDP does.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,10 +18,10 @@ from atoll.blame import users_code
 from atoll.data import Batch, to_device
 from atoll.errors import CaptureError, JobFailedError
 from atoll.events import Evaluated
-from atoll.graph.capture import Captured, capture_program
-from atoll.graph.graph import Precision
-from atoll.job import Job, LossFunction, LossValue
+from atoll.graph.capture import Captured
+from atoll.job import Job, LossValue
 from atoll.runtime.activations import Activations
+from atoll.runtime.evaluation import EvaluationSums
 from atoll.runtime.executor import Accumulated, BuiltStage, LossScale, StageExecutor, Updater, WorkItem
 from atoll.runtime.modes.lockstep.heartbeat import Doing
 from atoll.runtime.modes.lockstep.layout import Layout, RankPlace
@@ -33,24 +32,7 @@ from atoll.runtime.stage.rng import DrawKey
 from atoll.runtime.stage.sizes import Sizes
 from atoll.runtime.stage.state import InitialState
 
-__all__ = ["EvaluatedFunction", "Evaluation", "buffers_read", "capture_evaluated", "prepare_evaluation"]
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """A function of the model to capture: the evaluation loss, or a metric."""
-
-    name: str
-    model: nn.Module | Callable[[], nn.Module]
-    loss: LossFunction
-    precision: Precision
-    job: Job
-
-    def example_batch(self, samples: int) -> Batch:
-        """As many samples of the evaluation data, collated."""
-        dataset = self.job.eval_dataset
-        assert dataset is not None
-        return self.job.collate([dataset[i % len(dataset)] for i in range(samples)])
+__all__ = ["EvaluatedFunction", "Evaluation", "buffers_read", "prepare_evaluation"]
 
 
 @dataclass(kw_only=True)
@@ -68,17 +50,7 @@ class EvaluatedFunction:
     sizes: Sizes
     stages: list[_EvalStage]
     executor: StageExecutor
-
-
-def capture_evaluated(job: Job) -> dict[str, Captured]:
-    """The programs of what is evaluated: the loss, under an empty name, and metrics. None when the job does not evaluate."""
-    if job.eval_dataset is None:
-        return {}
-    programs = {}
-    for name, function in {"": job.eval_loss or job.loss, **job.metrics}.items():
-        known = name or ("eval_loss" if job.eval_loss else "loss")
-        programs[name] = capture_program(_Measured(f"{job.name}: {known}", job.model, function, job.precision, job), training=False)
-    return programs
+    terms: int  # that its value is the sum of
 
 
 def prepare_evaluation(
@@ -112,7 +84,7 @@ def prepare_evaluation(
             gradients=Accumulated(job.batch_size),
             updater=Updater([], None, None, LossScale(False), steps=job.total_steps),
         )
-        prepared.append(EvaluatedFunction(name, sizes, stages, executor))
+        prepared.append(EvaluatedFunction(name, sizes, stages, executor, captured.loss_form.terms))
     return prepared
 
 
@@ -177,19 +149,21 @@ class Evaluation:
         assert dataset is not None
         size, length = self._job.micro_batch_size or self._job.batch_size, len(dataset)
         pieces = [range(start, min(start + size, length)) for start in range(0, length, size)]
-        sums = torch.zeros(len(self._functions), 2, dtype=torch.float64)
-        for index, function in enumerate(self._functions):
+        found = []
+        for function in self._functions:
             with users_code(f"evaluation after step {step}: {function.name or 'the loss'}", JobFailedError):
-                sums[index] = self._measure(function, pieces)
+                found.append(self._measure(function, pieces).sums)
         self._doing(Doing("waiting for the others' part of the evaluation", "others"), step)
+        sums = torch.cat(found)
         dist.all_reduce(sums)
-        means = {f.name: _mean(*sums[i].tolist()) for i, f in enumerate(self._functions)}
+        parts = sums.split([len(one) for one in found])
+        means = {f.name: EvaluationSums(one).mean() for f, one in zip(self._functions, parts, strict=True)}
         return Evaluated(
             at_seconds=moment(), step=step, loss=means.pop(""), metrics=means, samples=length, seconds=time.perf_counter() - began
         )
 
-    def _measure(self, function: EvaluatedFunction, pieces: Sequence[range]) -> Tensor:
-        """Sum and weight of what this rank computed."""
+    def _measure(self, function: EvaluatedFunction, pieces: Sequence[range]) -> EvaluationSums:
+        """Totals and weights of what this rank computed."""
         turns = _Turns(self, function, pieces, self._step)
         most = max(self._rounds(stage.place, len(pieces)) for stage in function.stages)
         for number in range(most):
@@ -258,7 +232,7 @@ class _Turns:
         self._evaluation, self._function, self._pieces, self._step = evaluation, function, pieces, step
         self._handed: dict[tuple[int, int], list[Tensor]] = {}
         self._leaving: list[tuple[Any, Tensor]] = []
-        self._sums = torch.zeros(2, dtype=torch.float64)
+        self._sums = EvaluationSums.of_terms(function.terms)
 
     def take(self, stage: _EvalStage, number: int) -> None:
         """Compute a micro-batch, if this rank has one; take part in putting parameters together in any case."""
@@ -272,7 +246,7 @@ class _Turns:
         work = WorkItem(stage.place.stage, self._step, number, indices.start, len(indices))
         made = self._function.executor.evaluate(work, self._inputs(stage, number))
         if isinstance(made, LossValue):
-            self._count(made, len(indices))
+            self._sums.add(made, len(indices))
         else:
             self._pass_on(stage.place.stage, number, made.values)
 
@@ -312,17 +286,8 @@ class _Turns:
         for index, tensor in enumerate(sent):
             self._leaving.append((dist.isend(tensor, target, tag=index), tensor))
 
-    def _count(self, found: LossValue, samples: int) -> None:
-        amount = float(samples) if found.weight is None else float(found.weight)
-        self._sums += torch.tensor([float(found.value) * (amount if found.weight is None else 1.0), amount], dtype=torch.float64)
-
-    def finish(self) -> Tensor:
-        """Sum and weight; everything sent has left."""
+    def finish(self) -> EvaluationSums:
+        """What was counted; everything sent has left."""
         for work, _ in self._leaving:
             work.wait()
         return self._sums
-
-
-def _mean(total: float, weight: float) -> float | None:
-    value = total / weight if weight else math.nan
-    return value if math.isfinite(value) else None

@@ -20,12 +20,13 @@ from atoll.cost.evaluate import DEFAULT_BUCKET_BYTES
 from atoll.graph.capture import Captured
 from atoll.job import Job
 from atoll.runtime.checkpoint.exchange import CheckpointRanks
+from atoll.runtime.evaluated_programs import capture_evaluated
 from atoll.runtime.executor import Accumulated, LossScale, StageExecutor, Updater, WorkItem
 from atoll.runtime.imposed_speed import Pace
 from atoll.runtime.modes.lockstep.agreement import ChangedBuffers, agree, digest_of_weights
 from atoll.runtime.modes.lockstep.channels import Channels
 from atoll.runtime.modes.lockstep.data_loader import ShardLoader
-from atoll.runtime.modes.lockstep.evaluation import EvaluatedFunction, Evaluation, buffers_read, capture_evaluated, prepare_evaluation
+from atoll.runtime.modes.lockstep.evaluation import EvaluatedFunction, Evaluation, buffers_read, prepare_evaluation
 from atoll.runtime.modes.lockstep.gradients import GradientGroup, Gradients, Share, gradient_groups
 from atoll.runtime.modes.lockstep.layout import Layout, RankPlace
 from atoll.runtime.modes.lockstep.parallelize import CutStage, check_lane_sizes, cut_stages

@@ -27,7 +27,7 @@ from atoll import Job
 from atoll.errors import AtollError
 from atoll.graph.capture import Captured, capture_program
 from atoll.plan import Plan, validate
-from atoll.runtime.modes.lockstep.evaluation import capture_evaluated
+from atoll.runtime.evaluated_programs import capture_evaluated
 from atoll.runtime.modes.lockstep.layout import Layout
 from atoll.runtime.modes.lockstep.rank import RankWork, assemble
 from atoll.runtime.modes.lockstep.sharding import OptimizerShard

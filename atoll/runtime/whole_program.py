@@ -1,0 +1,86 @@
+"""A captured program as one stage on a model's own parameters and buffers: how one process computes pieces of a batch that add up.
+
+Needed only where the loss is not a mean over samples; otherwise the user's own code is run as it is.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from atoll.errors import CaptureError, DividedLossError
+from atoll.graph.capture import Captured, capture_program
+from atoll.graph.loss_check import UNCHECKED, check_eagerly
+from atoll.job import Job, LossValue
+from atoll.runtime.activations import Activations
+from atoll.runtime.executor import Accumulated, BuiltStage, Loss, StageExecutor, Updater, WorkItem
+from atoll.runtime.stage.module import SharingBuilder
+from atoll.runtime.stage.program import cut_stage
+from atoll.runtime.stage.rng import DrawKey
+from atoll.runtime.stage.sizes import Sizes
+from atoll.runtime.stage.state import InitialState
+
+__all__ = ["Divided", "WholeProgram", "divided_program"]
+
+
+class Divided(NamedTuple):
+    """How micro-batches of a job are computed here."""
+
+    captured: Captured | None  # None: by the user's own code, whose losses are means over samples
+    notes: tuple[str, ...] = ()  # what could not be found out
+
+
+def divided_program(job: Job, model: nn.Module) -> Divided:
+    """What computes micro-batches whose losses add up to the batch's; DividedLossError where nothing does."""
+    try:
+        captured = capture_program(job, divided=True, check=True)
+    except DividedLossError:
+        raise
+    except CaptureError as error:
+        found = check_eagerly(job, model)
+        model.train()
+        return Divided(None, tuple(filter(None, (f"micro-batches are averaged by samples; the job cannot be captured: {error}", found))))
+    notes = tuple(note for note in captured.notes if UNCHECKED in note)
+    return Divided(captured if captured.loss_form.kind in ("counted", "terms") else None, notes)
+
+
+class WholeProgram:
+    """All layers of a program on one device; training leaves gradients in the model's `.grad`."""
+
+    def __init__(self, job: Job, captured: Captured, model: nn.Module, device: torch.device, updater: Updater) -> None:
+        key = DrawKey(job.seed)
+        builder = SharingBuilder(InitialState(captured, model), device=device, key=key)
+        program = cut_stage(captured, 0, len(captured.graph.layers))
+        self.sizes = Sizes(captured)
+        self._executor = StageExecutor(
+            {0: BuiltStage(program=program, module=builder.stage(program))},
+            sizes=self.sizes,
+            loss=captured.program.call_spec.out_spec,
+            key=key,
+            autocast=lambda: job.autocast(device),
+            generators=key.lock,
+            gradients=Accumulated(job.batch_size),
+            updater=updater,
+        )
+
+    @property
+    def deferred(self) -> bool:
+        """Whether gradients are to be divided by the weight of the batch when all its pieces are in."""
+        return self._executor.deferred
+
+    def train(self, work: WorkItem, batch: Any, weights: torch.Tensor | None) -> Loss:
+        """Forward and backward of a piece; what it adds to the batch's loss."""
+        self._executor.forward(work, self._activations(batch, weights))
+        loss = self._executor.loss(work)
+        self._executor.backward(work, [])
+        return loss
+
+    def evaluate(self, work: WorkItem, batch: Any) -> LossValue:
+        """What the program returns for a piece."""
+        found = self._executor.evaluate(work, self._activations(batch, None))
+        assert isinstance(found, LossValue)
+        return found
+
+    def _activations(self, batch: Any, weights: torch.Tensor | None) -> Activations:
+        leaves = self.sizes.leaves(batch, weights)
+        return Activations(self.sizes.bind(leaves), leaves, [])

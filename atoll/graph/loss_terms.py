@@ -101,7 +101,7 @@ class TermReader:
         graph = self.loss.graph
         for node in graph.nodes:
             if isinstance(value := node.meta.get("val"), torch.SymInt) and node.op == "call_function" and self._size(value) == self._symbol:
-                return node
+                return cast(fx.Node, node)
         order = {node: place for place, node in enumerate(graph.nodes)}
         tensors = [node for node in self._inputs if isinstance(node.meta.get("val"), Tensor) and node.meta["val"].dim() and node.users]
         latest = max(tensors, key=lambda node: max(order[user] for user in node.users))

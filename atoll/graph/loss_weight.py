@@ -218,7 +218,7 @@ class _Writer:
         with self._loss.meta["val"].fake_mode:
             node.meta["val"] = torch.empty(count)
         self._program.graph_signature.input_specs.append(InputSpec(InputKind.USER_INPUT, TensorArgument(node.name), None))
-        return node
+        return cast(fx.Node, node)
 
     def _call(self, target: Any, *arguments: Any, **keywords: Any) -> fx.Node:
         """A new operator of the loss, with the value it has on the captured batch."""

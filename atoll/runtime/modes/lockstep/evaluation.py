@@ -156,7 +156,7 @@ class Evaluation:
         self._doing(Doing("waiting for the others' part of the evaluation", "others"), step)
         sums = torch.cat(found)
         dist.all_reduce(sums)
-        parts = sums.split([len(one) for one in found])
+        parts = torch.split(sums, [len(one) for one in found])
         means = {f.name: EvaluationSums(one).mean() for f, one in zip(self._functions, parts, strict=True)}
         return Evaluated(
             at_seconds=moment(), step=step, loss=means.pop(""), metrics=means, samples=length, seconds=time.perf_counter() - began

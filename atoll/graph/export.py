@@ -36,7 +36,7 @@ from atoll.graph.fake import (
 )
 from atoll.graph.graph import Precision
 from atoll.graph.loss_check import CheckedJob, check_loss
-from atoll.graph.loss_terms import is_one_number, loss_of
+from atoll.graph.loss_terms import call_of, is_one_number, loss_of
 from atoll.graph.loss_weight import LossForm, weigh_loss
 from atoll.graph.regions import write_early
 
@@ -399,6 +399,12 @@ def _check(job: TrainingJob, program: ExportedProgram, model: nn.Module, before:
     return check_loss(cast(CheckedJob, job), program, before, form, real, any_size=any_size)
 
 
+def _piecewise(program: ExportedProgram) -> str:
+    """What is computed from a piece of the batch alone, though one process computes it from the whole."""
+    norms = [node for node in program.graph.nodes if call_of(node)[0] == "batch_norm" and call_of(node)[1].get("training")]
+    return "batch normalisation takes the statistics of its own piece of the batch, so plans differ a little (docs/job.md)" if norms else ""
+
+
 def export_job(job: TrainingJob, *, training: bool = True, divided: bool = False, check: bool = False) -> ExportedJob:
     """Capture `job.loss(job.model, batch)` without allocating the model; raises `CaptureError` with the module and the reason.
 
@@ -435,6 +441,6 @@ def export_job(job: TrainingJob, *, training: bool = True, divided: bool = False
         varying={name: dims for name, dims in varying.items() if dims},
         fixed=fixed,
         assumptions=attempts.assumptions,
-        notes=tuple(filter(None, (building, *attempts.notes, checked))),
+        notes=tuple(filter(None, (building, *attempts.notes, checked, _piecewise(program) if divided and training else ""))),
         loss_form=form,
     )

@@ -18,7 +18,18 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-__all__ = ["BY_LABEL", "Counted", "Factors", "Term", "TermReader", "UnknownLossError", "call_of", "is_one_number", "loss_of", "place_of"]
+__all__ = [
+    "BY_LABEL",
+    "CountedWeight",
+    "Factors",
+    "LossTerm",
+    "TermReader",
+    "UnknownLossError",
+    "call_of",
+    "is_one_number",
+    "loss_of",
+    "place_of",
+]
 
 Number: TypeAlias = "int | float | fx.Node"
 Factors: TypeAlias = tuple[tuple[str, Number], ...]  # ("mul" or "div", by what)
@@ -36,7 +47,7 @@ _EPSILON = 1e-6  # what is added to a divisor to keep it from being zero is no l
 
 
 @dataclass(frozen=True)
-class Counted:
+class CountedWeight:
     """A divisor that depends on the batch's values. Two with the same key are the same number."""
 
     key: object
@@ -46,11 +57,11 @@ class Counted:
 
 
 @dataclass(frozen=True)
-class Term:
+class LossTerm:
     """`factors · total ÷ weight`. `weight` is "samples" for a mean that counts by its samples, "sum" for what is not divided yet."""
 
     total: fx.Node  # what is reduced
-    weight: "Counted | str"
+    weight: "CountedWeight | str"
     factors: Factors = ()
 
 
@@ -121,7 +132,7 @@ class TermReader:
         self._alike = {_expression(size): _expression(grow[node]) for size in grow.values()}  # sizes that are the samples, by any name
         return (node, 0), _expression(grow[node])
 
-    def terms(self, node: fx.Node, factors: Factors = ()) -> list[Term]:
+    def terms(self, node: fx.Node, factors: Factors = ()) -> list[LossTerm]:
         """The loss as a sum of terms; raises `UnknownLossError`."""
         try:
             return list(self._terms(node, factors))
@@ -131,13 +142,13 @@ class TermReader:
             error.node = error.node or node
             raise
 
-    def _terms(self, node: fx.Node, factors: Factors) -> Iterator[Term]:
+    def _terms(self, node: fx.Node, factors: Factors) -> Iterator[LossTerm]:
         if not isinstance(node, fx.Node) or node.op not in ("call_function", "placeholder"):
             raise UnknownLossError
         if node in self._from_batch and (len(node.users) != 1 or (_is_in_place(node) and not _is_fresh(node.args[0]))):
             raise UnknownLossError  # others see or change it on the way
         if node not in self._from_batch:
-            yield Term(node, "samples", factors)  # a penalty on weights: every piece has it whole, by its share
+            yield LossTerm(node, "samples", factors)  # a penalty on weights: every piece has it whole, by its share
             return
         name, arguments = call_of(node)
         if name in _SAME:
@@ -151,9 +162,9 @@ class TermReader:
         elif name in ("sum", "mean"):
             yield from self._reduced(node, name, arguments, factors)
         else:
-            yield Term(node, self._weight_of_loss(node, name, arguments), factors)
+            yield LossTerm(node, self._weight_of_loss(node, name, arguments), factors)
 
-    def _added(self, node: fx.Node, name: str, arguments: dict[str, Any], factors: Factors) -> Iterator[Term]:
+    def _added(self, node: fx.Node, name: str, arguments: dict[str, Any], factors: Factors) -> Iterator[LossTerm]:
         first, second = node.args[:2]
         alpha = float(arguments["alpha"] if arguments.get("alpha") is not None else 1) * (-1.0 if name == "sub" else 1.0)
         for operand, factor in ((first, 1.0), (second, alpha)):
@@ -163,7 +174,7 @@ class TermReader:
                 continue  # sum() begins with 0
             yield from self.terms(operand, factors if factor == 1.0 else (*factors, ("mul", factor)))  # type: ignore[arg-type]
 
-    def _scaled(self, node: fx.Node, name: str, factors: Factors) -> Iterator[Term]:
+    def _scaled(self, node: fx.Node, name: str, factors: Factors) -> Iterator[LossTerm]:
         first, second = node.args[:2]
         if call_of(node)[1].get("rounding_mode") is not None:
             raise UnknownLossError
@@ -180,7 +191,7 @@ class TermReader:
         weight = self._weight_of_divisor(second)
         yield from (replace(term, weight=weight) if weight != "samples" else self._with_samples(term, second) for term in inner)
 
-    def _with_samples(self, term: Term, divisor: fx.Node) -> Term:
+    def _with_samples(self, term: LossTerm, divisor: fx.Node) -> LossTerm:
         return replace(term, weight="samples", factors=(*term.factors, ("div", divisor)))
 
     def _is_constant(self, value: object) -> bool:
@@ -189,7 +200,7 @@ class TermReader:
             return True
         return isinstance(value, fx.Node) and value not in self._from_batch and _is_scalar(value)
 
-    def _weight_of_divisor(self, node: fx.Node) -> "Counted | str":
+    def _weight_of_divisor(self, node: fx.Node) -> "CountedWeight | str":
         """What a sum that is divided by this is a mean over."""
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt):
@@ -209,14 +220,14 @@ class TermReader:
             node = node.args[0]  # type: ignore[assignment]
         if not _is_scalar(node) or call_of(node)[0] not in ("sum", "count_nonzero"):
             raise UnknownLossError
-        return Counted(_structure(node), node, floor=floor)
+        return CountedWeight(_structure(node), node, floor=floor)
 
-    def _weight_of_size(self, node: fx.Node, size: "torch.SymInt | int") -> "Counted | str":
+    def _weight_of_size(self, node: fx.Node, size: "torch.SymInt | int") -> "CountedWeight | str":
         if self._symbol is None or _is_multiple(self._size(size), self._symbol):
             return "samples"
         raise UnknownLossError
 
-    def _reduced(self, node: fx.Node, name: str, arguments: dict[str, Any], factors: Factors) -> Iterator[Term]:
+    def _reduced(self, node: fx.Node, name: str, arguments: dict[str, Any], factors: Factors) -> Iterator[LossTerm]:
         """A sum or mean of all elements of something that has the batch's samples in it, or of a few losses in a list."""
         inside = node.args[0]
         if not isinstance(inside, fx.Node) or not _is_scalar(node):
@@ -232,9 +243,9 @@ class TermReader:
             return
         if name == "sum":
             self._has_samples(inside)
-            yield Term(node, "sum", factors)
+            yield LossTerm(node, "sum", factors)
         else:
-            yield Term(node, self._weight_of_elements(inside), factors)
+            yield LossTerm(node, self._weight_of_elements(inside), factors)
 
     def _size(self, size: Any) -> Any:
         return _expression(size).subs(self._alike)
@@ -244,11 +255,11 @@ class TermReader:
         if self._symbol is not None and not (self._size(node.meta["val"].numel()).free_symbols & self._symbol.free_symbols):
             raise UnknownLossError
 
-    def _weight_of_elements(self, node: fx.Node) -> "Counted | str":
+    def _weight_of_elements(self, node: fx.Node) -> "CountedWeight | str":
         self._has_samples(node)
         return self._weight_of_size(node, node.meta["val"].numel())  # a length that differs from piece to piece is not known to add up
 
-    def _weight_of_loss(self, node: fx.Node, name: str, arguments: dict[str, Any]) -> "Counted | str":
+    def _weight_of_loss(self, node: fx.Node, name: str, arguments: dict[str, Any]) -> "CountedWeight | str":
         reduction = {"mean": _MEAN, "sum": _SUM}.get(arguments.get("reduction"), arguments.get("reduction"))  # type: ignore[arg-type]
         if name not in _POINTWISE | _BY_SAMPLE | BY_LABEL or reduction not in (_MEAN, _SUM):
             raise UnknownLossError
@@ -271,7 +282,7 @@ class TermReader:
         if not isinstance(ignored, int):
             raise UnknownLossError
         labels = (arguments.get("weight"), ignored)
-        return Counted(("labels", _structure(target), str(labels)), target, labels)
+        return CountedWeight(("labels", _structure(target), str(labels)), target, labels)
 
 
 def call_of(node: fx.Node) -> tuple[str, dict[str, Any]]:

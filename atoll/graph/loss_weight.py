@@ -23,7 +23,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
 from torch.utils import _pytree as pytree
 
-from atoll.graph.loss_terms import BY_LABEL, Counted, Factors, Term, TermReader, UnknownLossError, call_of, is_one_number, loss_of
+from atoll.graph.loss_terms import BY_LABEL, CountedWeight, Factors, LossTerm, TermReader, UnknownLossError, call_of, is_one_number, loss_of
 from atoll.graph.regions import is_random
 
 __all__ = ["BatchWeights", "LossForm", "weigh_loss"]
@@ -66,6 +66,7 @@ class LossForm:
 
     kind: Literal["mean", "counted", "terms", "given", "unknown"] = "mean"
     weights: BatchWeights | None = None
+    counts: BatchWeights | None = None  # of "counted", where it can be told from the batch alone: what the weight is
     node: fx.Node | None = None
     terms: int = 1  # how many totals and weights an evaluation's program returns
 
@@ -86,11 +87,10 @@ def weigh_loss(program: ExportedProgram, *, samples: int, batch_size: int | None
         size = reader.size
     except UnknownLossError as error:
         return LossForm("unknown", node=error.node)
-    counted = {term.weight.key: term.weight for term in terms if isinstance(term.weight, Counted)}
+    counted = {term.weight.key: term.weight for term in terms if isinstance(term.weight, CountedWeight)}
     writer = _Writer(program, reader.loss, size)
-    if len(counted) == 1 and all(isinstance(term.weight, Counted) for term in terms):
-        writer.write_total(terms, next(iter(counted.values())))
-        return LossForm("counted")
+    if len(counted) == 1 and all(isinstance(term.weight, CountedWeight) for term in terms):
+        return LossForm("counted", counts=writer.write_total(terms, next(iter(counted.values()))))
     if batch_size is not None:
         writer.write_terms(terms, batch_size)
         return LossForm("terms", terms=len(terms))
@@ -108,14 +108,18 @@ class _Writer:
         self._size = size
         self._output = next(node for node in self._graph.nodes if node.op == "output")
 
-    def write_total(self, terms: Sequence[Term], weight: Counted) -> None:
+    def write_total(self, terms: Sequence[LossTerm], weight: CountedWeight) -> BatchWeights | None:
         """Sums instead of means, so that a piece in which nothing counts adds zero."""
         with self._graph.inserting_before(self._output):
             total = self._sum([self._times(self._undivided(term), term.factors) for term in terms])
             counted = self._count(weight)
         self._return([total, counted], (0, 0))
+        try:
+            return self._extracted([counted], [weight])
+        except UnknownLossError:  # class weights that are a buffer of the model, for one
+            return None
 
-    def write_mean(self, terms: Sequence[Term], counted: Sequence[Counted]) -> BatchWeights:
+    def write_mean(self, terms: Sequence[LossTerm], counted: Sequence[CountedWeight]) -> BatchWeights:
         """A mean over the piece's samples, which by their share of the batch is what the piece adds to the batch's loss."""
         with self._graph.inserting_before(self._output):
             counts = [self._count(weight) for weight in counted]
@@ -128,25 +132,27 @@ class _Writer:
         self._drop(counts)
         return weights
 
-    def _mean(self, term: Term, leaf: fx.Node, places: Mapping[object, int]) -> fx.Node:
+    def _mean(self, term: LossTerm, leaf: fx.Node, places: Mapping[object, int]) -> fx.Node:
         if term.weight == "samples":
             return self._times(term.total, term.factors)
         total = self._times(self._undivided(term), term.factors)
-        place = places[term.weight.key] if isinstance(term.weight, Counted) else len(places)
+        place = places[term.weight.key] if isinstance(term.weight, CountedWeight) else len(places)
         weight = self._call(aten.select.int, leaf, 0, place)
         return self._call(aten.div.Tensor, total, self._call(aten.mul.Tensor, weight, self._size))
 
-    def write_terms(self, terms: Sequence[Term], batch_size: int) -> None:
+    def write_terms(self, terms: Sequence[LossTerm], batch_size: int) -> None:
         """Every term's total in a row, and every weight: an evaluation divides their sums over its data. A sum is that of a batch."""
         with self._graph.inserting_before(self._output):
             totals, weights = [], []
             for term in terms:
                 total = self._times(self._undivided(term), term.factors)
-                if not isinstance(term.weight, Counted):
+                if not isinstance(term.weight, CountedWeight):
                     total = self._call(aten.mul.Tensor, total, self._size if term.weight == "samples" else float(batch_size))
                 totals.append(self._call(aten.reshape.default, self._call(aten.to.dtype, total, torch.float32), []))
                 ones = self._call(aten.ones_like.default, totals[0])
-                weight = self._count(term.weight) if isinstance(term.weight, Counted) else self._call(aten.mul.Tensor, ones, self._size)
+                weight = (
+                    self._count(term.weight) if isinstance(term.weight, CountedWeight) else self._call(aten.mul.Tensor, ones, self._size)
+                )
                 weights.append(self._call(aten.reshape.default, self._call(aten.to.dtype, weight, torch.float32), []))
             results = [self._call(aten.stack.default, totals), self._call(aten.stack.default, weights)]
         self._return(results, (0, 0))
@@ -162,15 +168,15 @@ class _Writer:
             total = self._call(aten.add.Tensor, total, value)
         return total
 
-    def _undivided(self, term: Term) -> fx.Node:
+    def _undivided(self, term: LossTerm) -> fx.Node:
         name, arguments = call_of(term.total)
-        if name not in BY_LABEL or not isinstance(term.weight, Counted):
+        if name not in BY_LABEL or not isinstance(term.weight, CountedWeight):
             return term.total
         target: Any = term.total.target
         positions = [argument.name for argument in target._schema.arguments]
         return self._call(target, *[_SUM if name == "reduction" else arguments[name] for name in positions])
 
-    def _count(self, weight: Counted) -> fx.Node:
+    def _count(self, weight: CountedWeight) -> fx.Node:
         if weight.labels is None:
             return self._call(aten.to.dtype, weight.node, torch.float32)
         classes, ignored = weight.labels
@@ -181,7 +187,7 @@ class _Writer:
         weights = self._call(aten.take.default, classes, known)
         return self._call(aten.sum.default, self._call(aten.mul.Tensor, weights, counts))
 
-    def _extracted(self, counts: Sequence[fx.Node], counted: Sequence[Counted]) -> BatchWeights:
+    def _extracted(self, counts: Sequence[fx.Node], counted: Sequence[CountedWeight]) -> BatchWeights:
         """What computes the weights, as a program of its own; it may read the batch and constants, nothing that training changes."""
         needed, wanted = set[fx.Node](), list(counts)
         while wanted:

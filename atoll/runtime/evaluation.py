@@ -16,9 +16,9 @@ from atoll.job import Job, LossFunction, LossValue, read_loss
 from atoll.runtime.nonfinite import checked_weight
 
 if TYPE_CHECKING:  # what captures models takes seconds to load, and a coordinator that has others evaluate does without it
-    from atoll.graph.capture import Captured
+    from atoll.runtime.whole_program import Divided
 
-__all__ = ["EvaluationSums", "Evaluator", "evaluated_functions", "evaluates_after"]
+__all__ = ["EvaluationSums", "ModelEvaluator", "averaged", "evaluated_functions", "evaluates_after"]
 
 
 def evaluates_after(job: Job, step: int, steps: int) -> bool:
@@ -31,6 +31,12 @@ def evaluates_after(job: Job, step: int, steps: int) -> bool:
 def evaluated_functions(job: Job) -> dict[str, LossFunction]:
     """The evaluation loss, under an empty name, and the metrics."""
     return {"": job.eval_loss or job.loss, **job.metrics}
+
+
+def averaged(name: str, why: str = "what it is a mean over is not known") -> str:
+    """In words, that pieces of the evaluation data may not add up."""
+    what = f"metrics[{name!r}]" if name else "the loss"
+    return f"{what} is averaged over pieces of the evaluation data, by samples: {why}; return (total, weight) to be exact"
 
 
 class EvaluationSums:
@@ -63,17 +69,22 @@ class EvaluationSums:
         return value if math.isfinite(value) else None
 
 
-class Evaluator:
+def _counted(value: LossValue, weight: float) -> LossValue:
+    """A mean over what counts as a total with its weight; where nothing counts it is no number."""
+    return LossValue(value.value * weight if weight else torch.zeros(()), weight)
+
+
+class ModelEvaluator:
     """The losses and metrics of a whole model on one device. Pieces add up to what the whole evaluation data would give at once.
 
     What is no mean over samples is captured for that, when the data is first divided. Where it cannot be, the mean of its pieces' values is
-    taken, by samples, and `notes` says so.
+    taken, by samples, and the first evaluation says so.
     """
 
     def __init__(self, job: Job, model: nn.Module, device: torch.device, dataset: Dataset) -> None:
         self._job, self._model, self._device, self._dataset = job, model, device, dataset
-        self._programs: dict[str, Captured | None] = {}  # of what is evaluated in pieces: the program, or None for the user's own code
-        self.notes: list[str] = []
+        self._divided: dict[str, Divided] = {}  # how what is evaluated in pieces is computed
+        self._notes: list[str] = []  # not told yet
 
     @torch.no_grad()
     def run(self, step: int) -> Evaluated:
@@ -84,7 +95,7 @@ class Evaluator:
             length = len(self._dataset)
         self._model.eval()
         measures = {name: self._measure(name, function, step, divided=length > size) for name, function in evaluated_functions(job).items()}
-        sums = {name: EvaluationSums.of_terms(form.loss_form.terms if (form := self._programs.get(name)) else 1) for name in measures}
+        sums = {name: EvaluationSums.of_terms(self._terms(name)) for name in measures}
         for start in range(0, length, size):
             indices = range(start, min(start + size, length))
             batch = self._load(step, indices)
@@ -95,7 +106,9 @@ class Evaluator:
             checked_weight(f"evaluation {name}".strip(), float(found.weights.min()))
         means = {name: found.mean() for name, found in sums.items()}
         loss = means.pop("")
-        return Evaluated(at_seconds=0.0, step=step, loss=loss, metrics=means, samples=length, seconds=time.perf_counter() - began)
+        notes, self._notes = tuple(self._notes), []
+        seconds = time.perf_counter() - began
+        return Evaluated(at_seconds=0.0, step=step, loss=loss, metrics=means, samples=length, seconds=seconds, notes=notes)
 
     def _load(self, step: int, indices: range) -> Batch:
         with users_code(f"evaluation after step {step}: loading samples {indices[0]} to {indices[-1]}", JobFailedError):
@@ -103,38 +116,42 @@ class Evaluator:
 
     def _measure(self, name: str, function: LossFunction, step: int, *, divided: bool) -> "Callable[[range, Batch], LossValue]":
         """What says something of a piece: the user's own code, or the program whose results add up."""
-        if divided and name not in self._programs:
-            self._programs[name] = self._found(name, function)
-        captured = self._programs.get(name)
-        if captured is None:
+        if divided and name not in self._divided:
+            self._divided[name] = self._found(name, function)
+        found = self._divided.get(name)
+        if found is None or (found.program is None and found.counts is None):
             return lambda indices, batch: self._eagerly(step, name, function, batch)
+        if found.counts is not None:
+            counts = found.counts
+            return lambda indices, batch: _counted(self._eagerly(step, name, function, batch), counts.of(batch))
         from atoll.runtime.executor import LossScale, Updater, WorkItem
         from atoll.runtime.whole_program import WholeProgram
 
+        assert found.program is not None
         nothing = Updater([], None, None, LossScale(False), steps=self._job.total_steps)
-        program = WholeProgram(self._job, captured, self._model, self._device, nothing)
+        program = WholeProgram(self._job, found.program, self._model, self._device, nothing)
         return lambda indices, batch: program.evaluate(WorkItem(0, step, 0, indices.start, len(indices)), batch)
 
-    def _found(self, name: str, function: LossFunction) -> "Captured | None":
-        """The program, where it is needed."""
+    def _terms(self, name: str) -> int:
+        found = self._divided.get(name)
+        return 1 if found is None or found.program is None else found.program.loss_form.terms
+
+    def _found(self, name: str, function: LossFunction) -> "Divided":
+        from atoll.runtime.evaluated_programs import capture_function
+        from atoll.runtime.whole_program import Divided
+
         batch = self._load(0, range(min(len(self._dataset), 2)))
         if self._eagerly(0, name, function, batch).weight is not None:
-            return None
-        from atoll.runtime.evaluated_programs import capture_function
-
+            return Divided()
         try:
             with torch.enable_grad():
                 captured = capture_function(self._job, name, function)
         except AtollError as error:
-            self._tell(name, f"it could not be captured ({error})")
-            return None
+            self._notes.append(averaged(name, f"it could not be captured ({error})"))
+            return Divided()
         if captured.loss_form.kind == "unknown":
-            self._tell(name, "what it is a mean over is not known")
-        return captured if captured.loss_form.kind in ("counted", "terms") else None
-
-    def _tell(self, name: str, why: str) -> None:
-        what = f"metrics[{name!r}]" if name else "the loss"
-        self.notes.append(f"evaluation: {what} is averaged over pieces of the data, by samples: {why}; return (total, weight) to be exact")
+            self._notes.append(averaged(name))
+        return Divided.of(captured)
 
     def _eagerly(self, step: int, name: str, function: LossFunction, batch: Any) -> LossValue:
         """What the evaluation loss (its name is empty) or a metric says of a batch; here a plain number will do."""

@@ -1,8 +1,9 @@
-"""A captured program as one stage on a model's own parameters and buffers: how one process computes pieces of a batch that add up.
+"""How one process computes pieces of a batch that add up to its loss: by the user's own code, each value by what the piece weighs.
 
-Needed only where the loss is not a mean over samples; otherwise the user's own code is run as it is.
+Where the loss has several terms, which a value does not show, the captured program is run on the model's own parameters and buffers.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from atoll.errors import CaptureError, DividedLossError
 from atoll.graph.capture import Captured, capture_program
 from atoll.graph.loss_check import UNCHECKED, check_eagerly
+from atoll.graph.loss_weight import BatchWeights
 from atoll.job import Job, LossValue
 from atoll.runtime.activations import Activations
 from atoll.runtime.executor import Accumulated, BuiltStage, Loss, StageExecutor, Updater, WorkItem
@@ -20,14 +22,41 @@ from atoll.runtime.stage.rng import DrawKey
 from atoll.runtime.stage.sizes import Sizes
 from atoll.runtime.stage.state import InitialState
 
-__all__ = ["Divided", "WholeProgram", "divided_program"]
+__all__ = ["Divided", "PieceCounts", "WholeProgram", "divided_program"]
 
 
 class Divided(NamedTuple):
-    """How micro-batches of a job are computed here."""
+    """How pieces of a batch are computed here: by the user's own code, by samples or as `counts` says, or by the program."""
 
-    captured: Captured | None  # None: by the user's own code, whose losses are means over samples
+    program: Captured | None = None
+    counts: "PieceCounts | None" = None
     notes: tuple[str, ...] = ()  # what could not be found out
+
+    @classmethod
+    def of(cls, captured: Captured, notes: tuple[str, ...] = ()) -> "Divided":
+        """The user's own code wherever it can be."""
+        form = captured.loss_form
+        if form.counts is not None:
+            return cls(counts=PieceCounts(Sizes(captured), form.counts), notes=notes)
+        return cls(captured if form.kind in ("counted", "terms") else None, notes=notes)
+
+
+class PieceCounts:
+    """What the pieces of a batch weigh, where a loss is a mean over what the batch's labels or mask count."""
+
+    def __init__(self, sizes: Sizes, weights: BatchWeights) -> None:
+        self._sizes, self._weights = sizes, weights
+        (self.floor,) = weights.floors
+
+    def of(self, batch: Any) -> float:
+        """What the value of a piece is divided by."""
+        return max(float(self._weights.of(self._sizes.leaves(batch))), self.floor)
+
+    def shares(self, batches: Sequence[Any]) -> tuple[list[float], float]:
+        """The share each piece has in the batch's loss, and what that is divided by."""
+        counted = [float(self._weights.of(self._sizes.leaves(batch))) for batch in batches]
+        whole = max(sum(counted), self.floor)
+        return [max(count, self.floor) / whole if whole else 0.0 for count in counted], whole
 
 
 def divided_program(job: Job, model: nn.Module) -> Divided:
@@ -39,9 +68,9 @@ def divided_program(job: Job, model: nn.Module) -> Divided:
     except CaptureError as error:
         found = check_eagerly(job, model)
         model.train()
-        return Divided(None, tuple(filter(None, (f"micro-batches are averaged by samples; the job cannot be captured: {error}", found))))
-    notes = tuple(note for note in captured.notes if UNCHECKED in note)
-    return Divided(captured if captured.loss_form.kind in ("counted", "terms") else None, notes)
+        averaged = f"micro-batches are averaged by samples; the job cannot be captured: {error}"
+        return Divided(notes=tuple(filter(None, (averaged, found))))
+    return Divided.of(captured, tuple(note for note in captured.notes if UNCHECKED in note))
 
 
 class WholeProgram:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 from atoll import Job
@@ -185,6 +186,79 @@ def test_pieces_train_as_the_whole_batch_does_or_the_job_is_refused(name: str) -
     job = job_of(Model, PLAIN[name], [sample(index) for index in range(BATCH * STEPS)])
     if name.startswith("refused"):
         with pytest.raises(DividedLossError, match=r"test_loss_forms\.py:\d+"):
+            capture_program(job, divided=True, check=True)
+    else:
+        check_equal(job)
+
+
+SMALL = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=24, n_embd=16, n_layer=2, n_head=2, n_positions=8, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    config.attn_pdrop = 0
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert() -> nn.Module:
+    config = transformers.BertConfig(**SMALL, max_position_embeddings=8, hidden_dropout_prob=0, attention_probs_dropout_prob=0)
+    return transformers.BertForPreTraining(config)
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(vocab_size=24, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, dropout_rate=0)
+    config.decoder_start_token_id = 0
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def wav2vec2(reduction: str) -> nn.Module:
+    off = ("attention_dropout", "hidden_dropout", "feat_proj_dropout", "final_dropout", "activation_dropout", "layerdrop", "mask_time_prob")
+    sizes = {"conv_dim": (8, 8), "conv_kernel": (4, 4), "conv_stride": (4, 4), "num_conv_pos_embeddings": 4}
+    groups = {"num_conv_pos_embedding_groups": 2, "ctc_loss_reduction": reduction, "ctc_zero_infinity": True}
+    config = transformers.Wav2Vec2Config(**SMALL, **sizes, **groups, **dict.fromkeys(off, 0.0))  # type: ignore[arg-type]
+    return transformers.Wav2Vec2ForCTC(config)
+
+
+def mixtral(router: bool) -> nn.Module:
+    config = transformers.MixtralConfig(
+        **SMALL, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, output_router_logits=router, router_aux_loss_coef=0.1
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+def words(index: int, length: int = 8) -> dict[str, Tensor]:
+    ids = torch.randint(3, 24, (length,), generator=torch.Generator().manual_seed(index))
+    return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(length) < index % 5, -100)}
+
+
+def pair(index: int) -> dict[str, Tensor]:
+    return words(index) | {"next_sentence_label": torch.tensor(-100 if index % 3 == 0 else index % 2)}
+
+
+def speech(index: int) -> dict[str, Tensor]:
+    labels = words(index, 4)["input_ids"].masked_fill(torch.arange(4) > index % 3, -100)
+    return {"input_values": torch.randn(160, generator=torch.Generator().manual_seed(index)), "labels": labels}
+
+
+HUGGING_FACE: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tensor]]]] = {
+    "GPT-2": (gpt2, words),
+    "BERT for pre-training": (bert, pair),
+    "T5": (t5, words),
+    "wav2vec2, CTC summed": (lambda: wav2vec2("sum"), speech),
+    "wav2vec2, CTC mean": (lambda: wav2vec2("mean"), speech),
+    "Mixtral": (lambda: mixtral(False), words),
+    "refused: Mixtral with its auxiliary loss": (lambda: mixtral(True), words),
+}
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_hugging_face_models_train_in_pieces_by_their_own_loss(name: str) -> None:
+    model, make = HUGGING_FACE[name]
+    job = job_of(model, lambda model, batch: model(**batch).loss, [make(index) for index in range(BATCH * STEPS)])
+    if name.startswith("refused"):
+        with pytest.raises(DividedLossError, match=r"balances experts .* router_aux_loss_coef=0"):
             capture_program(job, divided=True, check=True)
     else:
         check_equal(job)

@@ -41,7 +41,7 @@ from atoll.runtime.checkpoint.local_shard import LocalShard
 from atoll.runtime.checkpoint.manifest import RunIdentity
 from atoll.runtime.checkpoint.safetensors_file import dtype_name
 from atoll.runtime.checkpoint.training_state import restore_training, training_state
-from atoll.runtime.evaluation import Evaluator, evaluates_after
+from atoll.runtime.evaluation import ModelEvaluator, evaluates_after
 from atoll.runtime.executor import Accumulated, LossScale, Update, Updater, WorkItem, loss_share, scaled
 from atoll.runtime.loss_weights import StepWeights
 from atoll.runtime.nonfinite import checked_weight, not_finite
@@ -50,7 +50,7 @@ from atoll.runtime.run_directory import RunDirectory, RunSettings
 from atoll.runtime.stage.rng import DrawKey, EagerDraws
 from atoll.runtime.stage.shard_spec import ShardSpec
 from atoll.runtime.stage.state import model_config, tied_names
-from atoll.runtime.whole_program import WholeProgram, divided_program
+from atoll.runtime.whole_program import PieceCounts, WholeProgram, divided_program
 
 __all__ = ["train_alone"]
 
@@ -110,9 +110,10 @@ class _Trainer:
         scale = LossScale(job.precision == "fp16")
         self.updater = Updater(self.parameters, self.optimizer, self.scheduler, scale, steps=self.steps)
         self.gradients = Accumulated(job.batch_size)
-        self.pieces: WholeProgram | None = None  # what computes micro-batches whose losses are no means over samples
+        self.counts: PieceCounts | None = None  # what micro-batches weigh, where it is not their samples
+        self.pieces: WholeProgram | None = None  # what computes micro-batches whose losses have several terms
         self.weights: StepWeights | None = None
-        self.evaluator: Evaluator | None = None
+        self.evaluator: ModelEvaluator | None = None
         self.random = True  # until a forward has shown that it draws no random numbers
         self.losses: list[float] = []
         self.evaluations: list[Evaluated] = []
@@ -260,6 +261,8 @@ class _Trainer:
         parts = self.job.micro_batches
         if self.pieces is not None:
             return self._accumulate_pieces(self.pieces, step)
+        if self.counts is not None:
+            return self._accumulate_counted(self.counts, step)
         total = torch.zeros((), device=self.device)
         weight = torch.zeros((), device=self.device, dtype=torch.float64)
         deferred = False
@@ -289,8 +292,9 @@ class _Trainer:
         found = divided_program(self.job, self.model)
         for note in found.notes:
             self.emit(Warned(message=note))
-        if found.captured is not None:
-            self.pieces = WholeProgram(self.job, found.captured, self.model, self.device, self.updater)
+        self.counts = found.counts
+        if found.program is not None:
+            self.pieces = WholeProgram(self.job, found.program, self.model, self.device, self.updater)
             self.weights = StepWeights(self.pieces.sizes, self.job.micro_batches, self._batch)
 
     @torch.no_grad()
@@ -315,12 +319,30 @@ class _Trainer:
             total, weight = total + found.total, weight + float(found.weight)
         return self._divided(step, float(total), weight, pieces.deferred)
 
+    def _accumulate_counted(self, counts: PieceCounts, step: int) -> tuple[float, float]:
+        """A micro-batch in which nothing counts has no loss, and adds nothing."""
+        batches = [self._batch(step, start, stop) for start, stop in self.job.micro_batches]
+        with users_code(f"step {step}: the batch", JobFailedError):
+            shares, weight = counts.shares(batches)
+        total = torch.zeros((), device=self.device)
+        for number, (share, (start, _)) in enumerate(zip(shares, self.job.micro_batches, strict=True)):
+            value = self._loss_of(step, number, start, batches[number])
+            if share:
+                loss = value.value * share
+                with users_code(f"step {step}: backward", JobFailedError):
+                    scaled(loss, self.gradients.scaled_by(self.updater.scale)).backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
+        return self._divided(step, float(total), weight, deferred=False)
+
     def _batch(self, step: int, start: int, stop: int) -> Batch:
         with users_code(f"step {step}: loading the batch", JobFailedError):
             return self.job.samples.batch(step - 1, start, stop)
 
     def _forward(self, step: int, number: int, start: int, stop: int) -> LossValue:
-        batch = to_device(self._batch(step, start, stop), self.device)
+        return self._loss_of(step, number, start, self._batch(step, start, stop))
+
+    def _loss_of(self, step: int, number: int, start: int, loaded: Batch) -> LossValue:
+        batch = to_device(loaded, self.device)
         seed_everything(mix(self.job.seed, 5, step, number), devices=self.device.type != "cpu")
         with self.job.autocast(self.device), users_code(f"step {step}: the loss", JobFailedError), self._draws(step, start):
             value = read_loss(self.job.loss(self.model, batch))
@@ -357,10 +379,8 @@ class _Trainer:
         dataset = self.job.eval_dataset
         if dataset is not None and evaluates_after(self.job, step, self.steps):
             if self.evaluator is None:
-                self.evaluator = Evaluator(self.job, self.model, self.device, dataset)
+                self.evaluator = ModelEvaluator(self.job, self.model, self.device, dataset)
             found = self.evaluator.run(step)
-            while self.evaluator.notes:
-                self.emit(Warned(message=self.evaluator.notes.pop(0)))
             self.evaluations.append(msgspec.structs.replace(found, at_seconds=self.moment()))
             self.emit(self.evaluations[-1])
 

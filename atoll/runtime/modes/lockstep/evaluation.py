@@ -21,7 +21,7 @@ from atoll.events import Evaluated
 from atoll.graph.capture import Captured
 from atoll.job import Job, LossValue
 from atoll.runtime.activations import Activations
-from atoll.runtime.evaluation import EvaluationSums
+from atoll.runtime.evaluation import EvaluationSums, averaged
 from atoll.runtime.executor import Accumulated, BuiltStage, LossScale, StageExecutor, Updater, WorkItem
 from atoll.runtime.modes.lockstep.heartbeat import Doing
 from atoll.runtime.modes.lockstep.layout import Layout, RankPlace
@@ -51,6 +51,7 @@ class EvaluatedFunction:
     stages: list[_EvalStage]
     executor: StageExecutor
     terms: int  # that its value is the sum of
+    note: str  # what is not exact
 
 
 def prepare_evaluation(
@@ -73,7 +74,7 @@ def prepare_evaluation(
             stage = layout.plan.stages[place.stage]
             program = cut_stage(captured, *(_same_layer(training, captured, index) for index in (stage.start, stage.stop)))
             stages.append(_EvalStage(program=program, module=builder.stage(program), place=place))
-        sizes = Sizes(captured)
+        sizes, form = Sizes(captured), captured.loss_form
         executor = StageExecutor(
             {stage.place.stage: stage for stage in stages},
             sizes=sizes,
@@ -84,7 +85,7 @@ def prepare_evaluation(
             gradients=Accumulated(job.batch_size),
             updater=Updater([], None, None, LossScale(False), steps=job.total_steps),
         )
-        prepared.append(EvaluatedFunction(name, sizes, stages, executor, captured.loss_form.terms))
+        prepared.append(EvaluatedFunction(name, sizes, stages, executor, form.terms, averaged(name) if form.kind == "unknown" else ""))
     return prepared
 
 
@@ -124,6 +125,7 @@ class Evaluation:
         doing: Callable[[object, int], None],
     ) -> None:
         self._doing, self._step = doing, 0
+        self._notes = tuple(function.note for function in functions if function.note)  # told by the first evaluation
         self._job, self._layout, self.rank, self.device, self._functions = job, layout, rank, device, functions
         self._owned = {part.name: part for part in owned}
         self._lane_divided = lane_divided
@@ -158,9 +160,9 @@ class Evaluation:
         dist.all_reduce(sums)
         parts = torch.split(sums, [len(one) for one in found])
         means = {f.name: EvaluationSums(one).mean() for f, one in zip(self._functions, parts, strict=True)}
-        return Evaluated(
-            at_seconds=moment(), step=step, loss=means.pop(""), metrics=means, samples=length, seconds=time.perf_counter() - began
-        )
+        notes, self._notes = self._notes, ()
+        loss, seconds = means.pop(""), time.perf_counter() - began
+        return Evaluated(at_seconds=moment(), step=step, loss=loss, metrics=means, samples=length, seconds=seconds, notes=notes)
 
     def _measure(self, function: EvaluatedFunction, pieces: Sequence[range]) -> EvaluationSums:
         """Totals and weights of what this rank computed."""

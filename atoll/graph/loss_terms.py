@@ -96,7 +96,7 @@ class TermReader:
         self._inputs = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in inputs]
         self._placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
         self._alike: dict[Any, Any] = {}
-        self.samples, self._symbol = self._find_samples()
+        self._symbol = self._find_samples()
         self._from_batch: set[fx.Node] = set(self._inputs)
         self._trained: set[fx.Node] = {node for node in program.graph.nodes if node.op == "placeholder" and node not in self._from_batch}
         for node in program.graph.nodes:
@@ -105,14 +105,13 @@ class TermReader:
                     known.add(node)
 
     @property
-    def size(self) -> fx.Node:
-        """The number of samples as a value of the program: what it is captured as, or asked of a tensor of the batch that is read last."""
-        if self._symbol is None:  # captured at one size, which may be among its constants, or not known to be that of the samples
-            raise UnknownLossError
+    def knows_samples(self) -> bool:
+        """Whether the number of samples is known in the program."""
+        return self._symbol is not None
+
+    def make_size(self) -> fx.Node:
+        """The number of samples as a new value, asked of the batch's tensor that is read last: the last stage has it anyway."""
         graph = self.loss.graph
-        for node in graph.nodes:
-            if isinstance(value := node.meta.get("val"), torch.SymInt) and node.op == "call_function" and self._size(value) == self._symbol:
-                return cast(fx.Node, node)
         order = {node: place for place, node in enumerate(graph.nodes)}
         tensors = [node for node in self._inputs if isinstance(node.meta.get("val"), Tensor) and node.meta["val"].dim() and node.users]
         latest = max(tensors, key=lambda node: max(order[user] for user in node.users))
@@ -121,16 +120,16 @@ class TermReader:
         made.meta["val"] = latest.meta["val"].shape[0]
         return made
 
-    def _find_samples(self) -> tuple[tuple[fx.Node, int] | None, Any]:
-        """A tensor of the batch and its dimension of samples, and that size as a symbol; None in programs of one size."""
+    def _find_samples(self) -> Any:
+        """The number of samples as a symbol; None in programs of one size."""
         values = {node: node.meta.get("val") for node in self._inputs if node.users}
         first = {node: value.shape[0] for node, value in values.items() if isinstance(value, Tensor) and value.dim()}
         grow = {node: size for node, size in first.items() if _expression(size).free_symbols}
         if {cast(Any, size).node.hint for size in grow.values()} != {self._count} or len(grow) != len(first):
-            return None, None  # not every tensor of the batch has the samples first: which size they are is not known
+            return None  # not every tensor of the batch has the samples first: which size they are is not known
         node = next(iter(grow))
         self._alike = {_expression(size): _expression(grow[node]) for size in grow.values()}  # sizes that are the samples, by any name
-        return (node, 0), _expression(grow[node])
+        return _expression(grow[node])
 
     def terms(self, node: fx.Node, factors: Factors = ()) -> list[LossTerm]:
         """The loss as a sum of terms; raises `UnknownLossError`."""

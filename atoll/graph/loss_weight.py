@@ -45,7 +45,7 @@ class BatchWeights:
     @torch.no_grad()
     def of(self, leaves: Mapping[str, Any]) -> Tensor:
         """The weights of a piece of a batch."""
-        found = self.module(*[leaves[name] for name in self.inputs])
+        found = self.module(*[leaves[name].cpu() if isinstance(leaves[name], Tensor) else leaves[name] for name in self.inputs])
         return torch.tensor([float(value) for value in found], dtype=torch.float64)
 
     def per_sample(self, whole: Iterable[Tensor], samples: int) -> Tensor:
@@ -82,13 +82,14 @@ def weigh_loss(program: ExportedProgram, *, samples: int, batch_size: int | None
     reader = TermReader(program, samples)
     try:
         terms = reader.terms(reader.loss)
-        if all(term.weight == "samples" for term in terms):
-            return LossForm()
-        size = reader.size
     except UnknownLossError as error:
         return LossForm("unknown", node=error.node)
+    if all(term.weight == "samples" for term in terms):
+        return LossForm()
+    if not reader.knows_samples:  # captured at one size, which may be among its constants, or not known to be that of the samples
+        return LossForm("unknown", node=reader.loss)
     counted = {term.weight.key: term.weight for term in terms if isinstance(term.weight, CountedWeight)}
-    writer = _Writer(program, reader.loss, size)
+    writer = _Writer(program, reader)
     if len(counted) == 1 and all(isinstance(term.weight, CountedWeight) for term in terms):
         return LossForm("counted", counts=writer.write_total(terms, next(iter(counted.values()))))
     if batch_size is not None:
@@ -103,9 +104,9 @@ def weigh_loss(program: ExportedProgram, *, samples: int, batch_size: int | None
 class _Writer:
     """Rewrites the program's result."""
 
-    def __init__(self, program: ExportedProgram, loss: fx.Node, size: fx.Node) -> None:
-        self._program, self._graph, self._loss = program, program.graph, loss
-        self._size = size
+    def __init__(self, program: ExportedProgram, reader: TermReader) -> None:
+        self._program, self._graph, self._loss = program, program.graph, reader.loss
+        self._reader = reader
         self._output = next(node for node in self._graph.nodes if node.op == "output")
 
     def write_total(self, terms: Sequence[LossTerm], weight: CountedWeight) -> BatchWeights | None:
@@ -126,33 +127,33 @@ class _Writer:
         weights = self._extracted(counts, counted)
         leaf = self._input(weights.leaf, len(counted) + 1)
         places: dict[object, int] = {weight.key: place for place, weight in enumerate(counted)}
+        size = self._reader.make_size()
         with self._graph.inserting_before(self._output):
-            loss = self._sum([self._mean(term, leaf, places) for term in terms])
+            loss = self._sum([self._mean(term, leaf, places, size) for term in terms])
         self._return([loss], 0)
         self._drop(counts)
         return weights
 
-    def _mean(self, term: LossTerm, leaf: fx.Node, places: Mapping[object, int]) -> fx.Node:
+    def _mean(self, term: LossTerm, leaf: fx.Node, places: Mapping[object, int], size: fx.Node) -> fx.Node:
         if term.weight == "samples":
             return self._times(term.total, term.factors)
         total = self._times(self._undivided(term), term.factors)
         place = places[term.weight.key] if isinstance(term.weight, CountedWeight) else len(places)
         weight = self._call(aten.select.int, leaf, 0, place)
-        return self._call(aten.div.Tensor, total, self._call(aten.mul.Tensor, weight, self._size))
+        return self._call(aten.div.Tensor, total, self._call(aten.mul.Tensor, weight, size))
 
     def write_terms(self, terms: Sequence[LossTerm], batch_size: int) -> None:
         """Every term's total in a row, and every weight: an evaluation divides their sums over its data. A sum is that of a batch."""
+        size = self._reader.make_size()
         with self._graph.inserting_before(self._output):
             totals, weights = [], []
             for term in terms:
                 total = self._times(self._undivided(term), term.factors)
                 if not isinstance(term.weight, CountedWeight):
-                    total = self._call(aten.mul.Tensor, total, self._size if term.weight == "samples" else float(batch_size))
+                    total = self._call(aten.mul.Tensor, total, size if term.weight == "samples" else float(batch_size))
                 totals.append(self._call(aten.reshape.default, self._call(aten.to.dtype, total, torch.float32), []))
-                ones = self._call(aten.ones_like.default, totals[0])
-                weight = (
-                    self._count(term.weight) if isinstance(term.weight, CountedWeight) else self._call(aten.mul.Tensor, ones, self._size)
-                )
+                samples = self._call(aten.mul.Tensor, self._call(aten.ones_like.default, totals[0]), size)
+                weight = self._count(term.weight) if isinstance(term.weight, CountedWeight) else samples
                 weights.append(self._call(aten.reshape.default, self._call(aten.to.dtype, weight, torch.float32), []))
             results = [self._call(aten.stack.default, totals), self._call(aten.stack.default, weights)]
         self._return(results, (0, 0))

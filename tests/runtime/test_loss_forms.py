@@ -1,7 +1,7 @@
 """Losses of every form, trained in pieces as plans divide them, against plain PyTorch on the whole batch: losses and weights."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from atoll import Job
 from atoll.errors import DividedLossError
@@ -189,6 +190,55 @@ def test_pieces_train_as_the_whole_batch_does_or_the_job_is_refused(name: str) -
             capture_program(job, divided=True, check=True)
     else:
         check_equal(job)
+
+
+@pytest.mark.parametrize("name", ["ignore_index", "two tasks", "summed"])
+def test_one_process_adds_up_its_micro_batches_and_its_evaluation(name: str) -> None:
+    job = job_of(Model, PLAIN[name], [sample(index) for index in range(BATCH * STEPS)])
+    losses, weights = whole_batch(job)
+    kept = [sample(index) for index in range(100, 120)]
+    metrics = {"masked": masked_mean, "largest": lambda model, batch: logits(model, batch).max()}
+    result = replace(job, micro_batch_size=3, eval_data=kept, metrics=metrics).run(progress=False)
+    torch.testing.assert_close(list(result.losses), losses, rtol=1e-5, atol=1e-5)
+    assert result.model is not None
+    torch.testing.assert_close(dict(result.model.named_parameters()), weights, rtol=1e-5, atol=1e-5)
+    (evaluated,) = result.evaluations
+    with torch.no_grad():
+        whole = default_collate(kept)
+        expected = float(PLAIN[name](result.model, whole)) * (BATCH / len(kept) if name == "summed" else 1.0)
+        assert evaluated.loss == pytest.approx(expected, rel=1e-5)
+        assert evaluated.metrics["masked"] == pytest.approx(float(masked_mean(result.model, whole)), rel=1e-5)
+    assert [note for note in evaluated.notes if "'largest'" in note and "(total, weight)" in note]
+
+
+def test_a_loss_that_is_no_mean_is_refused_in_one_process_too() -> None:
+    job = job_of(Model, root, [sample(index) for index in range(BATCH)])
+    with pytest.raises(DividedLossError, match="without micro_batch_size"):
+        replace(job, micro_batch_size=3).run(progress=False)
+
+
+def test_padding_that_counts_is_found_in_the_first_batch() -> None:
+    """The first four samples are of one length; a later one is longer, and the whole batch is padded to it."""
+
+    def padded(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {"x": nn.utils.rnn.pad_sequence([sample["x"] for sample in samples], batch_first=True)}
+
+    data = [{"x": torch.randn(9 if index == 6 else 5, 6, generator=torch.Generator().manual_seed(index))} for index in range(40)]
+    job = replace(job_of(Model, lambda model, batch: model(batch["x"]).pow(2).mean(), data), collate=padded)
+    first = [job.samples.index(position) for position in range(BATCH)]
+    data[first[6]], data[6] = data[6], data[first[6]]
+    with pytest.raises(DividedLossError, match="pad to one length"):
+        capture_program(job, divided=True, check=True)
+
+
+def test_what_cannot_be_read_is_not_believed_because_nothing_was_ignored() -> None:
+    def odd(model: nn.Module, batch: Any) -> Tensor:
+        counts = (batch["words"] != -100).float()
+        return (logits(model, batch)[:, :3, 0].pow(2) * counts).sum() / counts.sum().pow(1.0)
+
+    job = job_of(Model, odd, [sample(index) for index in range(BATCH)])
+    with pytest.raises(DividedLossError, match=r"`div`|`pow`"):
+        capture_program(job, divided=True, check=True)
 
 
 SMALL = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}

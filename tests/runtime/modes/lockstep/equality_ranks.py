@@ -235,7 +235,7 @@ def main(folder: Path, tasks: list[tuple[str, str | int]]) -> None:
     subjects: dict[str, Subject] = {}
     for name in dict.fromkeys(name for name, _ in tasks):
         job = JOBS[name]()
-        captured = capture_program(job)
+        captured = capture_program(job, divided=True)
         if any(isinstance(task, str) for known, task in tasks if known == name):
             subjects[name] = subject_of(job, captured)
         if any(isinstance(task, int) for known, task in tasks if known == name):

@@ -95,7 +95,7 @@ class OneProcess:
     ) -> None:
         self.groups, self.recompute = groups or {}, recompute
         self.job, self.bounds = job, bounds
-        self.captured = capture_program(job)
+        self.captured = capture_program(job, divided=True)
         self.checks = TensorChecks(self.captured, programs_of(self.captured, bounds))
         self.warned: list[str] = []
         size = job.batch_size

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from atoll.data import Batch
+from atoll.data import Batch, Dataset
 from atoll.graph.capture import Captured, capture_program
 from atoll.graph.graph import Precision
 from atoll.job import Job, LossFunction
@@ -23,6 +23,7 @@ class _Measured:
     loss: LossFunction
     precision: Precision
     job: Job
+    dataset: Dataset
 
     @property
     def batch_size(self) -> int:
@@ -31,20 +32,19 @@ class _Measured:
 
     def example_batch(self, samples: int) -> Batch:
         """As many samples of the evaluation data, collated."""
-        dataset = self.job.eval_dataset
-        assert dataset is not None
-        return self.job.collate([dataset[i % len(dataset)] for i in range(samples)])
+        return self.job.collate([self.dataset[i % len(self.dataset)] for i in range(samples)])
 
 
-def capture_evaluated(job: Job) -> dict[str, Captured]:
-    """The programs of what is evaluated: the loss, under an empty name, and metrics. None when the job does not evaluate."""
-    if job.eval_dataset is None:
+def capture_evaluated(job: Job, dataset: Dataset | None = None) -> dict[str, Captured]:
+    """The programs of what is evaluated, on this data or the job's: the loss, under an empty name, and metrics. None without data."""
+    dataset = dataset if dataset is not None else job.eval_dataset
+    if dataset is None:
         return {}
-    return {name: capture_function(job, name, function) for name, function in evaluated_functions(job).items()}
+    return {name: capture_function(job, name, function, dataset) for name, function in evaluated_functions(job).items()}
 
 
-def capture_function(job: Job, name: str, function: LossFunction) -> Captured:
+def capture_function(job: Job, name: str, function: LossFunction, dataset: Dataset) -> Captured:
     """The program of one of them, for pieces of the data."""
     known = name or ("eval_loss" if job.eval_loss else "loss")
-    measured = _Measured(f"{job.name}: {known}", job.model, function, job.precision, job)
+    measured = _Measured(f"{job.name}: {known}", job.model, function, job.precision, job, dataset)
     return capture_program(measured, training=False, divided=True)

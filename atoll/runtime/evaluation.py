@@ -82,7 +82,7 @@ class ModelEvaluator:
     """
 
     def __init__(self, job: Job, model: nn.Module, device: torch.device, dataset: Dataset) -> None:
-        self._job, self._model, self._device, self._dataset = job, model, device, dataset
+        self._job, self._model, self._device, self.dataset = job, model, device, dataset
         self._divided: dict[str, Divided] = {}  # how what is evaluated in pieces is computed
         self._notes: list[str] = []  # not told yet
 
@@ -92,7 +92,7 @@ class ModelEvaluator:
         began, job = time.perf_counter(), self._job
         size = job.micro_batch_size or job.batch_size
         with users_code(f"evaluation after step {step}: the length of eval_data", JobFailedError):
-            length = len(self._dataset)
+            length = len(self.dataset)
         self._model.eval()
         measures = {name: self._measure(name, function, step, divided=length > size) for name, function in evaluated_functions(job).items()}
         sums = {name: EvaluationSums.of_terms(self._terms(name)) for name in measures}
@@ -112,7 +112,7 @@ class ModelEvaluator:
 
     def _load(self, step: int, indices: range) -> Batch:
         with users_code(f"evaluation after step {step}: loading samples {indices[0]} to {indices[-1]}", JobFailedError):
-            return to_device(self._job.collate([self._dataset[i] for i in indices]), self._device)
+            return to_device(self._job.collate([self.dataset[i] for i in indices]), self._device)
 
     def _measure(self, name: str, function: LossFunction, step: int, *, divided: bool) -> "Callable[[range, Batch], LossValue]":
         """What says something of a piece: the user's own code, or the program whose results add up."""
@@ -140,12 +140,12 @@ class ModelEvaluator:
         from atoll.runtime.evaluated_programs import capture_function
         from atoll.runtime.whole_program import Divided
 
-        batch = self._load(0, range(min(len(self._dataset), 2)))
+        batch = self._load(0, range(min(len(self.dataset), 2)))
         if self._eagerly(0, name, function, batch).weight is not None:
             return Divided()
         try:
             with torch.enable_grad():
-                captured = capture_function(self._job, name, function)
+                captured = capture_function(self._job, name, function, self.dataset)
         except AtollError as error:
             self._notes.append(averaged(name, f"it could not be captured ({error})"))
             return Divided()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atoll.blame import users_code
-from atoll.data import Batch, to_device
+from atoll.data import Batch, Dataset, to_device
 from atoll.errors import CaptureError, JobFailedError
 from atoll.events import Evaluated
 from atoll.graph.capture import Captured
@@ -23,6 +23,7 @@ from atoll.job import Job, LossValue
 from atoll.runtime.activations import Activations
 from atoll.runtime.evaluation import EvaluationSums, averaged
 from atoll.runtime.executor import Accumulated, BuiltStage, LossScale, StageExecutor, Updater, WorkItem
+from atoll.runtime.modes.lockstep.agreement import ChangedBuffers
 from atoll.runtime.modes.lockstep.heartbeat import Doing
 from atoll.runtime.modes.lockstep.layout import Layout, RankPlace
 from atoll.runtime.modes.lockstep.sharding import OptimizerShard
@@ -123,8 +124,11 @@ class Evaluation:
         owned: Sequence[OptimizerShard],
         lane_divided: set[str],
         doing: Callable[[object, int], None],
+        buffers: ChangedBuffers | None = None,
     ) -> None:
-        self._doing, self._step = doing, 0
+        """`buffers` that evaluation reads and training's exchange after every step does not bring up to date, if there may be some."""
+        self._doing, self._step, self._buffers = doing, 0, buffers
+        self._dataset: Dataset | None = None  # that is evaluated now
         self._notes = tuple(function.note for function in functions if function.note)  # told by the first evaluation
         self._job, self._layout, self.rank, self.device, self._functions = job, layout, rank, device, functions
         self._owned = {part.name: part for part in owned}
@@ -144,11 +148,13 @@ class Evaluation:
                     own[s] = made.get(ranks)
         return own
 
-    def run(self, step: int, moment: Callable[[], float]) -> Evaluated:
-        """The losses and metrics of the whole evaluation data."""
+    def run(self, step: int, moment: Callable[[], float], dataset: Dataset | None = None) -> Evaluated:
+        """The losses and metrics of a whole data set; None: the job's evaluation data."""
         began, self._step = time.perf_counter(), step
-        dataset = self._job.eval_dataset
+        dataset = self._dataset = dataset if dataset is not None else self._job.eval_dataset
         assert dataset is not None
+        if self._buffers is not None:
+            self._buffers.agree()
         size, length = self._job.micro_batch_size or self._job.batch_size, len(dataset)
         pieces = [range(start, min(start + size, length)) for start in range(0, length, size)]
         found = []
@@ -192,7 +198,7 @@ class Evaluation:
 
     def load(self, indices: range) -> Batch:
         """The samples of a micro-batch, collated, on the device."""
-        dataset = self._job.eval_dataset
+        dataset = self._dataset
         assert dataset is not None
         samples = []
         for index in indices:

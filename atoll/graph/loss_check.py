@@ -193,11 +193,11 @@ class _Check:
         return DividedLossError(
             f"job {self._job.name!r}: the loss of a batch is not that of its pieces: {figures} (gradients are {apart:.2g} apart), so every "
             f"plan that divides the batch would train differently. It comes from {operator}{f' at {place}' if place else ''}. "
-            + _advice(node, self._form)
+            + _advice(node)
         )
 
 
-def _advice(node: object, form: LossForm) -> str:
+def _advice(node: object) -> str:
     trace = (node.meta.get("stack_trace") or "") if isinstance(node, fx.Node) else ""
     alone = "or train with --alone and without micro_batch_size"
     if "load_balancing" in trace or "router" in trace or "aux_loss" in trace:
@@ -205,10 +205,9 @@ def _advice(node: object, form: LossForm) -> str:
             "It balances experts over all tokens of a batch: a product of two means, which no pieces have. Leave it out of the loss "
             f"(output_router_logits=False, or router_aux_loss_coef=0), {alone}"
         )
-    padding = ", pad to one length in `collate` where padding counts" if form.kind != "unknown" else ""
     return (
         "Return (total, weight) from the loss, each a sum over the samples, leave out what compares samples with one another (a "
-        f"contrastive loss){padding}, {alone}"
+        f"contrastive loss), pad to one length in `collate` where padding counts, {alone}"
     )
 
 

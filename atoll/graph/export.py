@@ -431,7 +431,8 @@ def export_job(job: TrainingJob, *, training: bool = True, divided: bool = False
     varying = _varying(program, batch, growing)
     one_number = is_one_number(loss_of(program))
     batch_size = None if training or not divided else cast(CheckedJob, job).batch_size
-    form = weigh_loss(program, samples=SAMPLES, batch_size=batch_size) if divided else LossForm()
+    scaled = training and job.precision == "fp16"
+    form = weigh_loss(program, samples=SAMPLES, batch_size=batch_size, scaled=scaled) if divided else LossForm()
     checked = _check(job, program, model, before, form, any(varying.values())) if check and one_number else ""
     fixed = {name: rest for name, dims in growing.items() if (rest := tuple(d for d in dims if d not in varying.get(name, ())))}
     return ExportedJob(

@@ -71,11 +71,12 @@ class LossForm:
     terms: int = 1  # how many totals and weights an evaluation's program returns
 
 
-def weigh_loss(program: ExportedProgram, *, samples: int, batch_size: int | None = None) -> LossForm:
+def weigh_loss(program: ExportedProgram, *, samples: int, batch_size: int | None = None, scaled: bool = False) -> LossForm:
     """Let the program's result be one that adds up over the pieces of a batch; says what its loss is.
 
     `samples` is how many the captured batch has. Where the loss has several terms, training's program still returns one number; that of an
-    evaluation, which has a `batch_size` (what sums are summed over), returns their totals and their weights.
+    evaluation, which has a `batch_size` (what sums are summed over), returns their totals and their weights. A loss that is `scaled`, in
+    fp16, is divided before the backward too: the gradients of totals are so much larger that they overflow.
     """
     if program.call_spec.out_spec.num_leaves != 1 or not is_one_number(loss_of(program)):
         return LossForm("given")
@@ -90,15 +91,17 @@ def weigh_loss(program: ExportedProgram, *, samples: int, batch_size: int | None
         return LossForm("unknown", node=reader.loss)
     counted = {term.weight.key: term.weight for term in terms if isinstance(term.weight, CountedWeight)}
     writer = _Writer(program, reader)
-    if len(counted) == 1 and all(isinstance(term.weight, CountedWeight) for term in terms):
-        return LossForm("counted", counts=writer.write_total(terms, next(iter(counted.values()))))
-    if batch_size is not None:
+    same = len(counted) == 1 and all(isinstance(term.weight, CountedWeight) for term in terms)
+    if batch_size is not None and not same:
         writer.write_terms(terms, batch_size)
         return LossForm("terms", terms=len(terms))
-    try:
-        return LossForm("terms", writer.write_mean(terms, list(counted.values())))
-    except UnknownLossError as error:
-        return LossForm("unknown", node=error.node)
+    if scaled or not same:
+        try:
+            return LossForm("terms", writer.write_mean(terms, list(counted.values())))
+        except UnknownLossError as error:
+            if not same:
+                return LossForm("unknown", node=error.node)
+    return LossForm("counted", counts=writer.write_total(terms, next(iter(counted.values()))))
 
 
 class _Writer:
@@ -124,7 +127,11 @@ class _Writer:
         """A mean over the piece's samples, which by their share of the batch is what the piece adds to the batch's loss."""
         with self._graph.inserting_before(self._output):
             counts = [self._count(weight) for weight in counted]
-        weights = self._extracted(counts, counted)
+        try:
+            weights = self._extracted(counts, counted)
+        except UnknownLossError:
+            self._drop(counts)
+            raise
         leaf = self._input(weights.leaf, len(counted) + 1)
         places: dict[object, int] = {weight.key: place for place, weight in enumerate(counted)}
         size = self._reader.make_size()

@@ -86,7 +86,7 @@ def extreme_draws(*, high: bool) -> Iterator[None]:
     word = _untempered(0xFFFFFFFF if high else 1)
     with own_randomness(devices=False):
         random.setstate((3, (*[word] * _WORDS, 0), None))
-        numpy.random.set_state(("MT19937", numpy.full(_WORDS, word, dtype=numpy.uint32), 0))
+        numpy.random.set_state(("MT19937", numpy.full(_WORDS, word, dtype=numpy.uint32), 0, 0, 0.0))
         yield
 
 

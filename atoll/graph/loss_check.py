@@ -295,6 +295,8 @@ class _Calm(fx.Interpreter):
             names = [argument.name for argument in target._schema.arguments]
             if name in ("dropout", "alpha_dropout", "feature_dropout", "native_dropout"):
                 return args[0] if name != "native_dropout" else (args[0], torch.ones_like(args[0], dtype=torch.bool))
+            if name == "spec_augment_mask":
+                return torch.zeros(args[names.index("batch_size")], args[names.index("length")], dtype=torch.bool)
             if "dropout_p" in names and len(args) > names.index("dropout_p"):
                 args = (*args[: names.index("dropout_p")], 0.0, *args[names.index("dropout_p") + 1 :])
             kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs

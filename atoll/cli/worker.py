@@ -38,7 +38,7 @@ def _run(directory: RunDirectory, role: Role, script: str | None = None) -> int:
     with seen_arguments(settings.script, settings.arguments), ExitStack() as stack:
         progress = stack.enter_context(Progress())
         observers: list[Observer] = [progress, *job.callbacks] if role.rank == 0 else []
-        run_rank(job, directory.plan(), role, directory=directory, settings=settings, observers=observers, own=progress)
+        run_rank(job, directory.plan(), role, directory=directory, settings=settings, observers=observers, own=progress, notes_shown=True)
     return 0
 
 

@@ -1,6 +1,6 @@
 """Where a rank's stages come from: cut from the captured program, or the user's own code as one stage where that could not be captured."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from atoll.data import Dataset
 from atoll.errors import PlanError
 from atoll.graph import Graph
 from atoll.graph.capture import Captured
@@ -61,6 +62,12 @@ class StageSource(Protocol):
         """The stages with what the rank holds of the model."""
         ...
 
+    def evaluation_on(
+        self, dataset: Dataset, modules: Sequence[TrainedStage], layout: Layout, rank: int, device: torch.device, key: DrawKey
+    ) -> Callable[[], list[EvaluatedFunction]]:
+        """Who makes what evaluates the trained stages on data that the job does not name; it may build a whole model for a while."""
+        ...
+
 
 def stage_source(job: Job, captured: Captured | Uncaptured, evaluated: Mapping[str, Captured] | None) -> StageSource:
     """`evaluated` is what `capture_evaluated` found, if it was asked before."""
@@ -94,6 +101,18 @@ class _Program:
         evaluated = prepare_evaluation(self._job, self._evaluated, layout, rank, self._captured, buffers, model, device, key)
         return TakenStages(modules, builder.holdings, unread_state(self._captured, model), evaluated)
 
+    def evaluation_on(
+        self, dataset: Dataset, modules: Sequence[TrainedStage], layout: Layout, rank: int, device: torch.device, key: DrawKey
+    ) -> Callable[[], list[EvaluatedFunction]]:
+        programs = capture_evaluated(self._job, dataset)
+        buffers = {name: buffer for module in modules for name, buffer in module.buffers_by_name().items()}
+
+        def build() -> list[EvaluatedFunction]:
+            model = self._job.build_model("cpu")
+            return prepare_evaluation(self._job, programs, layout, rank, self._captured, buffers, model, device, key)
+
+        return build
+
 
 class _UsersCode:
     """The user's own model and loss, whole on every device."""
@@ -116,5 +135,12 @@ class _UsersCode:
         numbers = {start: number for number, start in enumerate(starts)}
         stage = EagerStage(model.to(device), self._job.loss, self._uncaptured, key, device, numbers)
         holdings = {name: ShardSpec(name=name, shape=tuple(value.shape)) for name, value in stage.parameters_by_name().items()}
-        evaluated = prepare_eager_evaluation(self._job, layout, rank, stage, device, key)
+        evaluated = prepare_eager_evaluation(self._job, layout, rank, stage, device, key) if self._job.eval_dataset is not None else []
         return TakenStages([stage], holdings, {}, evaluated)
+
+    def evaluation_on(
+        self, dataset: Dataset, modules: Sequence[TrainedStage], layout: Layout, rank: int, device: torch.device, key: DrawKey
+    ) -> Callable[[], list[EvaluatedFunction]]:
+        (stage,) = modules
+        assert isinstance(stage, EagerStage)
+        return lambda: prepare_eager_evaluation(self._job, layout, rank, stage, device, key)

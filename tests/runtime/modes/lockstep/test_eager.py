@@ -20,8 +20,9 @@ from atoll.graph.eager import capture_or_run
 from atoll.plan import Plan, parse_plan
 from atoll.randomness import mix
 from atoll.runtime.modes.lockstep.role import Role
-from atoll.runtime.modes.lockstep.worker import run_rank
+from atoll.runtime.modes.lockstep.worker import training_rank
 from atoll.runtime.run_directory import RunDirectory, RunSettings
+from atoll.runtime.training import train
 from tests.process_group import fork_ranks
 
 pytestmark = pytest.mark.timeout(200)
@@ -151,7 +152,7 @@ def plain(job: atoll.Job, pieces: tuple[tuple[int, int], ...] = ((0, BATCH),)) -
     return losses, model
 
 
-def train(rank: int, jobs: dict[str, tuple[atoll.Job, Plan | None]], ports: dict[str, int], folder: Path) -> None:
+def run_rank(rank: int, jobs: dict[str, tuple[atoll.Job, Plan | None]], ports: dict[str, int], folder: Path) -> None:
     torch.set_num_threads(1)
     for name, (job, plan) in jobs.items():
         role = Role(  # as torchrun would say
@@ -168,7 +169,8 @@ def train(rank: int, jobs: dict[str, tuple[atoll.Job, Plan | None]], ports: dict
         if rank == 0 and not directory.path.exists():
             directory.create(settings)
         assert plan is not None
-        run_rank(job, plan, role, directory=directory, settings=settings, observers=[])
+        with training_rank(job, plan, role, directory=directory, settings=settings, observers=[]) as training:
+            train(training)
 
 
 def in_two_processes(folder: Path, jobs: dict[str, tuple[atoll.Job, Plan]]) -> None:
@@ -177,7 +179,7 @@ def in_two_processes(folder: Path, jobs: dict[str, tuple[atoll.Job, Plan]]) -> N
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             ports[name] = probe.getsockname()[1]
-    assert fork_ranks(2, train, jobs, ports, folder) == 0
+    assert fork_ranks(2, run_rank, jobs, ports, folder) == 0
 
 
 def losses_of(run: Path) -> list[float]:

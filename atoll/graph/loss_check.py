@@ -24,6 +24,7 @@ from atoll.graph.fake import plain_batch
 from atoll.graph.loss_terms import call_of, loss_of, place_of
 from atoll.graph.loss_weight import LossForm
 from atoll.job import read_loss
+from atoll.randomness import generator_states
 
 __all__ = ["UNCHECKED", "CheckedJob", "check_eagerly", "check_loss", "given_values"]
 
@@ -60,6 +61,10 @@ class _Found(NamedTuple):
     value: float
     weight: float | None
     gradient: Tensor
+
+
+class _RandomLossError(Exception):
+    """Two runs of the user's code would differ by chance alone."""
 
 
 _Run: TypeAlias = Callable[[list[Any]], _Found]
@@ -110,8 +115,11 @@ def _eagerly(job: CheckedJob, model: nn.Module) -> _Runs:
     trees: dict[int, Any] = {}
 
     def found(leaves: list[Any]) -> _Found:
+        before = generator_states()
         tree = trees.setdefault(0, pytree.tree_structure(plain_batch(job.example_batch(1))))
         value, weight = read_loss(job.loss(model, pytree.tree_unflatten(leaves, tree)))
+        if generator_states() != before:
+            raise _RandomLossError
         return _Found(float(value.detach()), None if weight is None else float(weight), _gradient(value, parameters))
 
     return _Runs(found, lambda batches, samples: [found(leaves) for leaves in batches])
@@ -146,6 +154,8 @@ class _Check:
                 self._compare_ignoring(few)
         except DividedLossError:
             raise
+        except _RandomLossError:
+            return f"{UNCHECKED}: the loss draws random numbers"
         except Exception as error:
             return f"{UNCHECKED}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return found

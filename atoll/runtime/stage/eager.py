@@ -30,8 +30,8 @@ class WholeBatch(Sizes):
     """The batch as it is, under one name: no size of it is known, and none has to be."""
 
     def __init__(self) -> None:
-        self.names, self.symbols, self.fixed = [_BATCH], [], None
-        self._shapes, self._samples, self._known, self._paths = {}, set(), {}, []
+        self.names, self.symbols, self.fixed, self.weights = [_BATCH], [], None, None
+        self.dtypes, self._shapes, self._samples, self._known, self._paths = {}, {}, set(), {}, []
 
     def leaves(self, batch: Any, weights: Tensor | None = None) -> dict[str, Any]:
         """Whatever `collate` returned; a loss that could not be captured has no terms to weigh."""

@@ -61,7 +61,8 @@ def _training(event: events.AnyEvent) -> str | None:
             return f"step {event.step}: loss {event.loss:.4f}, {format_seconds(event.seconds)}"
         case events.Evaluated():
             metrics = "".join(f", {name} {_number(value, '.4g')}" for name, value in event.metrics.items())
-            return f"step {event.step}: evaluation loss {_number(event.loss, '.4f')}{metrics}"
+            notes = "".join(f"; {note}" for note in event.notes)
+            return f"step {event.step}: evaluation loss {_number(event.loss, '.4f')}{metrics}{notes}"
         case events.Logged():
             return f"step {event.step}: " + ", ".join(f"{name} {_number(value, '.4g')}" for name, value in event.numbers.items())
         case events.EvaluationFailed():

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from atoll.data import Dataset
-from atoll.errors import PlanError
+from atoll.errors import JobError, PlanError
 from atoll.graph import Graph
 from atoll.graph.capture import Captured
 from atoll.graph.eager import Uncaptured
@@ -136,6 +136,9 @@ class _UsersCode:
     takes_parts = False
 
     def __init__(self, job: Job, uncaptured: Uncaptured) -> None:
+        if job.eval_ema:
+            advice = "leave out eval_ema, and evaluate what `atoll export --ema` writes"
+            raise JobError(f"Job: eval_ema: a model that is not captured is evaluated with its weights, not with their averages; {advice}")
         self._job, self._uncaptured = job, uncaptured
         self.graph, self.loss, self.late = uncaptured.graph, loss_structure(uncaptured), uncaptured.late
         self.sizes: Sizes = WholeBatch()

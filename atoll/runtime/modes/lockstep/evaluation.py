@@ -6,13 +6,13 @@ that a rank holds only part of is put together, unit by unit, among the ranks of
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from atoll.blame import users_code
 from atoll.data import Batch, Dataset, to_device
@@ -21,25 +21,27 @@ from atoll.events import Evaluated
 from atoll.graph.capture import Captured
 from atoll.job import Job, LossValue
 from atoll.runtime.activations import Activations
-from atoll.runtime.evaluation import EvaluationSums, averaged
+from atoll.runtime.evaluation import EvaluationSums, averaged, evaluated_functions
 from atoll.runtime.executor import Accumulated, BuiltStage, LossScale, StageExecutor, Updater, WorkItem
 from atoll.runtime.modes.lockstep.agreement import ChangedBuffers
 from atoll.runtime.modes.lockstep.heartbeat import Doing
 from atoll.runtime.modes.lockstep.layout import Layout, RankPlace
 from atoll.runtime.modes.lockstep.sharding import OptimizerShard
-from atoll.runtime.stage.module import EvaluationBuilder, UnitModule
+from atoll.runtime.stage.eager import EagerEvaluation, EagerStage, WholeBatch, eager_program
+from atoll.runtime.stage.module import EvaluationBuilder, StageModule
 from atoll.runtime.stage.program import cut_stage
 from atoll.runtime.stage.rng import DrawKey
 from atoll.runtime.stage.sizes import Sizes
 from atoll.runtime.stage.state import InitialState
 
-__all__ = ["EvaluatedFunction", "Evaluation", "buffers_read", "prepare_evaluation"]
+__all__ = ["EvaluatedFunction", "Evaluation", "buffers_read", "prepare_eager_evaluation", "prepare_evaluation"]
 
 
 @dataclass(kw_only=True)
 class _EvalStage(BuiltStage):
     """A stage of one function's program."""
 
+    module: StageModule | EagerEvaluation
     place: RankPlace
 
 
@@ -51,8 +53,8 @@ class EvaluatedFunction:
     sizes: Sizes
     stages: list[_EvalStage]
     executor: StageExecutor
-    terms: int  # that its value is the sum of
-    note: str  # what is not exact
+    terms: int = 1  # that its value is the sum of
+    note: str = ""  # what is not exact
 
 
 def prepare_evaluation(
@@ -75,19 +77,38 @@ def prepare_evaluation(
             stage = layout.plan.stages[place.stage]
             program = cut_stage(captured, *(_same_layer(training, captured, index) for index in (stage.start, stage.stop)))
             stages.append(_EvalStage(program=program, module=builder.stage(program), place=place))
-        sizes, form = Sizes(captured), captured.loss_form
-        executor = StageExecutor(
-            {stage.place.stage: stage for stage in stages},
-            sizes=sizes,
-            loss=captured.program.call_spec.out_spec,
-            key=key,
-            autocast=lambda: job.autocast(device),
-            generators=key.lock,
-            gradients=Accumulated(job.batch_size),
-            updater=Updater([], None, None, LossScale(False), steps=job.total_steps),
-        )
-        prepared.append(EvaluatedFunction(name, sizes, stages, executor, form.terms, averaged(name) if form.kind == "unknown" else ""))
+        form = captured.loss_form
+        made = _function(job, name, Sizes(captured), stages, captured.program.call_spec.out_spec, device, key)
+        prepared.append(replace(made, terms=form.terms, note=averaged(name) if form.kind == "unknown" else ""))
     return prepared
+
+
+def prepare_eager_evaluation(
+    job: Job, layout: Layout, rank: int, stage: EagerStage, device: torch.device, key: DrawKey
+) -> list[EvaluatedFunction]:
+    """What is evaluated of a model that could not be captured, by the user's own functions."""
+    prepared = []
+    for name, function in evaluated_functions(job).items():
+        known = f"metrics[{name!r}]" if name else "eval_loss" if job.eval_loss else "loss"
+        stages = [_EvalStage(program=eager_program(), module=EagerEvaluation(stage, function, known), place=p) for p in layout.places(rank)]
+        prepared.append(_function(job, name, WholeBatch(), stages, pytree.tree_structure(0), device, key))
+    return prepared
+
+
+def _function(
+    job: Job, name: str, sizes: Sizes, stages: list[_EvalStage], loss: pytree.TreeSpec, device: torch.device, key: DrawKey
+) -> EvaluatedFunction:
+    executor = StageExecutor(
+        {stage.place.stage: stage for stage in stages},
+        sizes=sizes,
+        loss=loss,
+        key=key,
+        autocast=lambda: job.autocast(device),
+        generators=key.lock,
+        gradients=Accumulated(job.batch_size),
+        updater=Updater([], None, None, LossScale(False), steps=job.total_steps),
+    )
+    return EvaluatedFunction(name, sizes, stages, executor)
 
 
 def _same_layer(training: Captured, captured: Captured, index: int) -> int:
@@ -244,7 +265,7 @@ class _Turns:
 
     def take(self, stage: _EvalStage, number: int) -> None:
         """Compute a micro-batch, if this rank has one; take part in putting parameters together in any case."""
-        stage.module.around = lambda unit: self._with_parameters(unit, stage.place.stage)
+        stage.module.around = lambda unit: unit.holding(lambda name: self._evaluation.whole(name, stage.place.stage))
         if stage.place.tensor != 0 or number >= len(self._pieces):
             for unit in stage.module.all_units():
                 with stage.module.around(unit):
@@ -257,15 +278,6 @@ class _Turns:
             self._sums.add(made, len(indices))
         else:
             self._pass_on(stage.place.stage, number, made.values)
-
-    @contextmanager
-    def _with_parameters(self, unit: UnitModule, stage: int) -> Iterator[None]:
-        """A unit's parameters are there, whole, while it runs."""
-        for attribute, name in unit.parameter_names.items():
-            setattr(unit.graph_module, attribute, self._evaluation.whole(name, stage))
-        yield
-        for attribute in unit.parameter_names:
-            setattr(unit.graph_module, attribute, torch.empty(0, device=self._evaluation.device))
 
     def _inputs(self, stage: _EvalStage, number: int) -> Activations:
         sizes, program, place = self._function.sizes, stage.program, stage.place

@@ -55,16 +55,16 @@ _SECONDS = 1.0  # of processor time for the whole batch: of a larger one, as man
 _IGNORED = -100  # PyTorch's, and everybody's, label that does not count
 
 
-class _DrawsError(Exception):
-    """A loss is not the same twice."""
-
-
 class _Found(NamedTuple):
     """The loss, or a total with its weight, and the gradient of all parameters in a row."""
 
     value: float
     weight: float | None
     gradient: Tensor
+
+
+class _RandomLossError(Exception):
+    """Two runs of the user's code would differ by chance alone."""
 
 
 _Run: TypeAlias = Callable[[list[Any]], _Found]
@@ -119,7 +119,7 @@ def _eagerly(job: CheckedJob, model: nn.Module) -> _Runs:
         before = generator_states()
         value, weight = read_loss(job.loss(model, pytree.tree_unflatten(leaves, tree)))
         if generator_states() != before:
-            raise _DrawsError("the loss draws random numbers")
+            raise _RandomLossError
         return _Found(float(value.detach()), None if weight is None else float(weight), _gradient(value, parameters))
 
     return _Runs(found, lambda batches, samples: [found(leaves) for leaves in batches], lambda batch: batch)
@@ -154,8 +154,8 @@ class _Check:
                 self._compare_ignoring(few)
         except DividedLossError:
             raise
-        except _DrawsError as error:
-            return f"{UNCHECKED}: {error}"
+        except _RandomLossError:
+            return f"{UNCHECKED}: the loss draws random numbers"
         except Exception as error:
             return f"{UNCHECKED}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return found
@@ -305,6 +305,8 @@ class _Calm(fx.Interpreter):
             names = [argument.name for argument in target._schema.arguments]
             if name in ("dropout", "alpha_dropout", "feature_dropout", "native_dropout"):
                 return args[0] if name != "native_dropout" else (args[0], torch.ones_like(args[0], dtype=torch.bool))
+            if name == "spec_augment_mask":
+                return torch.zeros(args[names.index("batch_size")], args[names.index("length")], dtype=torch.bool)
             if "dropout_p" in names and len(args) > names.index("dropout_p"):
                 args = (*args[: names.index("dropout_p")], 0.0, *args[names.index("dropout_p") + 1 :])
             kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs

@@ -424,7 +424,7 @@ class AloneTrainer:
             return
         key = DrawKey(self.job.seed)
         key.step, key.first_sample = step, first_sample
-        with EagerDraws(key) as draws:
+        with EagerDraws(key, self.model) as draws:
             yield
         self.random = draws.count > 0
 

@@ -6,7 +6,7 @@ that a rank holds only part of is put together, unit by unit, among the ranks of
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,8 +53,8 @@ class EvaluatedFunction:
     sizes: Sizes
     stages: list[_EvalStage]
     executor: StageExecutor
-    terms: int = 1  # that its value is the sum of
-    note: str = ""  # what is not exact
+    terms: int  # that its value is the sum of
+    note: str  # what is not exact
 
 
 def prepare_evaluation(
@@ -77,9 +77,9 @@ def prepare_evaluation(
             stage = layout.plan.stages[place.stage]
             program = cut_stage(captured, *(_same_layer(training, captured, index) for index in (stage.start, stage.stop)))
             stages.append(_EvalStage(program=program, module=builder.stage(program), place=place))
-        form = captured.loss_form
-        made = _function(job, name, Sizes(captured), stages, captured.program.call_spec.out_spec, device, key)
-        prepared.append(replace(made, terms=form.terms, note=averaged(name) if form.kind == "unknown" else ""))
+        note = averaged(name) if captured.loss_form.kind == "unknown" else ""
+        structure = captured.program.call_spec.out_spec
+        prepared.append(_function(job, name, Sizes(captured), stages, structure, device, key, captured.loss_form.terms, note))
     return prepared
 
 
@@ -89,14 +89,22 @@ def prepare_eager_evaluation(
     """What is evaluated of a model that could not be captured, by the user's own functions."""
     prepared = []
     for name, function in evaluated_functions(job).items():
-        known = f"metrics[{name!r}]" if name else "eval_loss" if job.eval_loss else "loss"
+        known = f"metrics[{name!r}]" if name else ("eval_loss" if job.eval_loss else "loss")
         stages = [_EvalStage(program=eager_program(), module=EagerEvaluation(stage, function, known), place=p) for p in layout.places(rank)]
-        prepared.append(_function(job, name, WholeBatch(), stages, pytree.tree_structure(0), device, key))
+        prepared.append(_function(job, name, WholeBatch(), stages, pytree.tree_structure(0), device, key, 1, averaged(name)))
     return prepared
 
 
 def _function(
-    job: Job, name: str, sizes: Sizes, stages: list[_EvalStage], loss: pytree.TreeSpec, device: torch.device, key: DrawKey
+    job: Job,
+    name: str,
+    sizes: Sizes,
+    stages: list[_EvalStage],
+    loss: pytree.TreeSpec,
+    device: torch.device,
+    key: DrawKey,
+    terms: int,
+    note: str,
 ) -> EvaluatedFunction:
     executor = StageExecutor(
         {stage.place.stage: stage for stage in stages},
@@ -108,7 +116,7 @@ def _function(
         gradients=Accumulated(job.batch_size),
         updater=Updater([], None, None, LossScale(False), steps=job.total_steps),
     )
-    return EvaluatedFunction(name, sizes, stages, executor)
+    return EvaluatedFunction(name, sizes, stages, executor, terms, note)
 
 
 def _same_layer(training: Captured, captured: Captured, index: int) -> int:

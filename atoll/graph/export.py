@@ -43,7 +43,7 @@ from atoll.graph.program_check import check_program
 from atoll.graph.regions import write_early
 from atoll.graph.spec_augment import SpecAugmentCapture
 
-__all__ = ["ExportedJob", "TrainingJob", "ambient_precision", "export_job"]
+__all__ = ["ADVICE", "ExportedJob", "TrainingJob", "ambient_precision", "export_job"]
 
 
 @contextlib.contextmanager
@@ -275,8 +275,14 @@ def use_batched_experts(model: nn.Module) -> bool:
     return changed
 
 
-_ADVICE = "See whether the job runs alone; if it does, write the model down with Graph.from_layers to plan it."
+_ADVICE_ON_FAILURE = "See whether the job runs alone; if it does, write the model down with Graph.from_layers to plan it."
 _ADVICE_ON_VALUES = "Rewrite that code without reading values of tensors, or write the model down with Graph.from_layers to plan it."
+_ADVICE_ON_DRAWS = "Switch that off in the model's configuration (layerdrop, stochastic depth: 0)."
+_ADVICE_ON_HOST_DRAWS = (
+    "Draw it as a tensor (torch.rand), multiply or select by it instead of branching on it, or switch it off in the model's configuration "
+    "(layerdrop, stochastic depth, augmentation: 0)."
+)
+ADVICE = (_ADVICE_ON_FAILURE, _ADVICE_ON_VALUES, _ADVICE_ON_DRAWS, _ADVICE_ON_HOST_DRAWS)  # what a refusal ends with, where it does
 
 
 class _Attempts:
@@ -298,8 +304,7 @@ class _Attempts:
                 self._export(self.growing, lambda: line)
             raise CaptureError(
                 f"job {self.job.name!r} cannot be captured: {line} draws a random number of Python's or NumPy's, which the captured "
-                "program would not draw again. Draw it as a tensor (torch.rand), multiply or select by it instead of branching on it, or "
-                "switch it off in the model's configuration (layerdrop, stochastic depth, augmentation: 0)"
+                f"program would not draw again. {_ADVICE_ON_HOST_DRAWS}"
             )
         return program, model
 
@@ -335,8 +340,8 @@ class _Attempts:
         self.assumptions = tuple(replayers[-1].assumptions)
         drawn = find_random_assumption(program[0])
         if drawn:
-            advice = "Switch that off in the model's configuration (layerdrop, stochastic depth: 0)."
-            raise CaptureError(f"job {self.job.name!r} cannot be captured: its code branches on a random number, so {drawn}. {advice}")
+            why = f"its code branches on a random number, so {drawn}. {_ADVICE_ON_DRAWS}"
+            raise CaptureError(f"job {self.job.name!r} cannot be captured: {why}")
         return program
 
     def _at_fixed_size(self, first: Exception, mode: Callable[[], Any]) -> tuple[ExportedProgram, nn.Module]:
@@ -345,7 +350,7 @@ class _Attempts:
         except Exception as error:
             if isinstance(error, AtollError):
                 raise
-            advice = _ADVICE_ON_VALUES if _is_data_dependent(error) else _ADVICE
+            advice = _ADVICE_ON_VALUES if _is_data_dependent(error) else _ADVICE_ON_FAILURE
             raise _capture_error(self.job, error, self._last, advice) from error
         self.notes.append(f"captured at one batch size, because: {first_line(first)}")
         return result

@@ -12,8 +12,7 @@ from torch.export.graph_signature import OutputKind
 from torch.utils import _pytree as pytree
 
 from atoll.errors import CaptureError
-from atoll.graph.loss_check import CheckedJob
-from atoll.graph.loss_weight import given_values
+from atoll.graph.loss_check import CheckedJob, given_values
 from atoll.graph.spec_augment import draw_mask, replaced_masks
 from atoll.job import read_loss
 from atoll.randomness import own_randomness

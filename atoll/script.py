@@ -9,14 +9,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from atoll.blame import in_words, own_frames
 from atoll.errors import AtollError, JobError
 from atoll.job import Job
 from atoll.randomness import own_randomness
 
-__all__ = ["load_job", "seen_arguments"]
+__all__ = ["ImportedScript", "import_again", "imported_scripts", "load_job", "seen_arguments"]
 
+_PREFIX = "atoll_script_"  # of the names that scripts have as modules
 _EXAMPLE = "job = atoll.Job(model=…, loss=…, data=…, optimizer=…, batch_size=…, steps=…)"
 
 
@@ -52,6 +54,29 @@ def load_job(path: str | Path, arguments: Sequence[str] = ()) -> Job:
     return next(iter(jobs.values()))
 
 
+class ImportedScript(NamedTuple):
+    """A script that this process has imported, for another to import it too: data that is sent there may be of its classes."""
+
+    name: str  # of its module
+    file: str
+    arguments: tuple[str, ...]
+
+
+def imported_scripts() -> list[ImportedScript]:
+    """The scripts that this process has imported."""
+    found = [(name, module) for name, module in sys.modules.items() if name.startswith(_PREFIX) and module.__spec__ is not None]
+    return [ImportedScript(name, str(module.__file__), module.__spec__.loader_state or ()) for name, module in found if module.__spec__]
+
+
+def import_again(scripts: Sequence[ImportedScript]) -> None:
+    """Import scripts that another process has imported, with the same arguments."""
+    for script in scripts:
+        if script.name not in sys.modules:
+            file = Path(script.file)
+            with seen_arguments(file, script.arguments):
+                _import_script(file, _source(file))
+
+
 def _source(file: Path) -> str:
     if file.is_dir():
         raise JobError(f"{file}: is a directory; give the training script itself")
@@ -72,9 +97,10 @@ def _source(file: Path) -> str:
 
 def _import_script(file: Path, source: str) -> ModuleType:
     """Run the script as a module. It stays importable (classes refer to their module by name), as does what lies beside it."""
-    name = f"atoll_script_{file.stem}"
+    name = f"{_PREFIX}{file.stem}"
     spec = importlib.util.spec_from_loader(name, loader=None, origin=str(file))
     assert spec is not None
+    spec.loader_state = tuple(sys.argv[1:])
     module = importlib.util.module_from_spec(spec)
     module.__file__ = str(file.resolve())
     sys.modules[name] = module

@@ -192,9 +192,9 @@ def _growing(batch: Any, other: Any) -> dict[str, tuple[int, ...]]:
     others = pytree.tree_flatten_with_path(other)[0]
     text = [pytree.keystr(path[:-1]) for path, leaf in leaves if isinstance(leaf, str)]
     if text:
-        raise CaptureError(f"batch{text[0]} holds text, a piece for every sample; only tensors are captured: leave it out in `collate`")
+        raise CaptureError(f"batch{text[0]} holds text, a piece for every sample; only tensors are captured: leave it out in `collate_fn`")
     if [path for path, _ in leaves] != [path for path, _ in others]:
-        raise CaptureError("batches of different sizes have different structure; the collate function must always return the same keys")
+        raise CaptureError("batches of different sizes have different structure; collate_fn must always return the same keys")
     growing = {}
     for (path, leaf), (_, second) in zip(leaves, others, strict=True):
         if isinstance(leaf, torch.Tensor):
@@ -409,7 +409,7 @@ def export_job(job: TrainingJob, *, training: bool = True, divided: bool = False
     for other in others[1:]:
         growing = {path: tuple(sorted({*dims, *growing[path]})) for path, dims in _growing(batch, other).items()}
     if not any(growing.values()):
-        raise CaptureError(f"job {job.name!r}: no tensor of the batch grows with the number of samples; check the collate function")
+        raise CaptureError(f"job {job.name!r}: no tensor of the batch grows with the number of samples; check collate_fn")
     attempts = _Attempts(job, model, batch, growing, training)
     with _running_the_users_code(job, "running the model and its loss"):
         program, fake = attempts.run()

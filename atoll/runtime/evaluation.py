@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from atoll.blame import users_code
-from atoll.data import Dataset, to_device
+from atoll.data import to_device
 from atoll.errors import JobFailedError
 from atoll.events import Evaluated
 from atoll.job import Job, LossFunction, LossValue, read_loss
+from atoll.runtime.batch_loader import BatchLoader
 from atoll.runtime.nonfinite import checked_weight
 
 __all__ = ["evaluate", "evaluates_after"]
@@ -25,19 +26,20 @@ def evaluates_after(job: Job, step: int, steps: int) -> bool:
 
 
 @torch.no_grad()
-def evaluate(job: Job, model: nn.Module, device: torch.device, step: int, dataset: Dataset) -> Evaluated:
-    """The losses and metrics of a model after `step` steps. It is in training mode afterwards; `at_seconds` is the caller's to set."""
+def evaluate(job: Job, model: nn.Module, device: torch.device, step: int, loader: BatchLoader) -> Evaluated:
+    """The losses and metrics of a model after `step` steps, over all that the loader has. The model is in training mode afterwards;
+    `at_seconds` is the caller's to set.
+    """
     began = time.perf_counter()
     functions: dict[str, LossFunction] = {"": job.eval_loss or job.loss, **job.metrics}
     sums = {name: [0.0, 0.0] for name in functions}
-    size = job.micro_batch_size or job.batch_size
-    with users_code(f"evaluation after step {step}: the length of eval_data", JobFailedError):
-        length = len(dataset)
+    samples, length = loader.samples, loader.samples.length
+    pieces = [range(start, min(start + samples.batch_size, length)) for start in range(0, length, samples.batch_size)]
+    batches = loader.batches(map(samples.request, pieces))
     model.eval()
-    for start in range(0, length, size):
-        indices = range(start, min(start + size, length))
+    for indices in pieces:
         with users_code(f"evaluation after step {step}: loading samples {indices[0]} to {indices[-1]}", JobFailedError):
-            batch = to_device(job.collate([dataset[i] for i in indices]), device)
+            batch = to_device(next(batches).batch, device)
         for name, function in functions.items():
             value, weight = _measured(job, model, device, step, name, function, batch)
             amount = len(indices) if weight is None else float(weight)

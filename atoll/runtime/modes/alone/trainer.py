@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -18,13 +18,14 @@ from torch import nn
 
 from atoll.blame import users_code
 from atoll.cluster.memory import keep_freed_memory
-from atoll.data import to_device
+from atoll.data import Batch, to_device
 from atoll.errors import CheckpointError, JobError, JobFailedError
 from atoll.events import (
     AnyEvent,
     CheckpointBegun,
     Evaluated,
     NonFinite,
+    Note,
     Observer,
     RunFinished,
     RunStarted,
@@ -34,12 +35,13 @@ from atoll.events import (
 from atoll.job import Job, LossValue, RunResult, read_loss
 from atoll.plan.modes.alone import ALONE
 from atoll.randomness import mix, own_randomness, seed_everything
+from atoll.runtime.batch_loader import BatchLoader, LoadedBatch
 from atoll.runtime.checkpoint.checkpointer import Checkpointer, SavePolicy
 from atoll.runtime.checkpoint.loading import Loaded
 from atoll.runtime.checkpoint.local_shard import LocalShard
 from atoll.runtime.checkpoint.manifest import RunIdentity
 from atoll.runtime.checkpoint.safetensors_file import dtype_name
-from atoll.runtime.checkpoint.training_state import restore_training, training_state
+from atoll.runtime.checkpoint.training_state import data_state, restore_data, restore_training, training_state
 from atoll.runtime.evaluation import evaluate, evaluates_after
 from atoll.runtime.executor import Accumulated, LossScale, Update, Updater, loss_share, scaled
 from atoll.runtime.nonfinite import checked_weight, not_finite
@@ -78,6 +80,8 @@ def train_alone(
             with suppress(Exception):  # an observer that failed may fail again; the first error is the one to show
                 trainer.finish("failed", f"{type(error).__name__}: {error}")
             raise
+        finally:
+            trainer.close()
         trainer.finish(reason, "")
     return RunResult(
         reason=reason,
@@ -100,6 +104,11 @@ class _Trainer:
         self.mode = ALONE.name  # or of the run whose process this is
         self.steps = job.total_steps
         self.data_length = job.samples.length
+        self.loader = BatchLoader(job.samples, job.num_workers)
+        self.batches: Iterator[LoadedBatch] | None = None
+        self.data_state: dict[str, Any] | None = None  # of a stream, after the last step
+        self.data_seconds = self.loading_seconds = 0.0  # of the step: waiting for data, and what loading it took whoever did
+        self.eval_loader = BatchLoader(job.eval_samples, job.num_workers) if job.eval_samples is not None else None
         self.model = _on_device(job, device)
         self.optimizer = job.build_optimizer(self.model.parameters())
         self.parameters: list[nn.Parameter] = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -126,6 +135,13 @@ class _Trainer:
         if loaded is not None:
             self.losses = restore_training(loaded.extra, loaded.step, self.scheduler, self.updater.scale)
             self.random = bool(loaded.extra.get("draws", True))
+            restore_data(loaded.extra, self.job.samples)
+
+    def close(self) -> None:
+        """End the processes that load data."""
+        for loader in (self.loader, self.eval_loader):
+            if loader is not None:
+                loader.close()
 
     def elapsed(self) -> float:
         return time.perf_counter() - self.began
@@ -150,6 +166,8 @@ class _Trainer:
         """All steps, and the evaluations between them."""
         try:
             self.emit(self._started())
+            for remark in self.job.remarks(len(self.losses)):
+                self.emit(Note(at_seconds=self.moment(), message=remark))
             if self.resumed is not None:
                 self.emit(self.resumed.event(self.moment()))
             for step in range(len(self.losses) + 1, self.steps + 1):
@@ -196,7 +214,8 @@ class _Trainer:
 
     def _save(self, checkpoints: Checkpointer, policy: SavePolicy, *, final: bool = False) -> None:
         step = len(self.losses)
-        extra = training_state(self.scheduler, self.updater.scale, self.losses) | {"draws": self.random}
+        extra = training_state(self.scheduler, self.updater.scale, self.losses)
+        extra |= {"draws": self.random, "data": data_state(self.data_state)}
         policy.begun(step)
         checkpoints.save(step, _held_tensors(self.model), optimizers=[self.optimizer], extra=extra, final=final)
 
@@ -223,11 +242,13 @@ class _Trainer:
             precision=self.job.precision,
             seed=self.job.seed,
             unix_seconds=time.time(),
+            num_workers=self.job.num_workers,
         )
 
     def _step(self, step: int) -> StepFinished:
         """One step of the optimizer on one global batch. Nothing is applied unless loss and gradient are finite."""
         began = time.perf_counter()
+        self.data_seconds = self.loading_seconds = 0.0
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.zero_grad()
         loss, weight = self._accumulate_gradient(step)
@@ -246,6 +267,8 @@ class _Trainer:
             gradient_norm=gradient_norm,
             memory_bytes=peak_memory_bytes(self.device),
             applied=applied,
+            data_seconds=self.data_seconds,
+            loading_seconds=self.loading_seconds,
         )
 
     def _accumulate_gradient(self, step: int) -> tuple[float, float]:
@@ -271,14 +294,28 @@ class _Trainer:
         return loss, divisor
 
     def _forward(self, step: int, number: int, start: int, stop: int) -> LossValue:
-        with users_code(f"step {step}: loading the batch", JobFailedError):
-            batch = to_device(self.job.samples.batch(step - 1, start, stop), self.device)
+        batch = self._next_batch(step)
         seed_everything(mix(self.job.seed, 5, step, number), devices=self.device.type != "cpu")
         with self.job.autocast(self.device), users_code(f"step {step}: the loss", JobFailedError), self._draws(step, start):
             value = read_loss(self.job.loss(self.model, batch))
         if not value.value.requires_grad:
             raise JobError("Job: loss: no gradient flows from it to the model; is it computed under no_grad, or detached?")
         return value
+
+    def _next_batch(self, step: int) -> Batch:
+        """The next micro-batch, on the device. The first that is asked for is a step's first, wherever the run goes on."""
+        if self.batches is None:
+            samples, parts = self.job.samples, self.job.micro_batches
+            rows = ((s - 1, part) for s in range(step, self.steps + 1) for part in parts)
+            self.batches = self.loader.batches(samples.part(s, *part, last=part == parts[-1]) for s, part in rows)
+        began = time.perf_counter()
+        with users_code(f"step {step}: loading the batch", JobFailedError):
+            loaded = next(self.batches)
+            batch = to_device(loaded.batch, self.device)
+        self.data_state = loaded.state
+        self.data_seconds += time.perf_counter() - began
+        self.loading_seconds += loaded.seconds
+        return batch
 
     @contextmanager
     def _draws(self, step: int, first_sample: int) -> Iterator[None]:
@@ -306,9 +343,8 @@ class _Trainer:
         raise not_finite(step, what, value)
 
     def _evaluate_when_due(self, step: int) -> None:
-        dataset = self.job.eval_dataset
-        if dataset is not None and evaluates_after(self.job, step, self.steps):
-            found = evaluate(self.job, self.model, self.device, step, dataset)
+        if self.eval_loader is not None and evaluates_after(self.job, step, self.steps):
+            found = evaluate(self.job, self.model, self.device, step, self.eval_loader)
             self.evaluations.append(msgspec.structs.replace(found, at_seconds=self.moment()))
             self.emit(self.evaluations[-1])
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from atoll.graph.capture import Captured, capture_program
 from atoll.graph.graph import Precision
 from atoll.job import Job, LossFunction, LossValue
 from atoll.runtime.activations import Activations
+from atoll.runtime.batch_loader import BatchLoader, LoadedBatch
 from atoll.runtime.executor import Accumulated, BuiltStage, LossScale, StageExecutor, Updater, WorkItem
 from atoll.runtime.modes.lockstep.heartbeat import Doing
 from atoll.runtime.modes.lockstep.layout import Layout, RankPlace
@@ -48,9 +50,8 @@ class _Measured:
 
     def example_batch(self, samples: int) -> Batch:
         """As many samples of the evaluation data, collated."""
-        dataset = self.job.eval_dataset
-        assert dataset is not None
-        return self.job.collate([dataset[i % len(dataset)] for i in range(samples)])
+        assert self.job.eval_samples is not None
+        return self.job.eval_samples.at(range(samples))
 
 
 @dataclass(kw_only=True)
@@ -150,7 +151,12 @@ class Evaluation:
         owned: Sequence[OptimizerShard],
         lane_divided: set[str],
         doing: Callable[[object, int], None],
+        lock: Lock,
     ) -> None:
+        """`lock` is held while this process loads data, which seeds the generators."""
+        assert job.eval_samples is not None
+        self._loader = BatchLoader(job.eval_samples, job.num_workers, lock)
+        self._batches: Iterator[LoadedBatch] = iter(())
         self._doing, self._step = doing, 0
         self._job, self._layout, self.rank, self.device, self._functions = job, layout, rank, device, functions
         self._owned = {part.name: part for part in owned}
@@ -173,9 +179,7 @@ class Evaluation:
     def run(self, step: int, moment: Callable[[], float]) -> Evaluated:
         """The losses and metrics of the whole evaluation data."""
         began, self._step = time.perf_counter(), step
-        dataset = self._job.eval_dataset
-        assert dataset is not None
-        size, length = self._job.micro_batch_size or self._job.batch_size, len(dataset)
+        size, length = self._loader.samples.batch_size, self._loader.samples.length
         pieces = [range(start, min(start + size, length)) for start in range(0, length, size)]
         sums = torch.zeros(len(self._functions), 2, dtype=torch.float64)
         for index, function in enumerate(self._functions):
@@ -191,12 +195,19 @@ class Evaluation:
     def _measure(self, function: EvaluatedFunction, pieces: Sequence[range]) -> Tensor:
         """Sum and weight of what this rank computed."""
         turns = _Turns(self, function, pieces, self._step)
-        most = max(self._rounds(stage.place, len(pieces)) for stage in function.stages)
-        for number in range(most):
-            for stage in function.stages:
-                if number < self._rounds(stage.place, len(pieces)):
-                    turns.take(stage, self._micro_batch(stage.place, number))
+        taken = list(self._taken(function, len(pieces)))
+        read = (pieces[number] for stage, number in taken if stage.place.tensor == 0 and number < len(pieces))
+        self._batches = self._loader.batches(map(self._loader.samples.request, read))
+        for stage, number in taken:
+            turns.take(stage, number)
         return turns.finish()
+
+    def _taken(self, function: EvaluatedFunction, count: int) -> Iterator[tuple[_EvalStage, int]]:
+        """The micro-batches of a rank's stages, in the order it takes them."""
+        for number in range(max(self._rounds(stage.place, count) for stage in function.stages)):
+            for stage in function.stages:
+                if number < self._rounds(stage.place, count):
+                    yield stage, self._micro_batch(stage.place, number)
 
     def _rounds(self, place: RankPlace, count: int) -> int:
         """How often a worker's lanes take a micro-batch each; in the last round some may have none."""
@@ -214,17 +225,20 @@ class Evaluation:
         replica, lane = number % len(stage.replicas), number // len(stage.replicas) % stage.lanes
         return self._layout.rank(RankPlace(place.stage, replica, lane, 0))
 
-    def load(self, indices: range) -> Batch:
-        """The samples of a micro-batch, collated, on the device."""
-        dataset = self._job.eval_dataset
-        assert dataset is not None
-        samples = []
-        for index in indices:
-            self._doing(Doing(f"reading sample {index} of the evaluation data", "user"), self._step)
-            samples.append(dataset[index])
-        batch = to_device(self._job.collate(samples), self.device)
+    def load(self) -> Batch:
+        """The next micro-batch that this rank takes, on the device."""
+        self._doing(Doing(self._in_words, "user"), self._step)
+        batch = to_device(next(self._batches).batch, self.device)
         self._doing("evaluating", self._step)
         return batch
+
+    def _in_words(self) -> str:
+        index = self._loader.samples.reading
+        return f"reading sample {index} of the evaluation data" if index is not None else "reading the evaluation data"
+
+    def close(self) -> None:
+        """Ends the processes that load its data."""
+        self._loader.close()
 
     def whole(self, name: str, stage: int) -> Tensor:
         """A parameter, put together by all ranks of the worker where each holds a part."""
@@ -287,7 +301,7 @@ class _Turns:
 
     def _inputs(self, stage: _EvalStage, number: int) -> Activations:
         sizes, program, place = self._function.sizes, stage.program, stage.place
-        leaves = sizes.leaves(self._evaluation.load(self._pieces[number]))
+        leaves = sizes.leaves(self._evaluation.load())
         binding = sizes.bind(leaves)
         if place.stage == 0:
             return Activations(binding, leaves, [])

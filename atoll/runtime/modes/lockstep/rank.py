@@ -19,6 +19,7 @@ from atoll.cluster.memory import host_memory
 from atoll.cost.evaluate import DEFAULT_BUCKET_BYTES
 from atoll.graph.capture import Captured
 from atoll.job import Job
+from atoll.runtime.batch_loader import BatchLoader
 from atoll.runtime.checkpoint.exchange import CheckpointRanks
 from atoll.runtime.executor import Accumulated, LossScale, StageExecutor, Updater, WorkItem
 from atoll.runtime.imposed_speed import Pace
@@ -129,9 +130,8 @@ def assemble(
     ]
     schedule, activity = make_plan_schedule(layout), Activity(doing)
     actions = schedule[layout.worker_of(rank.number)]
-    feed = ShardLoader(
-        job.samples, layout, actions, stages, rank.sizes, device, last_step=job.total_steps, ahead=_AHEAD, lock=rank.key.lock
-    )
+    loader = BatchLoader(job.samples, job.num_workers, rank.key.lock)
+    feed = ShardLoader(loader, layout, actions, stages, rank.sizes, device, last_step=job.total_steps, ahead=_AHEAD)
     executor = _executor(rank, stages, parts, held, Generators(rank.key.lock, feed.reading, activity))
     runner = ScheduleRunner(
         layout,
@@ -148,7 +148,9 @@ def assemble(
     )
     buffers = _changed_buffers(rank, cut, parts)
     divided = _lane_divided(cut)
-    evaluation = Evaluation(job, layout, rank.number, device, parts.evaluated, held.owned, divided, doing) if parts.evaluated else None
+    evaluation = None
+    if parts.evaluated:
+        evaluation = Evaluation(job, layout, rank.number, device, parts.evaluated, held.owned, divided, doing, rank.key.lock)
     return RankWork(
         layout=layout,
         rank=rank.number,

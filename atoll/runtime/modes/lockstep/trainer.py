@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from atoll.blame import users_code
 from atoll.control.clipping import clip_coefficient
 from atoll.errors import JobFailedError
-from atoll.events import AnyEvent, CodecChosen, Evaluated, NonFinite, Observer, RunFinished, RunStarted, StepFinished, StopTraining
+from atoll.events import AnyEvent, CodecChosen, Evaluated, NonFinite, Note, Observer, RunFinished, RunStarted, StepFinished, StopTraining
 from atoll.job import Job
 from atoll.plan.modes.lockstep import LOCKSTEP
 from atoll.runtime.checkpoint.loading import Loaded
@@ -41,6 +41,8 @@ class _Totals(NamedTuple):
     weight: float
     squares: float  # of the gradient, before it is divided by anything
     stop: bool  # somebody asked to stop after this step
+    data_seconds: float  # waited for data, the mean of the ranks that read any
+    loading_seconds: float  # that loading it took, likewise
 
 
 class Trainer:
@@ -91,6 +93,8 @@ class Trainer:
     def train(self, stop_asked: Callable[[], bool], after_step: Callable[[int], None] = lambda step: None) -> Reason:
         """All steps. `stop_asked` is looked at on every rank and obeyed by all after the same step; `after_step` may save."""
         self.tell(self._started())
+        for remark in self.job.remarks(self.last_step):
+            self.tell(Note(at_seconds=self.moment(), message=remark))
         if self.resumed is not None:
             self.tell(self.resumed.event(self.moment()))
         for link, codec in self.work.layout.plan.codecs.items():
@@ -136,6 +140,8 @@ class Trainer:
             gradient_norm=gradient_norm,
             memory_bytes=peak_memory_bytes(self.device),
             applied=applied,
+            data_seconds=totals.data_seconds,
+            loading_seconds=totals.loading_seconds,
         )
         return event, totals.stop
 
@@ -143,10 +149,12 @@ class Trainer:
         """One small exchange a step: nobody may apply a gradient before all know that it is whole and finite."""
         wanted = self.job.max_grad_norm is not None or self.updater.scale.enabled
         squares = squared_norm(self.work.counted) if wanted else 0.0
-        vector = torch.tensor([total, weight, squares, float(stop_asked)], dtype=torch.float64)
+        feed = self.work.feed
+        data = [float(feed.reads), *feed.take_times()]
+        vector = torch.tensor([total, weight, squares, float(stop_asked), *data], dtype=torch.float64)
         dist.all_reduce(vector)
-        loss, weight, squares, stop = vector.tolist()
-        return _Totals(loss, weight, squares, stop > 0)
+        loss, weight, squares, stop, reading, waited, loading = vector.tolist()
+        return _Totals(loss, weight, squares, stop > 0, waited / max(1.0, reading), loading / max(1.0, reading))
 
     def _apply(self, step: int, totals: _Totals) -> tuple[float, float | None, bool]:
         """Divide, clip and apply; returns the loss, the gradient's norm if it was wanted, and whether anything was applied."""
@@ -217,6 +225,7 @@ class Trainer:
             precision=self.job.precision,
             seed=self.job.seed,
             unix_seconds=time.time(),
+            num_workers=self.job.num_workers,
         )
 
     def finish(self, reason: "Reason | Literal['failed']", message: str = "") -> None:

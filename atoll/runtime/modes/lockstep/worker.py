@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import torch
@@ -15,6 +15,7 @@ from atoll.cluster import Cluster, load_cluster
 from atoll.cluster.memory import keep_freed_memory
 from atoll.cost import Evaluator
 from atoll.cost.evaluate import DEFAULT_BUCKET_BYTES, bucket_bytes
+from atoll.data import StreamSamples
 from atoll.errors import AtollError, JobError, JobFailedError, PlanError
 from atoll.events import CheckpointBegun, Evaluated, EventLog, Observer
 from atoll.graph import Graph
@@ -27,7 +28,7 @@ from atoll.plan.modes.lockstep import LOCKSTEP
 from atoll.runtime.checkpoint.checkpointer import Checkpointer, SavePolicy
 from atoll.runtime.checkpoint.exchange import CheckpointRanks
 from atoll.runtime.checkpoint.manifest import RunIdentity
-from atoll.runtime.checkpoint.training_state import training_state
+from atoll.runtime.checkpoint.training_state import data_state, restore_data, training_state
 from atoll.runtime.imposed_speed import pace_of_rank
 from atoll.runtime.modes.lockstep.evaluation import capture_evaluated
 from atoll.runtime.modes.lockstep.heartbeat import Doing
@@ -181,6 +182,8 @@ class _Session:
         """Continue from the last checkpoint if there is one, train, save."""
         with ExitStack() as stack:
             stack.callback(self.work.feed.close)
+            if self.work.evaluation is not None:
+                stack.callback(self.work.evaluation.close)
             checkpoints = self._checkpoints(stack)
             if checkpoints is not None:
                 self._load(checkpoints)
@@ -240,7 +243,15 @@ class _Session:
 
     def _save(self, checkpoints: Checkpointer, step: int, *, final: bool = False) -> None:
         extra = training_state(self.trainer.scheduler, self.trainer.updater.scale, self.trainer.losses)
+        extra |= {"data": self._data_state(step)}
         checkpoints.save(step, self.work.executor.shards(), optimizers=self._optimizers(), extra=extra, final=final)
+
+    def _data_state(self, step: int) -> Any:
+        """Of a stream, said by the first rank that reads it; all take part."""
+        if not isinstance(self.job.samples, StreamSamples):
+            return None
+        own = data_state(self.work.feed.state_after(step))
+        return next((said for said in CheckpointRanks(dist.group.WORLD).gather(own, Any) if said is not None), None)
 
     def _load(self, checkpoints: Checkpointer) -> None:
         self.run.doing("reading the checkpoint")
@@ -248,6 +259,7 @@ class _Session:
         if loaded is None:
             return
         self.trainer.resume(loaded.step, loaded.extra)
+        restore_data(loaded.extra, self.job.samples)
         self.run.saved(loaded.step)
         self.trainer.resumed = loaded
 

@@ -11,6 +11,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import NamedTuple
 
 import msgspec
@@ -40,6 +41,7 @@ from atoll.events import (
 from atoll.fabric.security import Authority, serve
 from atoll.job import Job
 from atoll.plan.modes.swarm import SwarmOptions
+from atoll.runtime.batch_loader import BatchLoader
 from atoll.runtime.checkpoint.directory import step_path
 from atoll.runtime.checkpoint.manifest import MODEL
 from atoll.runtime.checkpoint.state_file import BUFFER, StateReader, cut
@@ -278,6 +280,8 @@ class _Coordinating:
         told = since_start(tuple(read_events(self.directory.events)), self._start)
         if not told:
             self._tell(self._started())
+            for remark in self.job.remarks():
+                self._emit(Note(message=remark))
             return True
         for observer in self.observers:
             observer(self._started())
@@ -302,6 +306,7 @@ class _Coordinating:
             steps=job.total_steps,
             batch_size=job.batch_size,
             samples=job.samples.length,
+            num_workers=job.num_workers,
             parameters=self.spec.parameters,
             devices=(),
             precision=job.precision,
@@ -411,9 +416,9 @@ def evaluate_state(directory: RunDirectory, job: Job, step: int) -> Evaluated:
         for key in (MODEL + name, BUFFER + name):
             if key in saved:
                 saved.fill(key, value)
-    dataset = job.eval_dataset
-    assert dataset is not None
-    return evaluate(job, model, torch.device("cpu"), step, dataset)
+    assert job.eval_samples is not None
+    with closing(BatchLoader(job.eval_samples, job.num_workers)) as loader:
+        return evaluate(job, model, torch.device("cpu"), step, loader)
 
 
 async def evaluate_elsewhere(directory: RunDirectory, step: int) -> Evaluated:

@@ -60,7 +60,7 @@ SEVENTH = JOB.samples.index(7)
     [
         ({"data": Rows(bad=SEVENTH)}, f"step 2: loading the batch failed: ZeroDivisionError: mine (sample {SEVENTH} of 20)"),
         (
-            {"collate": fail},
+            {"collate_fn": fail},
             f"step 1: loading the batch failed: ZeroDivisionError: mine (collating samples {JOB.samples.index(0)}, {JOB.samples.index(1)})",
         ),
         ({"loss": lambda model, batch: fail()}, "step 1: the loss failed: ZeroDivisionError: mine"),

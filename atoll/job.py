@@ -94,6 +94,9 @@ class Job:
     """The order of the data: a `torch.utils.data.Sampler`, or a callable from the epoch (counted from 0) to its indices. None: shuffled."""
     drop_last: bool = False
     """Leave out what an epoch has beyond whole batches; else the next epoch fills its last batch up."""
+    dynamic: Mapping[str, int | Sequence[int]] = field(default_factory=dict)
+    """Dimensions of a batch's tensors whose size varies, beside the number of samples: `{"input_ids": 1}`. Those that differ between the
+    first batches are found without."""
     seed: int = 0
     """Decides the starting weights, the order of the data and dropout: a whole number from 0 to 2⁶⁴ - 1."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -215,6 +218,10 @@ class Job:
         if samples < 1:
             raise JobError(f"example_batch: samples must be at least 1, got {samples}")
         return self.samples.at(range(samples))
+
+    def more_examples(self, samples: int) -> list[Batch]:
+        """Batches of that many of the samples that follow those of `example_batch`, so that lengths that vary are seen."""
+        return [self.samples.at(range(start, start + samples)) for start in range(samples, 4 * samples, samples)]
 
     def build_model(self, device: torch.device | str = "cpu") -> nn.Module:
         """The model with the weights it starts from, in training mode: the same weights on every host and device.
@@ -419,6 +426,8 @@ def _check_functions(job: Job) -> None:
     _check_callable("loss", job.loss, 2, "a function loss(model, batch)")
     _check_callable("optimizer", job.optimizer, 1, "a callable from parameters to an optimizer, such as torch.optim.AdamW")
     _check_callable("collate_fn", job.collate_fn, 1, "a callable from a list of samples to a batch")
+    if not isinstance(job.dynamic, Mapping) or not all(isinstance(name, str) for name in job.dynamic):
+        _wrong("dynamic", f"must be a mapping from names of a batch's tensors to dimensions, got {_kind_of(job.dynamic)}")
     if job.sampler is not None and not isinstance(job.sampler, Sampler):
         _check_callable("sampler", job.sampler, 1, "a torch.utils.data.Sampler or a callable from the epoch to its indices")
     if job.scheduler is not None:

@@ -8,7 +8,20 @@ batch that begins in one epoch ends in the next.
 
 from atoll.data.datasets import Shapes, SortedDigits, StandardLibraryText
 from atoll.data.device import Batch, to_device
-from atoll.data.samples import Dataset, Request, Samples
+from atoll.data.files import JsonLines, TextLines
+from atoll.data.samples import BatchRequest, Dataset, Samples
 from atoll.data.stream import StreamSamples
 
-__all__ = ["Batch", "Dataset", "Request", "Samples", "Shapes", "SortedDigits", "StandardLibraryText", "StreamSamples", "to_device"]
+__all__ = [
+    "Batch",
+    "Dataset",
+    "JsonLines",
+    "BatchRequest",
+    "Samples",
+    "Shapes",
+    "SortedDigits",
+    "StandardLibraryText",
+    "StreamSamples",
+    "TextLines",
+    "to_device",
+]

@@ -10,7 +10,7 @@ from atoll.data.order import SampleOrder, epoch_order
 from atoll.errors import JobError
 from atoll.randomness import mix, own_randomness, seed_everything
 
-__all__ = ["EVALUATION", "TRAINING", "Collate", "Dataset", "MapReader", "Reader", "Request", "Samples", "noting"]
+__all__ = ["EVALUATION", "TRAINING", "Collate", "Dataset", "MapReader", "Reader", "BatchRequest", "Samples", "noting"]
 
 TRAINING, EVALUATION = 1, 7  # what the seeds of samples are mixed with
 Collate = Callable[[list[Any]], Batch]
@@ -23,7 +23,7 @@ class Dataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-class Request(NamedTuple):
+class BatchRequest(NamedTuple):
     """The samples of a batch: their positions in the endless row, and their indices where the data has such."""
 
     positions: Sequence[int]
@@ -36,7 +36,7 @@ class Reader(Protocol):
 
     reading: object | None  # the sample that is asked for right now, in words; for whoever wants to know why it takes long
 
-    def load(self, request: Request) -> tuple[Batch, dict[str, Any] | None]:
+    def load(self, request: BatchRequest) -> tuple[Batch, dict[str, Any] | None]:
         """The batch; and the state of a stream at `until`, where that is asked for."""
         ...
 
@@ -51,7 +51,7 @@ class MapReader:
         self.length = len(dataset)
         self.reading: object | None = None
 
-    def load(self, request: Request) -> tuple[Batch, None]:
+    def load(self, request: BatchRequest) -> tuple[Batch, None]:
         """The samples, collated."""
         if len(self.dataset) != self.length:
             raise JobError(
@@ -109,9 +109,9 @@ class Samples:
         """The sample at a position of the endless row."""
         return self._order.index(*divmod(position, self.length))
 
-    def request(self, positions: Sequence[int], until: int | None = None) -> Request:
+    def request(self, positions: Sequence[int], until: int | None = None) -> BatchRequest:
         """What is to be loaded for a batch of these positions; and of a stream its state at `until`, if that is given."""
-        return Request(positions, [self.index(position) for position in positions], until)
+        return BatchRequest(positions, [self.index(position) for position in positions], until)
 
     def go_on_from(self, state: dict[str, Any]) -> None:
         """The state of a stream that a run is to go on with; data with a length needs none."""
@@ -120,7 +120,7 @@ class Samples:
         """How many samples must be read before the one at a position: none, of data with a length."""
         return 0
 
-    def part(self, step: int, start: int, stop: int, *, last: bool) -> Request:
+    def part(self, step: int, start: int, stop: int, *, last: bool) -> BatchRequest:
         """Samples `start` up to `stop` of the global batch of `step` (counted from 0); `last`: a process asks for no more of that step."""
         return self.request(self.positions(step, start, stop), (step + 1) * self.batch_size if last else None)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import IterableDataset
 
 from atoll.data.device import Batch
-from atoll.data.samples import TRAINING, Collate, Request, Samples, noting
+from atoll.data.samples import TRAINING, BatchRequest, Collate, Samples, noting
 from atoll.errors import JobError
 from atoll.randomness import mix, own_randomness, seed_everything
 
@@ -66,7 +66,7 @@ class StreamReader:
         """How many samples must be read before the one at a position when nothing has been read."""
         return position - max((place.position for place in self._places if place.position <= position), default=0)
 
-    def load(self, request: Request) -> tuple[Batch, dict[str, Any] | None]:
+    def load(self, request: BatchRequest) -> tuple[Batch, dict[str, Any] | None]:
         """The samples, collated; they may lie before those of the last request, which may mean to read from the beginning."""
         positions = request.positions
         with own_randomness(devices=False):

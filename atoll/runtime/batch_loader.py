@@ -24,7 +24,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from atoll.blame import in_words, own_frames, with_frames
-from atoll.data import Batch, Request, Samples
+from atoll.data import Batch, BatchRequest, Samples
 from atoll.data.samples import Reader
 from atoll.errors import JobError, JobFailedError
 from atoll.script import ImportedScript, import_again, imported_scripts
@@ -53,7 +53,7 @@ class BatchLoader:
         self._lock = lock or nullcontext()
         self._pool: ProcessPoolExecutor | None = None
 
-    def batches(self, requests: Iterable[Request]) -> Iterator[LoadedBatch]:
+    def batches(self, requests: Iterable[BatchRequest]) -> Iterator[LoadedBatch]:
         """The batches of these requests, in their order. What the user's code raises is raised here, wherever it ran."""
         if not self.num_workers:
             yield from map(self.load, requests)
@@ -65,12 +65,12 @@ class BatchLoader:
             under_way.extend(self.submit(request) for request in islice(rest, 1))
             yield found
 
-    def load(self, request: Request) -> LoadedBatch:
+    def load(self, request: BatchRequest) -> LoadedBatch:
         """A batch, loaded by this process."""
         with self._lock:
             return _load(self.samples.reader, request)
 
-    def submit(self, request: Request) -> "Future[bytes]":
+    def submit(self, request: BatchRequest) -> "Future[bytes]":
         """Have a worker load a batch; `result` waits for it."""
         if self._pool is None:
             self._pool = _start_workers(self.samples.reader, self.num_workers)
@@ -101,7 +101,7 @@ class BatchLoader:
             self._pool = None
 
 
-def _load(reader: Reader, request: Request) -> LoadedBatch:
+def _load(reader: Reader, request: BatchRequest) -> LoadedBatch:
     began = time.perf_counter()
     batch, state = reader.load(request)
     return LoadedBatch(batch, time.perf_counter() - began, state)
@@ -129,7 +129,7 @@ class _Worker:
         cls.reader = sent.reader
 
     @classmethod
-    def load(cls, request: Request) -> bytes:
+    def load(cls, request: BatchRequest) -> bytes:
         """The pickled batch, its tensors in shared memory; or what went wrong instead."""
         try:
             return bytes(ForkingPickler.dumps(_load(cls.reader, request)))

@@ -172,7 +172,7 @@ def _data_waits(events: list[AnyEvent]) -> DataWaits | None:
         waited_share=waited / seconds,
         loading_seconds_per_sample=loading / samples,
         num_workers=workers,
-        workers_needed=math.ceil(loading / computing),
+        workers_needed=math.ceil(loading / computing - 1e-3),
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from atoll.blame import own_frames
-from atoll.data import Request, Samples
+from atoll.data import BatchRequest, Samples
 from atoll.errors import JobError
 from atoll.events import RunFinished, StepFinished, read_events
 from atoll.runtime.batch_loader import BatchLoader
@@ -42,7 +42,7 @@ def rows(samples: list[Any]) -> list[Any]:
     return samples if len(samples) > 1 else [lambda: samples]
 
 
-def requests(samples: Samples) -> list[Request]:
+def requests(samples: Samples) -> list[BatchRequest]:
     """Batches of different sizes, without the broken sample."""
     good = [position for position in range(60) if samples.index(position) != Augmented.broken]
     return [samples.request(good[start : start + size]) for start, size in ((0, 5), (5, 2), (7, 6), (40, 3), (2, 4), (20, 2))]

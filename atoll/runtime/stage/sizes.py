@@ -72,7 +72,9 @@ class Sizes:
         fits = len(shape) == len(expected) and all(not isinstance(e, int) or e == n for e, n in zip(expected, shape, strict=True))
         if not fits:
             wanted = ", ".join(str(e) if isinstance(e, int) else "any" for e in expected)
-            advice = "make every batch that size in `collate_fn` (pad or cut)"
+            dim = next((d for d, (e, n) in enumerate(zip(expected, shape, strict=False)) if isinstance(e, int) and e != n), 0)
+            name = path[2:-2] if path.startswith("['") and path.count("[") == 1 else path
+            advice = f"say that it varies with dynamic={{{name!r}: {dim}}}, or make every batch that size in `collate_fn` (pad or cut)"
             raise JobError(f"Job: collate_fn: batch{path} has shape {list(shape)}, but the job was captured with [{wanted}]; {advice}")
 
     def take(self, leaves: dict[str, Any], start: int, stop: int) -> dict[str, Any]:

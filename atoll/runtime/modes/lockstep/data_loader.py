@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from atoll.blame import users_code
-from atoll.data import Request, to_device
+from atoll.data import BatchRequest, to_device
 from atoll.errors import JobFailedError
 from atoll.runtime.batch_loader import BatchLoader, LoadedBatch
 from atoll.runtime.modes.lockstep.heartbeat import Doing
@@ -109,7 +109,7 @@ class ShardLoader:
     def _keys(self, first_step: int) -> Iterator[tuple[int, _Piece]]:
         return ((step, piece) for step in range(first_step, self._last_step + 1) for piece in self._order)
 
-    def _request(self, key: tuple[int, _Piece]) -> Request:
+    def _request(self, key: tuple[int, _Piece]) -> BatchRequest:
         step, piece = key
         return self._loader.samples.part(step - 1, *self._loaded_with.get(piece, piece), last=piece == self._order[-1])
 

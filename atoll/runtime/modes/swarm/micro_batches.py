@@ -11,7 +11,7 @@ from torch import Tensor
 
 from atoll.blame import users_code
 from atoll.control.messages import Backward, Forward, Message
-from atoll.data import Request, to_device
+from atoll.data import BatchRequest, to_device
 from atoll.errors import JobFailedError
 from atoll.graph.capture import Captured
 from atoll.job import Job
@@ -57,7 +57,7 @@ class SampleFeed:
         leaves = self._sizes.leaves(to_device(loaded.batch, torch.device("cpu")))
         return Activations(self._sizes.bind(leaves), {name: leaf for name, leaf in leaves.items() if name in self._needed}, [])
 
-    def _request(self, version: int, micro_batch: int) -> Request:
+    def _request(self, version: int, micro_batch: int) -> BatchRequest:
         return self._samples.part(version, *self._micro_batches[micro_batch], last=False)
 
     def _from_workers(self, version: int, micro_batch: int) -> LoadedBatch:

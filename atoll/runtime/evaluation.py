@@ -2,6 +2,7 @@
 
 import math
 import time
+from threading import Lock
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from atoll.job import Job, LossFunction, LossValue, read_loss
 from atoll.runtime.batch_loader import BatchLoader
 from atoll.runtime.nonfinite import checked_weight
 
-__all__ = ["evaluate", "evaluates_after"]
+__all__ = ["evaluate", "evaluates_after", "loader_for"]
 
 
 def evaluates_after(job: Job, step: int, steps: int) -> bool:
@@ -23,6 +24,15 @@ def evaluates_after(job: Job, step: int, steps: int) -> bool:
     if job.eval_data is None:
         return False
     return step == steps or (job.eval_every is not None and step % job.eval_every == 0)
+
+
+def loader_for(job: Job, dataset: Any, before: BatchLoader | None, lock: Lock | None = None) -> BatchLoader:
+    """What loads data to evaluate on: the same as before, with its workers, for the same data."""
+    if before is not None:
+        if before.samples.dataset is dataset:
+            return before
+        before.close()
+    return BatchLoader(job.evaluation_samples(dataset), job.num_workers, lock)
 
 
 @torch.no_grad()

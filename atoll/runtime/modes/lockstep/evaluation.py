@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atoll.blame import users_code
-from atoll.data import Batch, to_device
+from atoll.data import Batch, Dataset, Samples, to_device
 from atoll.errors import CaptureError, JobFailedError
 from atoll.events import Evaluated
 from atoll.graph.capture import Captured, capture_program
@@ -25,7 +25,9 @@ from atoll.graph.graph import Precision
 from atoll.job import Job, LossFunction, LossValue
 from atoll.runtime.activations import Activations
 from atoll.runtime.batch_loader import BatchLoader, LoadedBatch
+from atoll.runtime.evaluation import loader_for
 from atoll.runtime.executor import Accumulated, BuiltStage, LossScale, StageExecutor, Updater, WorkItem
+from atoll.runtime.modes.lockstep.agreement import ChangedBuffers
 from atoll.runtime.modes.lockstep.heartbeat import Doing
 from atoll.runtime.modes.lockstep.layout import Layout, RankPlace
 from atoll.runtime.modes.lockstep.sharding import OptimizerShard
@@ -47,11 +49,11 @@ class _Measured:
     loss: LossFunction
     precision: Precision
     job: Job
+    samples: Samples
 
     def example_batch(self, samples: int) -> Batch:
         """As many samples of the evaluation data, collated."""
-        assert self.job.eval_samples is not None
-        return self.job.eval_samples.at(range(samples))
+        return self.samples.at(range(samples))
 
 
 @dataclass(kw_only=True)
@@ -71,14 +73,16 @@ class EvaluatedFunction:
     executor: StageExecutor
 
 
-def capture_evaluated(job: Job) -> dict[str, Captured]:
-    """The programs of what is evaluated: the loss, under an empty name, and metrics. None when the job does not evaluate."""
-    if job.eval_dataset is None:
+def capture_evaluated(job: Job, dataset: Dataset | None = None) -> dict[str, Captured]:
+    """The programs of what is evaluated, on this data or the job's: the loss, under an empty name, and metrics. None without data."""
+    dataset = dataset if dataset is not None else job.eval_dataset
+    if dataset is None:
         return {}
-    programs = {}
+    programs, samples = {}, job.evaluation_samples(dataset)
     for name, function in {"": job.eval_loss or job.loss, **job.metrics}.items():
         known = name or ("eval_loss" if job.eval_loss else "loss")
-        programs[name] = capture_program(_Measured(f"{job.name}: {known}", job.model, function, job.precision, job), training=False)
+        measured = _Measured(f"{job.name}: {known}", job.model, function, job.precision, job, samples)
+        programs[name] = capture_program(measured, training=False)
     return programs
 
 
@@ -152,12 +156,15 @@ class Evaluation:
         lane_divided: set[str],
         doing: Callable[[object, int], None],
         lock: Lock,
+        buffers: ChangedBuffers | None = None,
     ) -> None:
-        """`lock` is held while this process loads data, which seeds the generators."""
-        assert job.eval_samples is not None
-        self._loader = BatchLoader(job.eval_samples, job.num_workers, lock)
+        """`lock` is held while this process loads data, which seeds the generators; `buffers` are those that evaluation reads and
+        training's exchange after every step does not bring up to date, if there may be some.
+        """
+        self._doing, self._step, self._buffers = doing, 0, buffers
+        self._lock = lock
+        self._loader: BatchLoader | None = None  # of what was evaluated last
         self._batches: Iterator[LoadedBatch] = iter(())
-        self._doing, self._step = doing, 0
         self._job, self._layout, self.rank, self.device, self._functions = job, layout, rank, device, functions
         self._owned = {part.name: part for part in owned}
         self._lane_divided = lane_divided
@@ -176,9 +183,12 @@ class Evaluation:
                     own[s] = made.get(ranks)
         return own
 
-    def run(self, step: int, moment: Callable[[], float]) -> Evaluated:
-        """The losses and metrics of the whole evaluation data."""
+    def run(self, step: int, moment: Callable[[], float], dataset: Dataset | None = None) -> Evaluated:
+        """The losses and metrics of a whole data set; None: the job's evaluation data."""
         began, self._step = time.perf_counter(), step
+        self._loader = loader_for(self._job, dataset if dataset is not None else self._job.eval_dataset, self._loader, self._lock)
+        if self._buffers is not None:
+            self._buffers.agree()
         size, length = self._loader.samples.batch_size, self._loader.samples.length
         pieces = [range(start, min(start + size, length)) for start in range(0, length, size)]
         sums = torch.zeros(len(self._functions), 2, dtype=torch.float64)
@@ -197,6 +207,7 @@ class Evaluation:
         turns = _Turns(self, function, pieces, self._step)
         taken = list(self._taken(function, len(pieces)))
         read = (pieces[number] for stage, number in taken if stage.place.tensor == 0 and number < len(pieces))
+        assert self._loader is not None
         self._batches = self._loader.batches(map(self._loader.samples.request, read))
         for stage, number in taken:
             turns.take(stage, number)
@@ -233,12 +244,13 @@ class Evaluation:
         return batch
 
     def _in_words(self) -> str:
-        index = self._loader.samples.reading
+        index = self._loader.samples.reading if self._loader is not None else None
         return f"reading sample {index} of the evaluation data" if index is not None else "reading the evaluation data"
 
     def close(self) -> None:
         """Ends the processes that load its data."""
-        self._loader.close()
+        if self._loader is not None:
+            self._loader.close()
 
     def whole(self, name: str, stage: int) -> Tensor:
         """A parameter, put together by all ranks of the worker where each holds a part."""

@@ -2,7 +2,7 @@
 
 import math
 import time
-from threading import Lock
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ def evaluates_after(job: Job, step: int, steps: int) -> bool:
     return step == steps or (job.eval_every is not None and step % job.eval_every == 0)
 
 
-def loader_for(job: Job, dataset: Any, before: BatchLoader | None, lock: Lock | None = None) -> BatchLoader:
+def loader_for(job: Job, dataset: Any, before: BatchLoader | None, lock: AbstractContextManager[Any] | None = None) -> BatchLoader:
     """What loads data to evaluate on: the same as before, with its workers, for the same data."""
     if before is not None:
         if before.samples.dataset is dataset:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, SequentialSampler
 
+from atoll.events import AnyEvent, StepFinished
+
 from .one_process import OneProcess
 from .test_compute import check, job, plain
 
@@ -26,8 +28,8 @@ def test_a_swarm_reads_a_stream_and_redoes_work_on_it() -> None:
     expected = plain(job(data=rows, sampler=SequentialSampler(rows)))
     swarm = OneProcess(job(data=Rows, num_workers=1), [0, 2, 5], 4, 3, chunks=3, checkpoint_every=2, lost_seconds=2.0)
 
-    def disturb(swarm: OneProcess, happening: Any) -> None:
-        if type(happening).__name__ == "StepCommitted" and happening.version == 1:
+    def disturb(swarm: OneProcess, event: AnyEvent) -> None:
+        if isinstance(event, StepFinished) and event.step == 2:
             victim = next(name for name, worker in swarm.workers.items() if worker.stage == 0)
             asyncio.get_running_loop().create_task(swarm.kill(victim))
             swarm.add_worker("late")

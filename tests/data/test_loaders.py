@@ -1,5 +1,6 @@
 """A DataLoader given as data: the job takes it apart, and refuses what it cannot carry."""
 
+import multiprocessing
 from dataclasses import replace
 from typing import Any
 
@@ -60,6 +61,12 @@ def test_what_both_say_must_agree() -> None:
         job(ROWS)
     with pytest.raises(JobError, match="the callable returned a DataLoader; give the DataLoader itself"):
         job(lambda: loader, batch_size=4).samples  # noqa: B018
+
+
+def test_a_script_that_trains_when_a_worker_imports_it_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)  # as while a process begins
+    with pytest.raises(JobError, match=r'put what trains under `if __name__ == "__main__":`'):
+        job(ROWS, batch_size=4).run(progress=False)
 
 
 class Grouped(BatchSampler):

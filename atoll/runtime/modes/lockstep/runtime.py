@@ -21,12 +21,13 @@ class LockstepRuntime:
 
     def check(self, run: RunContext) -> None:
         """PlanError where the plan says what lockstep does not do, or not with the sizes the job was captured for."""
-        from atoll.runtime.modes.lockstep.layout import Layout  # PyTorch takes seconds to load: mistakes are told before
+        from atoll.graph.capture import Captured  # PyTorch takes seconds to load: mistakes are told before
+        from atoll.runtime.modes.lockstep.layout import Layout
         from atoll.runtime.modes.lockstep.parallelize import check_lane_sizes
         from atoll.runtime.stage.sizes import Sizes
 
         layout = Layout(run.plan)
-        if run.captured is not None:
+        if isinstance(run.captured, Captured):
             check_lane_sizes(layout, run.captured, Sizes(run.captured))
 
     def resume(self, run: RunContext) -> ResumePoint | None:

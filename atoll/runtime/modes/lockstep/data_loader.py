@@ -12,6 +12,7 @@ from atoll.blame import users_code
 from atoll.data import BatchRequest, to_device
 from atoll.errors import JobFailedError
 from atoll.runtime.batch_loader import BatchLoader, LoadedBatch
+from atoll.runtime.loss_weights import StepWeights
 from atoll.runtime.modes.lockstep.heartbeat import Doing
 from atoll.runtime.modes.lockstep.layout import Layout
 from atoll.runtime.modes.lockstep.schedule import Action
@@ -52,6 +53,7 @@ class ShardLoader:
         self._ahead = ahead
         self._states: dict[int, dict[str, Any]] = {}  # of a stream, after the last steps that were read
         self._waited = self._loading = 0.0
+        self._weights = StepWeights(sizes, layout.micro_batches, self._batch)
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self.reading = Doing(self._in_words, "user")
@@ -117,14 +119,19 @@ class ShardLoader:
         """The next batch, which is the one with this piece, as the stages want it; and the seconds that loading it took."""
         step, (start, stop) = key
         first, last = self._loaded_with.get((start, stop), (start, stop))
+        weights = self._weights.of(step)
         with users_code(f"step {step}: loading the batch", JobFailedError):
             loaded = next(batches)
         if loaded.state is not None:
             self._states = {**dict(list(self._states.items())[-_STATES:]), step: loaded.state}
-        leaves = self._sizes.leaves(to_device(loaded.batch, self._device))
+        leaves = self._sizes.leaves(*to_device((loaded.batch, weights), self._device))
         if (first, last) != (start, stop):
             leaves = self._sizes.take(leaves, start - first, stop - first)
         return (leaves, self._sizes.bind(leaves)), loaded.seconds
+
+    def _batch(self, step: int, start: int, stop: int) -> Any:
+        with users_code(f"step {step}: loading the batch", JobFailedError):
+            return self._loader.load(self._loader.samples.part(step - 1, start, stop, last=False)).batch
 
     def _load_ahead(self, first_step: int) -> None:
         batches = self._loader.batches(map(self._request, self._keys(first_step)))

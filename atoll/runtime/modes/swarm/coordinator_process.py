@@ -43,11 +43,10 @@ from atoll.fabric.security import Authority, serve
 from atoll.fabric.shaped import LinkChoice
 from atoll.job import Job
 from atoll.plan.modes.swarm import SwarmOptions
-from atoll.runtime.batch_loader import BatchLoader
 from atoll.runtime.checkpoint.directory import step_path
 from atoll.runtime.checkpoint.manifest import MODEL
 from atoll.runtime.checkpoint.state_file import BUFFER, StateReader, cut
-from atoll.runtime.evaluation import evaluate, evaluates_after
+from atoll.runtime.evaluation import ModelEvaluator, evaluates_after
 from atoll.runtime.modes.swarm.files import CheckpointFiles, CheckpointService, FileJournal, Key, States
 from atoll.runtime.modes.swarm.jetstream import JetStream, connect_jetstream
 from atoll.runtime.modes.swarm.measurement import MeasureService
@@ -458,9 +457,9 @@ def evaluate_state(directory: RunDirectory, job: Job, step: int) -> Evaluated:
         for key in (MODEL + name, BUFFER + name):
             if key in saved:
                 saved.fill(key, value)
-    assert job.eval_samples is not None
-    with closing(BatchLoader(job.eval_samples, job.num_workers)) as loader:
-        return evaluate(job, model, torch.device("cpu"), step, loader)
+    assert job.eval_dataset is not None
+    with closing(ModelEvaluator(job, model, torch.device("cpu"), job.eval_dataset)) as evaluator:
+        return evaluator.run(step)
 
 
 async def evaluate_elsewhere(directory: RunDirectory, step: int) -> Evaluated:

@@ -18,6 +18,7 @@ from atoll.job import Job
 from atoll.plan.division import apportion
 from atoll.runtime.activations import Activations, activations_of, leaves_from
 from atoll.runtime.batch_loader import BatchLoader, LoadedBatch
+from atoll.runtime.loss_weights import StepWeights
 from atoll.runtime.stage.program import Crossing, StageProgram
 from atoll.runtime.stage.sizes import Sizes
 from atoll.units import plural
@@ -42,19 +43,23 @@ class SampleFeed:
         self._ahead: dict[tuple[int, int], Future[bytes]] = {}  # by version and micro-batch: what workers were given to load
         self._needed = leaves_from(programs)[0]
         self._micro_batches = micro_batches
-        self._thread = ThreadPoolExecutor(max(1, self._loader.num_workers), thread_name_prefix="atoll-feed")
+        self._weights = StepWeights(self._sizes, micro_batches, self._batch)
+        # where weights are counted, which reads the whole batch, one thread does it for all
+        threads = 1 if self._sizes.weights is not None else max(1, self._loader.num_workers)
+        self._thread = ThreadPoolExecutor(threads, thread_name_prefix="atoll-feed")
 
     async def load(self, version: int, micro_batch: int) -> Activations:
         """The same for the same (version, micro_batch), whoever asks and whenever."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._load, version, micro_batch)
 
     def _load(self, version: int, micro_batch: int) -> Activations:
+        weights = self._weights.of(version)
         with users_code(f"step {version + 1}: loading the batch", JobFailedError):
             if self._loader.num_workers:
                 loaded = self._from_workers(version, micro_batch)
             else:
                 loaded = self._loader.load(self._request(version, micro_batch))
-        leaves = self._sizes.leaves(to_device(loaded.batch, torch.device("cpu")))
+        leaves = self._sizes.leaves(*to_device((loaded.batch, weights), torch.device("cpu")))
         return Activations(self._sizes.bind(leaves), {name: leaf for name, leaf in leaves.items() if name in self._needed}, [])
 
     def _request(self, version: int, micro_batch: int) -> BatchRequest:
@@ -69,6 +74,10 @@ class SampleFeed:
             if version + 1 < self._steps and following not in self._ahead:
                 self._ahead[following] = self._loader.submit(self._request(*following))
         return self._loader.result(future)
+
+    def _batch(self, version: int, start: int, stop: int) -> Any:
+        with users_code(f"step {version + 1}: loading the batch", JobFailedError):
+            return self._loader.load(self._samples.part(version, start, stop, last=False)).batch
 
     def close(self) -> None:
         """Ends the threads and the processes that load."""

@@ -9,6 +9,7 @@ with atoll.step(model, loss=loss, optimizer=optimizer, data=data, batch_size=32,
 ```
 """
 
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -86,6 +87,11 @@ def run_job(job: Job, arguments: RunArguments) -> RunResult:
 
 def _opened(job: Job, arguments: RunArguments, role: Role | None, *, own_loop: bool) -> AbstractContextManager[Training]:
     """The job, ready for its first step: as the command that executes the script will have it; else alone, or among other processes."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise JobError(
+            "Job: num_workers: a process that loads data imports the script, which would train again there; "
+            'put what trains under `if __name__ == "__main__":`'
+        )
     opener = run_opener()
     if opener is not None:
         return opener(job, own_loop)

@@ -24,6 +24,7 @@ from atoll.graph.capture import Captured
 from atoll.graph.eager import Uncaptured
 from atoll.job import Job, ParameterGroup
 from atoll.model_identity import ModelIdentity, identify
+from atoll.runtime.batch_loader import BatchLoader
 from atoll.runtime.checkpoint.exchange import CheckpointRanks
 from atoll.runtime.checkpoint.loading import fill_shards
 from atoll.runtime.checkpoint.local_shard import LocalShard
@@ -140,9 +141,8 @@ def assemble(
     ]
     schedule, activity = make_plan_schedule(layout), Activity(doing)
     actions = schedule[layout.worker_of(rank.number)]
-    feed = ShardLoader(
-        job.samples, layout, actions, stages, source.sizes, device, last_step=job.total_steps, ahead=_AHEAD, lock=rank.key.lock
-    )
+    loader = BatchLoader(job.samples, job.num_workers, rank.key.lock)
+    feed = ShardLoader(loader, layout, actions, stages, source.sizes, device, last_step=job.total_steps, ahead=_AHEAD)
     executor = _executor(rank, stages, parts, held, Generators(rank.key.lock, feed.reading, activity))
     runner = ScheduleRunner(
         layout,
@@ -159,7 +159,9 @@ def assemble(
     )
     buffers = _changed_buffers(rank, cut, parts, parts.evaluated)
     divided = _lane_divided(cut)
-    evaluation = Evaluation(job, layout, rank.number, device, parts.evaluated, held.owned, divided, doing) if parts.evaluated else None
+    evaluation = None
+    if parts.evaluated:
+        evaluation = Evaluation(job, layout, rank.number, device, parts.evaluated, held.owned, divided, doing, rank.key.lock)
     return RankWork(
         layout=layout,
         rank=rank.number,
@@ -428,7 +430,9 @@ def _evaluation_on(
     build = rank.source.evaluation_on(dataset, parts.modules, rank.layout, rank.number, rank.device, rank.key)
     functions = _build_in_turn(build, 4.0 * rank.source.graph.parameters)
     changed = _changed_buffers(rank, cut, parts, functions)
-    return Evaluation(rank.job, rank.layout, rank.number, rank.device, functions, held.owned, _lane_divided(cut), doing, changed)
+    return Evaluation(
+        rank.job, rank.layout, rank.number, rank.device, functions, held.owned, _lane_divided(cut), doing, rank.key.lock, changed
+    )
 
 
 def _changed_buffers(rank: _Rank, cut: Sequence[CutStage], parts: _Parts, evaluated: Sequence[EvaluatedFunction]) -> ChangedBuffers:

@@ -42,6 +42,7 @@ __all__ = [
     "FaultInjected",
     "LinkUse",
     "LinksMeasured",
+    "Logged",
     "MemberChanged",
     "MemberMoved",
     "MemberState",

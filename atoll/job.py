@@ -421,9 +421,9 @@ class Job:
 
     def load_model(self, run: str | Path, step: int | None = None) -> nn.Module:
         """The model with the weights of a run's last checkpoint, or that of a step, on the CPU; whichever mode and plan wrote it."""
-        from atoll.runtime.checkpoint.trained import load_trained
+        from atoll.loop import load_trained_model
 
-        return load_trained(self, Path(run), step)[0]
+        return load_trained_model(self, Path(run), step)
 
 
 class _InBf16:

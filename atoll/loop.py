@@ -31,6 +31,7 @@ from atoll.events import Evaluated, EventLog
 from atoll.job import Job, LossFunction, RunResult, local_device
 from atoll.plan import Plan
 from atoll.randomness import mix, own_randomness
+from atoll.runtime.checkpoint.trained import load_trained
 from atoll.runtime.modes.alone.runtime import opened_run
 from atoll.runtime.modes.alone.trainer import training_alone
 from atoll.runtime.modes.lockstep.role import Role, find_role
@@ -38,7 +39,7 @@ from atoll.runtime.training import STEP, Training, train
 from atoll.script import run_opener, when_script_ends
 from atoll.watch.progress import Progress
 
-__all__ = ["ClusterSource", "GlobalBatch", "PlanSource", "RunArguments", "TrainingStep", "run_job", "step"]
+__all__ = ["ClusterSource", "GlobalBatch", "PlanSource", "RunArguments", "TrainingStep", "load_trained_model", "run_job", "step"]
 
 PlanSource: TypeAlias = Plan | str | Path
 ClusterSource: TypeAlias = Cluster | str | Path
@@ -71,6 +72,11 @@ class RunArguments:
         """Everything about the run is in it."""
         path = self.out if self.resume is None else self.resume
         return None if path is None else Path(path)
+
+
+def load_trained_model(job: Job, run: Path, step: int | None) -> nn.Module:
+    """The model with the weights of a run's checkpoint, on the CPU."""
+    return load_trained(job, run, step)[0]
 
 
 def run_job(job: Job, arguments: RunArguments) -> RunResult:

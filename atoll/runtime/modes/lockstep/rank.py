@@ -127,18 +127,7 @@ def assemble(
     _check_optimizer(rank, groups)
     recorder = Recorder(device)
     gradients = _gradients(rank, held, groups, recorder, bucket_bytes)
-    stages = [
-        StageWork(
-            program=stage.program,
-            module=module,
-            turn_to=_tell(stage.lanes, layout),
-            place=stage.place,
-            parameters=list(module.parameters_by_name().values()),
-            before_backward=BackwardPhases(module),
-            after_backwards=_after_backwards(module, rank),
-        )
-        for stage, module in zip(cut, parts.modules, strict=True)
-    ]
+    stages = [_stage_work(rank, stage, module) for stage, module in zip(cut, parts.modules, strict=True)]
     schedule, activity = make_plan_schedule(layout), Activity(doing)
     actions = schedule[layout.worker_of(rank.number)]
     loader = BatchLoader(job.samples, job.num_workers, rank.key.lock)
@@ -216,6 +205,18 @@ class _Parts:
     identity: ModelIdentity
     weights_read: MatchedWeights | None  # from files, by whoever holds a part of them
     evaluated: list[EvaluatedFunction]
+
+
+def _stage_work(rank: _Rank, stage: CutStage, module: TrainedStage) -> StageWork:
+    return StageWork(
+        program=stage.program,
+        module=module,
+        turn_to=_tell(stage.lanes, rank.layout),
+        place=stage.place,
+        parameters=list(module.parameters_by_name().values()),
+        before_backward=BackwardPhases(module),
+        after_backwards=_after_backwards(module, rank),
+    )
 
 
 def turns(hosts: list[str], free_bytes: list[float], model_bytes: float) -> list[int]:

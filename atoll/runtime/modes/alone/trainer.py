@@ -26,7 +26,6 @@ from atoll.events import (
     Evaluated,
     NonFinite,
     Observer,
-    RunFinished,
     RunStarted,
     StepFinished,
     StopTraining,
@@ -36,7 +35,7 @@ from atoll.plan.modes.alone import ALONE
 from atoll.randomness import mix, own_randomness, seed_everything
 from atoll.runtime.checkpoint.checkpointer import Checkpointer, SavePolicy
 from atoll.runtime.checkpoint.loading import Loaded
-from atoll.runtime.checkpoint.local_shard import LocalShard
+from atoll.runtime.checkpoint.local_shard import LocalShard, whole_shards
 from atoll.runtime.checkpoint.manifest import RunIdentity
 from atoll.runtime.checkpoint.safetensors_file import dtype_name
 from atoll.runtime.checkpoint.training_state import restore_training, training_state
@@ -46,9 +45,8 @@ from atoll.runtime.nonfinite import checked_weight, not_finite
 from atoll.runtime.peak import peak_memory_bytes
 from atoll.runtime.run_directory import RunDirectory, RunSettings
 from atoll.runtime.stage.rng import DrawKey, EagerDraws
-from atoll.runtime.stage.shard_spec import ShardSpec
 from atoll.runtime.stage.state import model_config, tied_names
-from atoll.runtime.training import Reason, train
+from atoll.runtime.training import Reason, run_finished, run_started, train
 
 __all__ = ["AloneTrainer", "train_alone", "training_alone"]
 
@@ -111,7 +109,6 @@ class AloneTrainer:
         self.began, self.seconds_before = time.perf_counter(), 0.0
         self.mode = ALONE.name  # or of the run whose process this is
         self.steps = job.total_steps
-        self.data_length = job.samples.length
         self.model = _on_device(job, device)
         self.optimizer = job.build_optimizer(self.model.parameters())
         self.parameters: list[nn.Parameter] = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -130,7 +127,7 @@ class AloneTrainer:
             self.mode = settings.mode
             self.seconds_before = directory.last_moment()
             checkpoints = _checkpointer(directory, settings, job, self.model, self.optimizer)
-            self._resume(checkpoints.load(_held_tensors(self.model), optimizers=[self.optimizer]))
+            self._resume(checkpoints.load(_shards(self.model), optimizers=[self.optimizer]))
             self.saving = checkpoints, SavePolicy(settings.checkpoint_every, step=len(self.losses), moment=self.moment())
 
     def _resume(self, loaded: Loaded | None) -> None:
@@ -228,13 +225,10 @@ class AloneTrainer:
         """Tell how the run ended."""
         with suppress(StopTraining):  # there is nothing left to stop
             self.emit(
-                RunFinished(
+                run_finished(
+                    *(self.job, reason, len(self.losses), self.losses[-1] if self.losses else None),
                     at_seconds=self.moment(),
-                    reason=reason,
-                    steps=len(self.losses),
-                    samples=len(self.losses) * self.job.batch_size,
                     seconds=self.elapsed(),
-                    loss=self.losses[-1] if self.losses else None,
                     message=message,
                 )
             )
@@ -264,7 +258,7 @@ class AloneTrainer:
         step = len(self.losses)
         extra = training_state(self.scheduler, self.updater.scale, self.losses) | {"draws": self.random}
         policy.begun(step)
-        checkpoints.save(step, _held_tensors(self.model), optimizers=[self.optimizer], extra=extra, final=final)
+        checkpoints.save(step, _shards(self.model), optimizers=[self.optimizer], extra=extra, final=final)
 
     def _tell_of_saves(self, checkpoints: Checkpointer, policy: SavePolicy) -> None:
         outcomes = checkpoints.finished()
@@ -277,19 +271,8 @@ class AloneTrainer:
                 self.emit(chosen)
 
     def _started(self) -> RunStarted:
-        return RunStarted(
-            at_seconds=self.moment(),
-            name=self.job.name,
-            mode=self.mode,
-            steps=self.steps,
-            batch_size=self.job.batch_size,
-            samples=self.data_length,
-            parameters=sum(parameter.numel() for parameter in self.parameters),
-            devices=(str(self.device),),
-            precision=self.job.precision,
-            seed=self.job.seed,
-            unix_seconds=time.time(),
-        )
+        parameters = sum(parameter.numel() for parameter in self.parameters)
+        return run_started(self.job, self.mode, parameters, (str(self.device),), self.moment())
 
     def _step(self, step: int) -> StepFinished:
         """One step of the optimizer on one global batch. Nothing is applied unless loss and gradient are finite."""
@@ -385,7 +368,7 @@ class AloneTrainer:
 def _checkpointer(
     directory: RunDirectory, settings: RunSettings, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Checkpointer:
-    for held in _held_tensors(model):
+    for held in _shards(model):
         dtype_name(held.tensor.dtype, f"{held.name!r}")  # what cannot be saved is refused before it is trained
     identity = RunIdentity(
         job=job.name,
@@ -398,8 +381,8 @@ def _checkpointer(
     return Checkpointer(directory.checkpoints, identity=identity, keep_last=settings.keep_last)
 
 
-def _held_tensors(model: nn.Module) -> list[LocalShard]:
-    """Parameters and persistent buffers, each under its first name; the optimizer knows parameters as these very objects.
+def _shards(model: nn.Module) -> list[LocalShard]:
+    """As `StageExecutor.shards`, of a model that is not cut: parameters and persistent buffers, each under its first name.
 
     Asked anew for every save: a model may put another tensor in a buffer's place.
     """
@@ -408,8 +391,7 @@ def _held_tensors(model: nn.Module) -> list[LocalShard]:
     for name in names:
         if name not in buffers:
             raise CheckpointError(f"{name!r}: state that is neither a parameter nor a buffer cannot be saved; register it as a buffer")
-    found = parameters | {name: buffers[name] for name in names}
-    return [LocalShard(ShardSpec(name=name, shape=tuple(value.shape)), value) for name, value in found.items()]
+    return whole_shards(parameters | {name: buffers[name] for name in names})
 
 
 def _on_device(job: Job, device: torch.device) -> nn.Module:

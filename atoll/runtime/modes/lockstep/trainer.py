@@ -14,7 +14,7 @@ from atoll.blame import users_code
 from atoll.control.clipping import clip_coefficient
 from atoll.data import Dataset
 from atoll.errors import JobFailedError
-from atoll.events import AnyEvent, CodecChosen, Evaluated, NonFinite, Observer, RunFinished, RunStarted, StepFinished, StopTraining
+from atoll.events import AnyEvent, CodecChosen, Evaluated, NonFinite, Observer, RunStarted, StepFinished, StopTraining
 from atoll.job import Job
 from atoll.plan.modes.lockstep import LOCKSTEP
 from atoll.runtime.checkpoint.loading import Loaded
@@ -28,7 +28,7 @@ from atoll.runtime.modes.lockstep.recorder import counted
 from atoll.runtime.modes.lockstep.sharding import squared_norm
 from atoll.runtime.nonfinite import checked_weight, not_finite
 from atoll.runtime.peak import peak_memory_bytes
-from atoll.runtime.training import Reason
+from atoll.runtime.training import Reason, run_finished, run_started
 
 __all__ = ["Trainer"]
 
@@ -223,30 +223,15 @@ class Trainer:
         return self._tell_together(self.evaluations[-1])
 
     def _started(self) -> RunStarted:
-        return RunStarted(
-            at_seconds=self.moment(),
-            name=self.job.name,
-            mode=LOCKSTEP.name,
-            steps=self.job.total_steps,
-            batch_size=self.job.batch_size,
-            samples=self.job.samples.length,
-            parameters=self.work.trainable_parameters,
-            devices=self.work.layout.devices,
-            precision=self.job.precision,
-            seed=self.job.seed,
-            unix_seconds=time.time(),
-        )
+        return run_started(self.job, LOCKSTEP.name, self.work.trainable_parameters, self.work.layout.devices, self.moment())
 
     def finish(self, reason: "Reason | Literal['failed']", message: str = "") -> None:
         """Tell how the run ended."""
         self.tell(
-            RunFinished(
+            run_finished(
+                *(self.job, reason, len(self.losses), self.losses[-1] if self.losses else None),
                 at_seconds=self.moment(),
-                reason=reason,
-                steps=len(self.losses),
-                samples=len(self.losses) * self.job.batch_size,
                 seconds=self.elapsed(),
-                loss=self.losses[-1] if self.losses else None,
                 message=message,
             )
         )

@@ -11,7 +11,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import torch
@@ -41,7 +41,7 @@ from atoll.events import (
 from atoll.fabric.security import Authority, serve
 from atoll.fabric.shaped import LinkChoice
 from atoll.job import Job
-from atoll.plan.modes.swarm import SwarmOptions
+from atoll.plan.modes.swarm import SWARM, SwarmOptions
 from atoll.runtime.checkpoint.directory import step_path
 from atoll.runtime.checkpoint.manifest import MODEL
 from atoll.runtime.checkpoint.state_file import BUFFER, StateReader, cut
@@ -54,6 +54,7 @@ from atoll.runtime.modes.swarm.spec import JOURNAL, STATES, STOP, JobService, St
 from atoll.runtime.modes.swarm.transport import COORDINATOR, Directory, FabricTransport, LoopClock, SwarmService
 from atoll.runtime.nonfinite import refused_step
 from atoll.runtime.run_directory import RunDirectory
+from atoll.runtime.training import run_finished, run_started
 
 __all__ = ["StartupProgress", "coordinate", "evaluate_elsewhere", "evaluate_state"]
 
@@ -329,20 +330,7 @@ class _Coordinating:
         self._tell(msgspec.structs.replace(event, at_seconds=self._now()))
 
     def _started(self) -> RunStarted:
-        job = self.job
-        return RunStarted(
-            at_seconds=self._start.at_seconds,
-            name=job.name,
-            mode="swarm",
-            steps=job.total_steps,
-            batch_size=job.batch_size,
-            samples=job.samples.length,
-            parameters=self.spec.parameters,
-            devices=(),
-            precision=job.precision,
-            seed=job.seed,
-            unix_seconds=time.time(),
-        )
+        return run_started(self.job, SWARM.name, self.spec.parameters, (), self._start.at_seconds)
 
     def _observe(self, event: AnyEvent) -> None:
         """What the protocol says, which knows neither how many samples a step has nor what is stored where."""
@@ -430,14 +418,10 @@ class _Coordinating:
 
     def _finished(self, version: int, records: Sequence[Record], *, failed: bool) -> RunFinished:
         losses = {record.version: record.loss / record.weight for record in records if isinstance(record, Committed)}
-        return RunFinished(
-            at_seconds=self._now(),
-            reason="failed" if failed else "done" if version >= self.spec.settings.steps else "interrupted",
-            steps=version,
-            samples=version * self.job.batch_size,
-            seconds=self._now() - self._start.at_seconds,
-            loss=losses.get(version - 1),
-        )
+        reason: Literal["failed", "done", "interrupted"]
+        reason = "failed" if failed else "done" if version >= self.spec.settings.steps else "interrupted"
+        now = self._now()
+        return run_finished(self.job, reason, version, losses.get(version - 1), at_seconds=now, seconds=now - self._start.at_seconds)
 
 
 def evaluate_state(directory: RunDirectory, job: Job, step: int) -> Evaluated:

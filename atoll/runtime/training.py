@@ -1,46 +1,20 @@
 """Training: a run under way, whatever mode, one step after another. `Job.run` is a loop over it; so is a loop of the user's own."""
 
-import time
 from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from atoll.data import Dataset
-from atoll.events import Evaluated, RunFinished, RunStarted
-from atoll.job import Job, RunResult
+from atoll.events import Evaluated
+from atoll.job import RunResult
 
-__all__ = ["CALLS", "STEP", "Reason", "Training", "run_finished", "run_started", "train"]
+__all__ = ["CALLS", "STEP", "Reason", "Training", "train"]
 
 Reason: TypeAlias = Literal["done", "stopped", "interrupted"]
 STEP = "make a step"
 CALLS = (STEP, "evaluate", "save", "take the state_dict", "end the run")
 """What processes do together, in words."""
-
-
-def run_started(job: Job, mode: str, parameters: int, devices: tuple[str, ...], at_seconds: float) -> RunStarted:
-    """What is going to be done, and where; `parameters` are those that are trained."""
-    return RunStarted(
-        at_seconds=at_seconds,
-        name=job.name,
-        mode=mode,
-        steps=job.total_steps,
-        batch_size=job.batch_size,
-        samples=job.samples.length,
-        parameters=parameters,
-        devices=devices,
-        precision=job.precision,
-        seed=job.seed,
-        unix_seconds=time.time(),
-    )
-
-
-def run_finished(
-    job: Job, reason: Reason | Literal["failed"], steps: int, loss: float | None, *, at_seconds: float, seconds: float, message: str = ""
-) -> RunFinished:
-    """How a run ended after so many steps; `loss` is that of the last."""
-    samples = steps * job.batch_size
-    return RunFinished(at_seconds=at_seconds, reason=reason, steps=steps, samples=samples, seconds=seconds, loss=loss, message=message)
 
 
 class Training(Protocol):
@@ -86,6 +60,9 @@ class Training(Protocol):
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's, copied to the CPU of the first process; the others get none of it."""
+
+    def bring_model(self) -> None:
+        """Before the run ends, where nothing is saved that `result` could read the model from: let it have it all the same."""
 
     def result(self) -> RunResult:
         """What the run leaves behind, once it has ended."""

@@ -11,7 +11,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -41,10 +41,11 @@ from atoll.events import (
 from atoll.fabric.security import Authority, serve
 from atoll.fabric.shaped import LinkChoice
 from atoll.job import Job
-from atoll.plan.modes.swarm import SWARM, SwarmOptions
+from atoll.plan.modes.swarm import SwarmOptions
 from atoll.runtime.checkpoint.directory import step_path
 from atoll.runtime.checkpoint.manifest import MODEL
 from atoll.runtime.checkpoint.state_file import BUFFER, StateReader, cut
+from atoll.runtime.checkpoint.training_state import EMA_KEY
 from atoll.runtime.evaluation import ModelEvaluator, evaluates_after
 from atoll.runtime.modes.swarm.files import CheckpointFiles, CheckpointService, FileJournal, Key, States
 from atoll.runtime.modes.swarm.jetstream import JetStream, connect_jetstream
@@ -54,7 +55,6 @@ from atoll.runtime.modes.swarm.spec import JOURNAL, STATES, STOP, JobService, St
 from atoll.runtime.modes.swarm.transport import COORDINATOR, Directory, FabricTransport, LoopClock, SwarmService
 from atoll.runtime.nonfinite import refused_step
 from atoll.runtime.run_directory import RunDirectory
-from atoll.runtime.training import run_finished, run_started
 
 __all__ = ["StartupProgress", "coordinate", "evaluate_elsewhere", "evaluate_state"]
 
@@ -253,7 +253,7 @@ class _Coordinating:
                 self._tell_links()
                 self._tell(self._finished(coordinator.version, records, failed=refused is not None))
                 if refused is not None:
-                    raise refused_step(refused.step, refused.what, float(refused.value))
+                    raise refused_step(refused.step, refused.what, float(refused.value), self.directory.checkpoints)
                 return not coordinator.stopped
             finally:
                 await clock.close()
@@ -330,7 +330,20 @@ class _Coordinating:
         self._tell(msgspec.structs.replace(event, at_seconds=self._now()))
 
     def _started(self) -> RunStarted:
-        return run_started(self.job, SWARM.name, self.spec.parameters, (), self._start.at_seconds)
+        job = self.job
+        return RunStarted(
+            at_seconds=self._start.at_seconds,
+            name=job.name,
+            mode="swarm",
+            steps=job.total_steps,
+            batch_size=job.batch_size,
+            samples=job.samples.length,
+            parameters=self.spec.parameters,
+            devices=(),
+            precision=job.precision,
+            seed=job.seed,
+            unix_seconds=time.time(),
+        )
 
     def _observe(self, event: AnyEvent) -> None:
         """What the protocol says, which knows neither how many samples a step has nor what is stored where."""
@@ -418,10 +431,14 @@ class _Coordinating:
 
     def _finished(self, version: int, records: Sequence[Record], *, failed: bool) -> RunFinished:
         losses = {record.version: record.loss / record.weight for record in records if isinstance(record, Committed)}
-        reason: Literal["failed", "done", "interrupted"]
-        reason = "failed" if failed else "done" if version >= self.spec.settings.steps else "interrupted"
-        now = self._now()
-        return run_finished(self.job, reason, version, losses.get(version - 1), at_seconds=now, seconds=now - self._start.at_seconds)
+        return RunFinished(
+            at_seconds=self._now(),
+            reason="failed" if failed else "done" if version >= self.spec.settings.steps else "interrupted",
+            steps=version,
+            samples=version * self.job.batch_size,
+            seconds=self._now() - self._start.at_seconds,
+            loss=losses.get(version - 1),
+        )
 
 
 def evaluate_state(directory: RunDirectory, job: Job, step: int) -> Evaluated:
@@ -434,7 +451,7 @@ def evaluate_state(directory: RunDirectory, job: Job, step: int) -> Evaluated:
     except CheckpointError as error:
         raise JobFailedError(f"the checkpoint of step {step} is not there any more ({error})") from error
     for name, value in named.items():
-        for key in (MODEL + name, BUFFER + name):
+        for key in (MODEL + name, BUFFER + name, *((EMA_KEY + name,) if job.eval_ema else ())):
             if key in saved:
                 saved.fill(key, value)
     dataset = job.eval_dataset

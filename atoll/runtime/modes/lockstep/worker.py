@@ -23,6 +23,7 @@ from atoll.events import CheckpointBegun, Evaluated, EventLog, Observer, Warned
 from atoll.graph import Graph
 from atoll.graph.capture import Captured
 from atoll.graph.eager import Uncaptured, capture_for_pieces, run_once
+from atoll.graph.loss_check import notes_on_pieces
 from atoll.job import Job, RunResult
 from atoll.plan import Plan, Replica, Stage, load_plan, validate
 from atoll.plan.division import apportion
@@ -95,7 +96,8 @@ def training_rank(
         if directory is not None and role.rank == 0:
             _write_plan(directory, layout.plan)
         training = RankTraining(job, layout, captured, evaluated, device, run, directory, settings, cluster)
-        with training.under_way(observers, captured.notes[:1] if isinstance(captured, Uncaptured) and not notes_shown else ()):
+        notes = captured.notes[:1] if isinstance(captured, Uncaptured) else notes_on_pieces(captured.notes)
+        with training.under_way(observers, () if notes_shown else notes):
             yield training
 
 

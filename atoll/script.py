@@ -17,6 +17,7 @@ from atoll.randomness import own_randomness
 
 __all__ = ["load_job", "seen_arguments"]
 
+_OTHER_FILES = {".toml": "a cluster with --cluster FILE", ".plan": "a plan with --plan FILE", ".json": "a plan with --plan FILE"}
 _EXAMPLE = "job = atoll.Job(model=…, loss=…, data=…, optimizer=…, batch_size=…, steps=…)"
 
 
@@ -59,6 +60,8 @@ def _source(file: Path) -> str:
         near = sorted(file.parent.glob("*.py")) if file.parent.is_dir() else []
         hint = f"; there are {', '.join(str(path) for path in near[:5])}" if near else ""
         raise JobError(f"{file}: there is no such file{hint}")
+    if file.suffix in _OTHER_FILES:
+        raise JobError(f"{file}: is no training script; give the script first, and {_OTHER_FILES[file.suffix]}")
     try:
         source = file.read_text(encoding="utf-8")
         ast.parse(source, str(file))

@@ -27,7 +27,8 @@ class Target:
     graph: Graph
     batch_size: int
     optimizer: str
-    capture_seconds: float
+    capture_seconds: float  # of a script, its import included
+    script_seconds: float = 0.0  # of importing the script alone
     loading_seconds: float = 0.0  # processor time of a batch, where the data is at hand
     micro_batch_size: int | None = None  # that the job asks for
     notes: tuple[str, ...] = ()  # what was assumed or estimated, in sentences
@@ -64,6 +65,7 @@ def _from_script(path: str, batch_size: int | None, arguments: Sequence[str]) ->
 
         started = time.perf_counter()
         job = load_job(path, arguments)
+        script_seconds = time.perf_counter() - started
         with located(path), seen_arguments(path, arguments):
             captured = capture_program(job, divided=True, check=True)
             seconds = time.perf_counter() - started
@@ -77,6 +79,7 @@ def _from_script(path: str, batch_size: int | None, arguments: Sequence[str]) ->
             size,
             optimizer,
             seconds,
+            script_seconds=script_seconds,
             loading_seconds=loading_seconds,
             micro_batch_size=job.micro_batch_size,
             notes=(*captured.notes, *notes),

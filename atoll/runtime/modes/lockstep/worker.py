@@ -1,6 +1,8 @@
 """A rank's run from meeting the others to leaving them: it captures the job, puts its rank together, continues, trains and saves."""
 
+import hashlib
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -16,7 +18,7 @@ from atoll.cluster.memory import keep_freed_memory
 from atoll.cost import Evaluator
 from atoll.cost.evaluate import DEFAULT_BUCKET_BYTES, bucket_bytes
 from atoll.errors import AtollError, JobError, JobFailedError, PlanError
-from atoll.events import CheckpointBegun, Evaluated, EventLog, Observer
+from atoll.events import CheckpointBegun, Evaluated, EventLog, Observer, PhaseFinished
 from atoll.graph import Graph
 from atoll.graph.capture import Captured, capture_program
 from atoll.job import Job
@@ -29,6 +31,7 @@ from atoll.runtime.checkpoint.exchange import CheckpointRanks
 from atoll.runtime.checkpoint.manifest import RunIdentity
 from atoll.runtime.checkpoint.training_state import training_state
 from atoll.runtime.imposed_speed import pace_of_rank
+from atoll.runtime.mode import CapturedJob
 from atoll.runtime.modes.lockstep.evaluation import capture_evaluated
 from atoll.runtime.modes.lockstep.heartbeat import Doing
 from atoll.runtime.modes.lockstep.layout import Layout
@@ -46,6 +49,20 @@ _PLAN = "atoll/plan"  # in the store: what rank 0 says of it
 Planning: TypeAlias = Plan | Callable[[Graph], Plan]  # a plan, or who makes one for the captured job
 PlanSource: TypeAlias = Plan | str | Path
 ClusterSource: TypeAlias = Cluster | str | Path
+
+
+class Phases:
+    """How long the parts of a rank's start took."""
+
+    def __init__(self, source: str) -> None:
+        self._source, self._began = source, time.perf_counter()
+        self.finished: list[PhaseFinished] = []
+
+    def ended(self, phase: str) -> None:
+        """This is done, and the next part begins."""
+        now = time.perf_counter()
+        self.finished.append(PhaseFinished(phase=phase, seconds=now - self._began, source=self._source))
+        self._began = now
 
 
 class Ended(NamedTuple):
@@ -68,11 +85,13 @@ def run_rank(
     order: Sequence[str] | None = None,
     cluster: Cluster | None = None,
     own: Observer = lambda event: None,
+    known: CapturedJob | None = None,
 ) -> Ended:
     """Train this process's rank of the plan; all ranks do so together. Rank 0 has the plan or makes it; who has none hears it from there.
 
     `order` names devices in the order of ranks; by default it is the order in which the plan names them. `cluster` is what the run's
-    directory has unless given. `own` hears, on every rank and in any thread, what keeps this process waiting and why it ends.
+    directory has unless given. `own` hears, on every rank and in any thread, what keeps this process waiting and why it ends. `known` is
+    the job as it was captured before.
     """
     if cluster is None and directory is not None:
         cluster = directory.load_cluster()
@@ -82,9 +101,14 @@ def run_rank(
     device = own_device(role)
     if device.type == "cpu":
         keep_freed_memory()
+    phases = Phases(f"rank {role.rank}")
     with joined(role, device_name, stages, device=device, observer=own) as run:
+        phases.ended("ranks met")
         run.doing("capturing the model")
-        captured, evaluated = capture_program(job, divided=True, check=role.rank == 0), capture_evaluated(job)
+        captured = known.captured if known is not None else capture_program(job, divided=True, check=role.rank == 0)
+        evaluated = known.evaluated if known is not None and known.evaluated is not None else capture_evaluated(job)
+        if known is None:
+            phases.ended("model captured")
         run.doing(Doing("waiting for the plan", "atoll" if role.rank == 0 else "others"))
         plan, order, cluster = _agreed(planning, order, cluster, captured.graph, run)
         layout = _checked_layout(plan, order, role, cluster)
@@ -92,7 +116,8 @@ def run_rank(
         if directory is not None and role.rank == 0:
             _write_plan(directory, layout.plan)
         session = _Session(job, layout, captured, evaluated, device, run, directory, settings, cluster)
-        reason = session.train(observers)
+        phases.ended("own part of the model built")
+        reason = session.train(observers, phases.finished)
         trainer = session.trainer
         return Ended(reason, tuple(trainer.losses), tuple(trainer.evaluations), trainer.elapsed())
 
@@ -110,6 +135,7 @@ class _Said(msgspec.Struct):
     plan: str = ""
     cluster: str = ""  # empty: it has none
     order: list[str] | None = None
+    captured: str = ""  # digest of the layers and operators it captured
     problem: str = ""  # why there is no plan
 
 
@@ -119,6 +145,7 @@ def _agreed(
     """Rank 0 has the plan or makes it, and the cluster; the others hear both, or why there is none. Who was given others is refused."""
     if run.role.rank == 0:
         said = _Said(cluster=cluster.to_json() if cluster is not None else "", order=list(order) if order is not None else None)
+        said.captured = _digest(graph)
         try:
             said.plan = (planning if isinstance(planning, Plan) else planning(graph)).to_json()
         except AtollError as error:
@@ -127,12 +154,22 @@ def _agreed(
     said = msgspec.json.decode(run.store.get(_PLAN), type=_Said)
     if said.problem:
         raise PlanError(said.problem)
+    if said.captured != _digest(graph):
+        raise JobError(
+            f"rank {run.role.rank} captured another program than rank 0: its host has other versions of the script's libraries, or what "
+            "the script builds depends on the host, the time or chance; make it build the same everywhere"
+        )
     plan, agreed = Plan.from_json(said.plan), Cluster.from_json(said.cluster) if said.cluster else None
     for noun, own, theirs in (("plan", planning if isinstance(planning, Plan) else None, plan), ("cluster", cluster, agreed)):
         if own is not None and own != theirs:
             other = f"another {noun} than rank 0" if theirs is not None else f"a {noun}, but rank 0 has none"
             raise PlanError(f"this rank was given {other}; give all ranks the same, or rank 0 alone")
     return plan, said.order, agreed
+
+
+def _digest(graph: Graph) -> str:
+    """Of everything that was captured: ranks that differ in a layer or an operator cannot work together."""
+    return hashlib.sha256(msgspec.json.encode((graph.layers, graph.nodes, graph.shared))).hexdigest()
 
 
 def _checked_layout(plan: Plan, order: Sequence[str] | None, role: Role, cluster: Cluster | None) -> Layout:
@@ -177,8 +214,8 @@ class _Session:
             runner = self.work.runner
             self.measured = MeasuredFile(directory, layout, run.role.rank, self.work.schedule, runner.recorder, runner.buckets)
 
-    def train(self, observers: Sequence[Observer]) -> Reason:
-        """Continue from the last checkpoint if there is one, train, save."""
+    def train(self, observers: Sequence[Observer], phases: Sequence[PhaseFinished] = ()) -> Reason:
+        """Continue from the last checkpoint if there is one, train, save. `phases` have ended before."""
         with ExitStack() as stack:
             stack.callback(self.work.feed.close)
             checkpoints = self._checkpoints(stack)
@@ -195,6 +232,8 @@ class _Session:
                 self.trainer.seconds_before = log.seconds() - self.trainer.elapsed()
                 observers = [log, *observers]
             self.trainer.observers = observers
+            for phase in phases:
+                self.trainer.tell(msgspec.structs.replace(phase, at_seconds=self.trainer.moment()))
             try:
                 reason = self.trainer.train(lambda: self.run.stop_asked, lambda step: self._after_step(checkpoints, step))
             except BaseException as error:

@@ -56,7 +56,7 @@ sshd:
 		&& apt-get install -y --no-install-recommends openssh-server openssh-client rsync >/dev/null 2>&1; } \
 		|| echo "openssh-server or rsync is not installed: the tests that need them are skipped"
 
-# Tests run two at a time; those that start processes by whole files, since they share what is costly to start.
+# Tests run two at a time, by whole files: their tests share what is costly to make (captured models, processes).
 PURE := tests/cli tests/cluster tests/codec tests/control tests/cost tests/graph tests/plan tests/planner tests/simulate tests/watch \
 	$(wildcard tests/test_*.py tests/runtime/modes/alone/test_*.py) $(filter-out %/test_expert.py %/test_tensor_models.py,$(wildcard tests/runtime/stage/test_*.py))
 
@@ -64,7 +64,7 @@ PURE := tests/cli tests/cluster tests/codec tests/control tests/cost tests/graph
 unexport PYTHONDONTWRITEBYTECODE
 
 unit: install nats sshd
-	@COLUMNS= $(BIN)/python -m pytest -n 2 --dist worksteal $(PURE)
+	@COLUMNS= $(BIN)/python -m pytest -n 2 --dist loadfile $(PURE)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(PURE))
 
 # Measured rows and traces of spot machines are not part of the project: give files in the formats benchmarks/README.md describes to have

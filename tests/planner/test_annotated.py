@@ -81,7 +81,7 @@ def lawful(draw: st.DrawFn) -> tuple[Graph, Cluster, int]:
     return graph, cluster, draw(st.sampled_from((8, 12, 24)))
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=settings().max_examples // 5, suppress_health_check=[HealthCheck.too_slow])
 @given(lawful())
 def test_every_answer_honours_every_annotation(case: tuple[Graph, Cluster, int]) -> None:
     graph, cluster, batch_size = case

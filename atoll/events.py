@@ -101,7 +101,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=_k
 
 
 class PhaseFinished(Event, frozen=True, kw_only=True):
-    """A part of a run's start is over: loading PyTorch, capturing the model, planning, meeting the other ranks, building."""
+    """A part of a run's start is over, such as loading PyTorch, capturing, planning or building."""
 
     phase: str  # what is done by then: "model captured"
     seconds: float

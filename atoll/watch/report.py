@@ -68,6 +68,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: StepSeconds
     steps_since_start: int  # made since the run was last started: none where nothing was left to do
     events: dict[str, int]  # by kind
+    codecs: list[str] = []  # how tensors went over links, where not as they are: "oslo-rome: int8", and what `--codec` said of others
     conclusion: str = ""
     missing: list[str] = []  # what could not be reported, and why
     sections: tuple[ReportSection, ...] = ()  # of its mode
@@ -198,10 +199,19 @@ def read_report(path: str | Path) -> RunReport:
         story,
         mode=mode,
         step_seconds=StepSeconds(median=median_seconds, predicted=own.predicted_step_seconds),
+        codecs=_codecs(directory),
         conclusion=_conclusion(story, own),
         missing=[*missing, *own.missing],
         sections=own.sections,
     )
+
+
+def _codecs(directory: RunDirectory) -> list[str]:
+    """Those of the plan's links, and what was asked for where others join."""
+    plan = directory.plan() if (directory.path / "plan.json").exists() else None
+    asked = directory.settings().codec if (directory.path / "run.json").exists() else "none"
+    links = [f"{link}: {codec}" for link, codec in (plan.codecs if plan is not None else {}).items() if codec != "none"]
+    return [*links, *([f"asked for: {asked}"] if asked != "none" else [])]
 
 
 def _runtime(mode: str, missing: list[str]) -> ModeRuntime | None:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Sequence
+from importlib import import_module
 from types import TracebackType
 from typing import Any, Self
 
@@ -51,9 +52,8 @@ class ForkableStart:
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)
         with contextlib.suppress(ImportError):
-            from tqdm import tqdm  # `fx.Interpreter` makes a bar, shown or not, and a bar a thread
-
-            self._bars, self._interval, tqdm.monitor_interval = tqdm, tqdm.monitor_interval, 0
+            self._bars = import_module("tqdm").tqdm  # `fx.Interpreter` makes a bar, shown or not, and a bar a thread
+            self._interval, self._bars.monitor_interval = self._bars.monitor_interval, 0
 
     def begin(self, model: Target) -> None:
         """The job is captured: from here on processes can be forked. The server prepares itself while this process goes on."""

@@ -80,7 +80,7 @@ def _measure(server: ForkServer, samples: int, processes: int) -> _Times | None:
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // processes)))}
     pipes = [os.pipe() for _ in range(processes)]
     with open(os.devnull, "wb") as nowhere:
-        started = [server.start(TRIAL, [str(samples), str(_SECONDS)], environment, (end, nowhere.fileno())) for _, end in pipes]
+        started = [server.start("trial", TRIAL, [str(samples), str(_SECONDS)], environment, (end, nowhere.fileno())) for _, end in pipes]
     for _, end in pipes:
         os.close(end)
     said = {source: b"" for source, _ in pipes}

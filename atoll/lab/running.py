@@ -92,7 +92,6 @@ class _LabHost(ThisMachine):
     """A host of a lab of this very process. With the terminal, its command also reads from it, and is in its session."""
 
     def __init__(self, lab: Lab, name: str, processes: dict[str, LabProcess]) -> None:
-        super().__init__()
         self.name, self._lab, self._processes = name, lab, processes
 
     def start(self, spec: ProcessSpec) -> tuple[StartedProcess, Sequence[OutputSource]]:

@@ -38,7 +38,7 @@ def run_trial(job: Job, samples: int, seconds: float) -> TrialTimes:
         start = time.perf_counter()
         with job.autocast(device):
             loss = read_loss(job.loss(model, batch))
-        loss.value.backward()
+        torch.autograd.backward(loss.value)
         middle = time.perf_counter()
         optimizer.step()
         computing.append(middle - start)

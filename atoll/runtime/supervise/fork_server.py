@@ -31,11 +31,13 @@ Program = Callable[[Sequence[str]], int]
 
 _SETTLE_SECONDS = 0.5  # for threads that are about to end
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+_SET_NAME = 15  # PR_SET_NAME: what `ps` and `top` call it, of which 15 bytes are kept
 
 
 class _Start(msgspec.Struct, tag=True):
     """Asks for a process; its stdout and stderr follow."""
 
+    name: str
     program: str
     arguments: list[str]
     environment: dict[str, str]
@@ -124,9 +126,11 @@ class ForkServer:
         theirs.close()
         self._alive = True
 
-    def start(self, program: str, arguments: Sequence[str], environment: Mapping[str, str], outputs: tuple[int, int]) -> ForkedProcess:
-        """A process with these files as stdout and stderr. OSError where the server is gone."""
-        self._connection.send_bytes(msgspec.json.encode(_Start(program, list(arguments), dict(environment))))
+    def start(
+        self, name: str, program: str, arguments: Sequence[str], environment: Mapping[str, str], outputs: tuple[int, int]
+    ) -> ForkedProcess:
+        """A process that the kernel knows by this name, with these files as stdout and stderr. OSError where the server is gone."""
+        self._connection.send_bytes(msgspec.json.encode(_Start(name, program, list(arguments), dict(environment))))
         for descriptor in outputs:
             reduction.send_handle(self._connection, descriptor, self._pid)
         while True:
@@ -239,6 +243,7 @@ def _bury(connection: Connection, child: BaseProcess) -> None:
 def _run(server: int, program: Program, request: _Start, outputs: tuple[int, int], inherited: selectors.BaseSelector) -> None:
     """A forked process's life: it is made to look like one that was started, then runs its program."""
     _tie_to(server)
+    ctypes.CDLL(None).prctl(_SET_NAME, request.name.encode())
     os.setsid()
     for key in inherited.get_map().values():  # the server's connection among them
         os.close(key.fd)

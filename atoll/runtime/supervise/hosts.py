@@ -189,6 +189,8 @@ class ThisMachine:
     python = sys.executable
     _passes_on: ClassVar[Mapping[int, int]] = {}  # what stands for signals that cannot be caught and passed on
 
+    _server: ForkServer | None = None
+
     def __init__(self, server: ForkServer | None = None) -> None:
         self._server = server
 
@@ -226,7 +228,7 @@ def _fork(server: ForkServer, spec: ProcessSpec, environment: Mapping[str, str])
     pipes = [] if spec.terminal else [os.pipe(), os.pipe()]
     outputs = (pipes[0][1], pipes[1][1]) if pipes else (1, 2)
     try:
-        process = server.start(spec.command[2], spec.command[3:], environment, outputs)
+        process = server.start(spec.name, spec.command[2], spec.command[3:], environment, outputs)
     except (OSError, EOFError) as error:
         raise AtollError(f"cannot start {spec.name}: the process it is forked from is gone ({error})") from error
     finally:
@@ -242,7 +244,6 @@ class InLab(ThisMachine):
     _passes_on: ClassVar = {signal.SIGSTOP: signal.SIGTSTP}
 
     def __init__(self, name: str) -> None:
-        super().__init__()
         self.name = name
 
     def _command(self, command: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from atoll.graph import Graph, default, pipeline, replica, split, stage
     from atoll.graph.capture import capture
     from atoll.job import Job, RunResult
+    from atoll.loop import step
     from atoll.plan import Plan
     from atoll.script import load_job
 
@@ -33,6 +34,7 @@ __all__ = [
     "replica",
     "split",
     "stage",
+    "step",
 ]
 
 _HOME = {
@@ -51,6 +53,7 @@ _HOME = {
     "replica": "atoll.graph",
     "split": "atoll.graph",
     "stage": "atoll.graph",
+    "step": "atoll.loop",
 }
 
 

@@ -7,9 +7,8 @@ import copy
 import difflib
 import inspect
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,12 +22,11 @@ from torch.utils.data import IterableDataset, default_collate
 from atoll.blame import SentenceIfUncaught, showing_lines, users_code
 from atoll.data import Batch, Dataset, Samples
 from atoll.errors import JobError
-from atoll.events import Evaluated, EventLog, Observer
+from atoll.events import Evaluated, Observer
 from atoll.randomness import mix, own_randomness
 
 if TYPE_CHECKING:
-    from atoll.runtime.modes.lockstep.role import Role
-    from atoll.runtime.modes.lockstep.worker import ClusterSource, PlanSource
+    from atoll.loop import ClusterSource, PlanSource
 
 __all__ = ["Job", "LossFunction", "LossValue", "RunResult", "local_device", "read_loss"]
 
@@ -230,66 +228,13 @@ class Job:
         `JobError`, a `JobFailedError` once the run is under way; if the main script lets it pass, the script ends with its sentence and
         its exit code rather than with a traceback.
         """
-        from atoll.runtime.modes.alone.runtime import opened_run
-        from atoll.runtime.modes.alone.trainer import train_alone  # later on the road than this file, and not needed to plan
-        from atoll.runtime.modes.lockstep.role import find_role
-        from atoll.watch.progress import Progress
+        from atoll.loop import RunArguments, run_job  # later on the road than this file, and not needed to plan
 
-        with SentenceIfUncaught(), showing_lines(), ExitStack() as stack:
-            directory = _run_directory(out, resume)
-            _check_number("checkpoint_every", checkpoint_every, whole=True)
-            role = find_role(os.environ)
-            if role is not None:
-                return self._run_among_others(role, directory, progress, plan, cluster, resume is not None, checkpoint_every)
-            if plan is not None or cluster is not None:
-                _wrong("run", "plan and cluster are for several processes: start them with torchrun, or use `atoll run`")
-            if checkpoint_every is not None and directory is None:
-                _wrong("run", "checkpoint_every: there is nowhere to save; give a directory with out")
-            observers: list[Observer] = []
-            saved_in = None
-            if directory is not None:
-                saved_in = stack.enter_context(opened_run(directory, resume=resume is not None, checkpoint_every=checkpoint_every))
-                observers.append(stack.enter_context(EventLog(directory, resume=True)))
-            if progress:
-                observers.append(stack.enter_context(Progress()))
-            return train_alone(self, device=local_device(device), observers=[*observers, *self.callbacks], saved_in=saved_in)
-
-    def _run_among_others(
-        self,
-        role: "Role",
-        out: Path | None,
-        progress: bool,
-        plan: "PlanSource | None",
-        cluster: "ClusterSource | None",
-        resume: bool,
-        checkpoint_every: int | None,
-    ) -> RunResult:
-        from atoll.runtime.modes.lockstep.worker import run_among_others
-        from atoll.watch.progress import Progress
-
-        with ExitStack() as stack:
-            shown = stack.enter_context(Progress(quiet=not progress))
-            observers: list[Observer] = [shown] if progress and role.rank == 0 else []
-            ended = run_among_others(
-                self,
-                role,
-                out=out,
-                plan=plan,
-                cluster=cluster,
-                resume=resume,
-                checkpoint_every=checkpoint_every,
-                observers=[*observers, *self.callbacks],
-                own=shown,
-                environ=os.environ,
+        with SentenceIfUncaught(), showing_lines():
+            arguments = RunArguments(
+                out=out, device=device, progress=progress, plan=plan, cluster=cluster, resume=resume, checkpoint_every=checkpoint_every
             )
-            return RunResult(
-                reason=ended.reason,
-                losses=ended.losses,
-                evaluations=ended.evaluations,
-                seconds=ended.seconds,
-                model=None,
-                optimizer=None,
-            )
+            return run_job(self, arguments)
 
 
 def read_loss(result: object, name: str = "loss") -> LossValue:
@@ -442,15 +387,6 @@ def local_device(device: torch.device | str | None = None) -> torch.device:
         return torch.device(device)
     except RuntimeError as error:
         raise JobError(f"run: device {device!r} is not one PyTorch knows; try 'cpu' or 'cuda'") from error
-
-
-def _run_directory(out: str | Path | None, resume: str | Path | None) -> Path | None:
-    if isinstance(resume, bool):
-        _wrong("run", "resume: give the directory of the run to go on with, such as resume='runs/first'")
-    if resume is not None and out is not None and Path(out).resolve() != Path(resume).resolve():
-        _wrong("run", f"out: a resumed run goes on in its own directory, {resume}; leave out out")
-    directory = out if resume is None else resume
-    return None if directory is None else Path(directory)
 
 
 def _kind_of(value: object) -> str:

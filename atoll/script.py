@@ -2,22 +2,35 @@
 
 import argparse
 import ast
+import atexit
 import importlib.util
+import os
+import runpy
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NoReturn, TypeAlias
 
-from atoll.blame import in_words, own_frames
-from atoll.errors import AtollError, JobError
+from atoll.blame import in_words, own_frames, showing_lines
+from atoll.errors import AtollError, JobError, JobFailedError
 from atoll.job import Job
 from atoll.randomness import own_randomness
 
-__all__ = ["load_job", "seen_arguments"]
+__all__ = ["LoadedScript", "RunOpener", "execute", "load_job", "load_script", "run_opener", "seen_arguments", "when_script_ends"]
 
 _OTHER_FILES = {".toml": "a cluster with --cluster FILE", ".plan": "a plan with --plan FILE", ".json": "a plan with --plan FILE"}
+RunOpener: TypeAlias = Callable[[Job, bool], AbstractContextManager[Any]]
+"""From a Job that a script runs, and whether the loop around its steps is the script's own, to its Training."""
+
+_Close: TypeAlias = Callable[[BaseException | None], None]
+_closing: ContextVar[list[_Close] | None] = ContextVar("atoll_closing", default=None)
+_opener: ContextVar[RunOpener | None] = ContextVar("atoll_run_opener", default=None)
+_EXECUTED = ("step",)  # a script that asks `atoll` for one of these is executed to find its Job
 _EXAMPLE = "job = atoll.Job(model=…, loss=…, data=…, optimizer=…, batch_size=…, steps=…)"
 
 
@@ -32,16 +45,130 @@ def seen_arguments(path: str | Path, arguments: Sequence[str] = ()) -> Iterator[
         sys.argv = before
 
 
-def load_job(path: str | Path, arguments: Sequence[str] = ()) -> Job:
-    """Import a training script (not as `__main__`, so it does not train) and return the one Job it defines.
+def run_opener() -> RunOpener | None:
+    """What opens the runs of the script that is executed; None where nobody but the script itself says how."""
+    return _opener.get()
 
-    While it is imported, `sys.argv` is the script and its own arguments. It can import its neighbours. Its randomness starts from a fixed
-    seed, so that a model built at import time has the same weights on every host.
+
+class _Asked(BaseException):
+    """A script that is only loaded asks for a run. It goes no further; no `except Exception` of its own holds it up."""
+
+    def __init__(self, job: Job, own_loop: bool) -> None:
+        super().__init__("the script asks for a run")
+        self.job, self.own_loop = job, own_loop
+
+
+def _ask(job: Job, own_loop: bool) -> NoReturn:
+    raise _Asked(job, own_loop)
+
+
+@contextmanager
+def _opening(opener: RunOpener) -> Iterator[None]:
+    token = _opener.set(opener)
+    try:
+        yield
+    finally:
+        _opener.reset(token)
+
+
+@dataclass(frozen=True)
+class LoadedScript:
+    """What a script is found to train."""
+
+    job: Job
+    own_loop: bool = False  # its processes must execute it, since it makes the steps itself
+
+
+def load_job(path: str | Path, arguments: Sequence[str] = ()) -> Job:
+    """The one Job of a training script; the script does not train."""
+    return load_script(path, arguments).job
+
+
+def load_script(path: str | Path, arguments: Sequence[str] = ()) -> LoadedScript:
+    """Find the Job of a training script without training.
+
+    A script that uses `atoll.step` is executed, as `__main__`, until it asks for a run. Any other is imported (not as `__main__`) and
+    defines one Job, or runs one. Meanwhile `sys.argv` is the script and its own arguments. It can import its neighbours. Its randomness
+    starts from a fixed seed, so that a model built at import time has the same weights on every host.
     """
     file = Path(path)
-    with seen_arguments(path, arguments):
-        module = _import_script(file, _source(file))
-    jobs = {name: value for name, value in vars(module).items() if isinstance(value, Job)}
+    source = _source(file)
+    try:
+        with seen_arguments(path, arguments), _opening(_ask):
+            if not _uses(source, _EXECUTED):
+                return LoadedScript(_defined_job(path, file, vars(_import_script(file, source))))
+            with own_randomness(0), _explained(file):
+                defined = runpy.run_path(str(file.resolve()), run_name="__main__")
+    except _Asked as asked:
+        return LoadedScript(asked.job, asked.own_loop)
+    if any(isinstance(value, Job) for value in defined.values()):
+        return LoadedScript(_defined_job(path, file, defined))
+    raise JobError(f"{path}: it ends without asking for a run, though it uses {' or '.join(f'atoll.{name}' for name in _EXECUTED)}")
+
+
+def execute(path: str | Path, arguments: Sequence[str], opener: RunOpener) -> None:
+    """Execute a script with a loop of its own as `python path arguments…` does; `opener` opens its run, which ends with the script."""
+    file, closing = Path(path), list[_Close]()
+    token = _closing.set(closing)
+    try:
+        with seen_arguments(path, arguments), _opening(opener), own_randomness(0), showing_lines():
+            try:
+                _run_to_its_end(file)
+            except BaseException as error:
+                _close_all(closing, error)
+                raise
+            _close_all(closing, None)
+    finally:
+        _closing.reset(token)
+
+
+def _run_to_its_end(file: Path) -> None:
+    try:
+        runpy.run_path(str(file.resolve()), run_name="__main__")
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            raise
+    except AtollError:
+        raise
+    except Exception as error:
+        raise JobFailedError(f"{file.name}: {in_words(error)}") from error
+
+
+def _close_all(closing: list[_Close], error: BaseException | None) -> None:
+    while closing:
+        closing.pop()(error)
+
+
+def when_script_ends(close: _Close) -> Callable[[], None]:
+    """Have `close` called at the end of the script, with the error that ended it if one did. Returns what takes that back."""
+    closing = _closing.get()
+    if closing is not None:
+        closing.append(close)
+        return lambda: closing.remove(close) if close in closing else None
+
+    def at_exit() -> None:
+        try:
+            close(getattr(sys, "last_value", None))  # that nobody caught
+        except AtollError as problem:  # Python would hide it
+            print(f"error: {problem}", file=sys.stderr, flush=True)
+            os._exit(problem.exit_code)
+
+    atexit.register(at_exit)
+    return lambda: atexit.unregister(at_exit)
+
+
+def _uses(source: str, names: Sequence[str]) -> bool:
+    """Whether the script asks `atoll` for one of these."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in names and isinstance(node.value, ast.Name) and node.value.id == "atoll":
+            return True
+        if isinstance(node, ast.ImportFrom) and node.module == "atoll" and any(alias.name in names for alias in node.names):
+            return True
+    return False
+
+
+def _defined_job(path: str | Path, file: Path, defined: Mapping[str, Any]) -> Job:
+    jobs = {name: value for name, value in defined.items() if isinstance(value, Job)}
     if isinstance(jobs.get("job"), Job):
         return jobs["job"]
     different = {id(value) for value in jobs.values()}
@@ -84,12 +211,21 @@ def _import_script(file: Path, source: str) -> ModuleType:
     if str(file.resolve().parent) not in sys.path:
         sys.path.insert(0, str(file.resolve().parent))
     try:
-        with own_randomness(0):
+        with own_randomness(0), _explained(file):
             exec(compile(source, module.__file__, "exec"), module.__dict__)
-    except (Exception, SystemExit) as error:
+    except JobError:
         del sys.modules[name]
-        raise JobError(_explain(file, error)) from error
+        raise
     return module
+
+
+@contextmanager
+def _explained(file: Path) -> Iterator[None]:
+    """What a script raises while it is loaded is a JobError that shows its line."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise JobError(_explain(file, error)) from error
 
 
 def _explain(file: Path, error: BaseException) -> str:

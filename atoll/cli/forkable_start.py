@@ -57,7 +57,10 @@ class ForkableStart:
 
     def begin(self, model: Target) -> None:
         """The job is captured: from here on processes can be forked. The server prepares itself while this process goes on."""
-        self.why_not = "hosts of a lab start their own processes" if find_lab(os.environ) is not None else unsafe(self._opened)
+        if model.own_loop:
+            self.why_not = "the script makes the steps itself"  # so every rank executes it
+        else:
+            self.why_not = "hosts of a lab start their own processes" if find_lab(os.environ) is not None else unsafe(self._opened)
         if not self.why_not:
             programs = {"atoll.cli.worker": self._rank, "atoll.cli.swarm_process": self._member, TRIAL: self._trial}
             self.server = ForkServer(programs, lambda: self._load(model))

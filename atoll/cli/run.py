@@ -84,7 +84,11 @@ def run(
     constants = load_calibration(calibration) if calibration else None
     with ForkableStart(runtime) as start:
         prepared = _prepare(script, arguments, rules, own, given, constants, start)
-        settings = msgspec.structs.replace(settings, mode=rules.name, codec=codec, options=msgspec.to_builtins(prepared.options))
+        if prepared.own_loop and not rules.runs_loops:
+            raise JobError(f"{script}: it makes the steps itself (atoll.step), which a {rules.name} does for it; give the run an atoll.Job")
+        settings = msgspec.structs.replace(
+            settings, mode=rules.name, codec=codec, options=msgspec.to_builtins(prepared.options), own_loop=prepared.own_loop
+        )
         run_context = _context(prepared, directory, settings, start, resumed=before is not None, max_restarts=max_restarts, sync=sync)
         runtime.check(run_context)
         with run_lock(directory.path), _untouched_if_refused(directory):
@@ -163,6 +167,7 @@ class _Prepared:
     predicted: Cost | None = None
     notes: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()  # for the plan
+    own_loop: bool = False  # the script makes the steps itself
     phases: tuple[PhaseFinished, ...] = ()  # what it took to prepare
 
 
@@ -224,16 +229,17 @@ def _prepare(
     predicted, notes = priced(plan, model, matching, constants) if matching is not None else (None, ())
     assert model.job is not None  # a script always has one
     notes = (*model.notes, *_other_micro_batches(plan, model), *notes, *filter(None, [sentence]))
-    return _Prepared(plan, options, model.job, cluster, matching, model, predicted, notes, reasons, tuple(phases))
+    return _Prepared(plan, options, model.job, cluster, matching, model, predicted, notes, reasons, model.own_loop, tuple(phases))
 
 
 def _prepare_here(script: str, arguments: tuple[str, ...], rules: ModeRules, options: msgspec.Struct) -> _Prepared:
     """On this machine, whichever device there is: the model is not captured, so that it may be one that cannot be."""
-    from atoll.script import load_job  # PyTorch takes seconds to load: mistakes above are told before
+    from atoll.script import load_script  # PyTorch takes seconds to load: mistakes above are told before
 
-    job = load_job(script, arguments)
+    found = load_script(script, arguments)
+    job = found.job
     plan = rules.plan_here(job.name, job.batch_size, job.micro_batch_size or job.batch_size)
-    return _Prepared(plan, options, job, reasons=("one process on this machine, as asked for",))
+    return _Prepared(plan, options, job, reasons=("one process on this machine, as asked for",), own_loop=found.own_loop)
 
 
 def _validate(plan: Plan, model: Target, cluster: Cluster | None, file: Path | None) -> None:

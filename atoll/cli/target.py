@@ -34,6 +34,7 @@ class Target:
     notes: tuple[str, ...] = ()  # what was assumed or estimated, in sentences
     captured: "Captured | None" = None  # of a script
     job: "Job | None" = None  # of a script
+    own_loop: bool = False  # the script makes the steps itself
 
 
 def load_target(name: str, batch_size: int | None = None, arguments: Sequence[str] = ()) -> Target:
@@ -61,11 +62,12 @@ def _from_script(path: str, batch_size: int | None, arguments: Sequence[str]) ->
     """Import the script and capture its job. What the script prints goes to stderr, so that `--json` stays JSON."""
     with working(f"capturing {path}"), stdout_to_stderr():
         from atoll.graph.capture import capture_program  # PyTorch takes seconds to load, and presets do without it
-        from atoll.script import load_job, seen_arguments
+        from atoll.script import load_script, seen_arguments
 
         started = time.perf_counter()
-        job = load_job(path, arguments)
+        found = load_script(path, arguments)
         script_seconds = time.perf_counter() - started
+        job = found.job
         with located(path), seen_arguments(path, arguments):
             captured = capture_program(job, divided=True, check=True)
             seconds = time.perf_counter() - started
@@ -85,6 +87,7 @@ def _from_script(path: str, batch_size: int | None, arguments: Sequence[str]) ->
             notes=(*captured.notes, *notes),
             captured=captured,
             job=job,
+            own_loop=found.own_loop,
         )
 
 

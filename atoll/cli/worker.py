@@ -3,7 +3,8 @@
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -14,6 +15,9 @@ from atoll.runtime.mode import CapturedJob
 from atoll.runtime.modes.lockstep.role import Role, find_role
 from atoll.runtime.run_directory import RunDirectory
 from atoll.watch.progress import Progress
+
+if TYPE_CHECKING:
+    from atoll.job import Job
 
 __all__ = ["main"]
 
@@ -33,16 +37,25 @@ def main(arguments: Sequence[str], known: CapturedJob | None = None) -> int:
 
 
 def _run(directory: RunDirectory, role: Role, known: CapturedJob | None, script: str | None = None) -> int:
-    from atoll.runtime.modes.lockstep.worker import run_rank  # PyTorch takes seconds to load: a wrong directory is told before
-    from atoll.script import load_job, seen_arguments
+    from atoll.runtime.modes.lockstep.worker import RankTraining, training_rank  # PyTorch takes seconds to load: mistakes are told before
+    from atoll.runtime.training import train
+    from atoll.script import execute, load_job, seen_arguments
 
     settings = directory.settings()
     settings = settings if script is None else msgspec.structs.replace(settings, script=script)
-    job = known.job if known is not None else load_job(settings.script, settings.arguments)
-    with seen_arguments(settings.script, settings.arguments), ExitStack() as stack:
-        progress = stack.enter_context(Progress())
-        observers: list[Observer] = [progress, *job.callbacks] if role.rank == 0 else []
-        run_rank(job, directory.plan(), role, directory=directory, settings=settings, observers=observers, own=progress, known=known)
+    with Progress() as progress:
+
+        def opened(job: "Job", own_loop: bool) -> AbstractContextManager[RankTraining]:
+            observers: list[Observer] = [progress, *job.callbacks] if role.rank == 0 else []
+            plan = directory.plan()
+            return training_rank(job, plan, role, directory=directory, settings=settings, observers=observers, own=progress, known=known)
+
+        if settings.own_loop:
+            execute(settings.script, settings.arguments, opened)
+            return 0
+        job = known.job if known is not None else load_job(settings.script, settings.arguments)
+        with seen_arguments(settings.script, settings.arguments), opened(job, False) as training:
+            train(training)
     return 0
 
 

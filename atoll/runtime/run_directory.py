@@ -47,6 +47,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     format: int = 1
     script: str  # absolute path
     arguments: tuple[str, ...] = ()
+    own_loop: bool = False  # the script makes the steps itself (`atoll.step`), so its processes execute it
     mode: str = msgspec.field(default_factory=lambda: default_rules().name)
     checkpoint_every: int | None = None  # steps; None: at the end only
     keep_last: int = 2

@@ -15,6 +15,7 @@ class Alone(ModeRules):
     summary = "one process on one device, uncut: the reference for every plan"
     runtime = "atoll.runtime.modes.alone.runtime:AloneRuntime"
     needs_devices = False
+    runs_loops = True
     most_devices = 1
     schedules = ("1f1b",)
     limits = "Mode alone trains on one device. "

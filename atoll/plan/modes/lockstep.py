@@ -13,6 +13,7 @@ class Lockstep(ModeRules):
     name = "lockstep"
     summary = "synchronous, in process groups: for devices that stay"
     runtime = "atoll.runtime.modes.lockstep.runtime:LockstepRuntime"
+    runs_loops = True
 
     def runs_as_priced(self, plan: Plan) -> bool:
         """Lanes exchange tensors, so each needs a sample of every micro-batch."""

@@ -155,7 +155,7 @@ class Checkpointer:
         """
         began = time.perf_counter()
         self.wait()
-        failed = None if self._last_saved == step else self._start(began, step, tensors, optimizers, extra or {})
+        failed = None if self._last_saved == step else self._start(began, step, tensors, optimizers, extra or {}, at_once=final)
         self._finished.extend([failed] if failed else [])
         if final:
             outcome = failed or self.wait()
@@ -166,7 +166,8 @@ class Checkpointer:
         """Wait for the save under way, if there is one, and say how it ended."""
         if self._thread is None:
             return None
-        self._thread.join()
+        if self._thread.ident is not None:  # else it was written at once
+            self._thread.join()
         self._thread = None
         outcome = self._outcome
         assert outcome is not None, "the thread that writes a checkpoint ended without a word"
@@ -208,9 +209,19 @@ class Checkpointer:
             self._thread.join(_GRACE_SECONDS)
 
     def _start(
-        self, began: float, step: int, tensors: Sequence[LocalShard], optimizers: Sequence[torch.optim.Optimizer], extra: Mapping[str, Any]
+        self,
+        began: float,
+        step: int,
+        tensors: Sequence[LocalShard],
+        optimizers: Sequence[torch.optim.Optimizer],
+        extra: Mapping[str, Any],
+        *,
+        at_once: bool,
     ) -> Outcome | None:
-        """Agree with the other ranks who writes what, copy it and start writing. An Outcome when that failed."""
+        """Agree with the other ranks who writes what, copy it and start writing. An Outcome when that failed.
+
+        `at_once`: it is written when this returns, without a thread, which Python does not start while a script ends.
+        """
         path, mine, held, state, plain, problem = step_path(self.directory, step), [], {}, None, {}, None
         try:
             state = optimizer_state(optimizers, tensors)
@@ -238,7 +249,7 @@ class Checkpointer:
             self._outcome = Outcome(step, path, blocked, time.perf_counter() - began, verdict.size_bytes, verdict.error)
 
         self._thread = threading.Thread(target=write, name=f"checkpoint of step {step}", daemon=True)
-        self._thread.start()
+        write() if at_once else self._thread.start()
         return None
 
     def _save_copies(self, step: int, copies: Sequence[Piece], small: SmallState, extra: dict[str, Any]) -> _Verdict:

@@ -2,14 +2,14 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from atoll.events import EventLog
+from atoll.events import EventLog, Observer
 from atoll.plan.modes.alone import ALONE
 from atoll.runtime.mode import CapturedJob, ResumePoint, RunContext, RunOutcome, newest_checkpoint
 from atoll.runtime.report import ModeReport, RunSummary, read_prediction
@@ -18,6 +18,7 @@ from atoll.runtime.run_directory import RunDirectory, RunSettings, run_lock
 if TYPE_CHECKING:
     from atoll.graph.capture import Captured
     from atoll.job import Job
+    from atoll.script import RunOpener
 
 __all__ = ["AloneRuntime", "opened_run"]
 
@@ -43,24 +44,39 @@ class AloneRuntime:
 
     def launch(self, run: RunContext) -> RunOutcome:
         """Trains in micro-batches as the plan has them; on Ctrl-C the step under way ends first."""
+        from atoll.job import Job, local_device  # PyTorch takes seconds to load: mistakes are told before
+        from atoll.runtime.modes.alone.trainer import AloneTrainer, training_alone
+        from atoll.script import execute
+
+        size, settings, opened = run.plan.micro_batch_size, run.settings, list[AloneTrainer]()
+        with EventLog(run.directory.path, resume=True) as log:
+
+            @contextmanager
+            def opener(job: Job, own_loop: bool) -> Iterator[AloneTrainer]:
+                if size != (job.micro_batch_size or job.batch_size):
+                    job = replace(job, micro_batch_size=size)
+                observers: list[Observer] = [log, *run.observers, *job.callbacks]
+                with training_alone(job, device=local_device(), observers=observers, saved_in=(run.directory, settings)) as trainer:
+                    opened.append(trainer)
+                    yield trainer
+
+            if settings.own_loop:
+                execute(settings.script, settings.arguments, opener)
+            else:
+                self._train(run, opener)
+        interrupted = bool(opened) and opened[-1].reason == "interrupted"
+        return RunOutcome(_INTERRUPTED if interrupted else 0, resumable=interrupted)
+
+    @staticmethod
+    def _train(run: RunContext, opener: "RunOpener") -> None:
         from atoll.blame import showing_lines
-        from atoll.job import local_device  # PyTorch takes seconds to load: mistakes are told before
-        from atoll.runtime.modes.alone.trainer import train_alone
+        from atoll.randomness import mix, own_randomness
+        from atoll.runtime.training import train
         from atoll.script import seen_arguments
 
-        job, size = run.job, run.plan.micro_batch_size
-        if size != (job.micro_batch_size or job.batch_size):
-            job = replace(job, micro_batch_size=size)
-        with (
-            seen_arguments(run.settings.script, run.settings.arguments),
-            showing_lines(),
-            EventLog(run.directory.path, resume=True) as log,
-        ):
-            result = train_alone(
-                job, device=local_device(), observers=[log, *run.observers, *job.callbacks], saved_in=(run.directory, run.settings)
-            )
-        interrupted = result.reason == "interrupted"
-        return RunOutcome(_INTERRUPTED if interrupted else 0, resumable=interrupted)
+        with seen_arguments(run.settings.script, run.settings.arguments), showing_lines(), ExitStack() as stack:
+            stack.enter_context(own_randomness(mix(run.job.seed, 4)))
+            train(stack.enter_context(opener(run.job, False)))
 
     def is_listening(self, directory: RunDirectory) -> bool | None:
         """It listens nowhere."""

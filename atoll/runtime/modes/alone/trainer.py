@@ -14,11 +14,11 @@ from typing import Literal
 
 import msgspec
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from atoll.blame import users_code
 from atoll.cluster.memory import keep_freed_memory
-from atoll.data import to_device
+from atoll.data import Dataset, to_device
 from atoll.errors import CheckpointError, JobError, JobFailedError
 from atoll.events import (
     AnyEvent,
@@ -48,10 +48,9 @@ from atoll.runtime.run_directory import RunDirectory, RunSettings
 from atoll.runtime.stage.rng import DrawKey, EagerDraws
 from atoll.runtime.stage.shard_spec import ShardSpec
 from atoll.runtime.stage.state import model_config, tied_names
+from atoll.runtime.training import Reason, train
 
-__all__ = ["train_alone"]
-
-_Reason = Literal["done", "stopped", "interrupted"]
+__all__ = ["AloneTrainer", "train_alone", "training_alone"]
 
 
 def train_alone(
@@ -61,41 +60,54 @@ def train_alone(
     observers: Sequence[Observer],
     saved_in: tuple[RunDirectory, RunSettings] | None = None,
 ) -> RunResult:
-    """Train the job on one device and tell the observers what happens.
+    """Train the job on one device and tell the observers what happens."""
+    with own_randomness(mix(job.seed, 4)), training_alone(job, device=device, observers=observers, saved_in=saved_in) as trainer:
+        train(trainer)
+    return trainer.result()
 
-    Whatever ends the run — the last step, Ctrl-C, `StopTraining`, a loss that is not finite — the weights are those after a whole step.
+
+@contextmanager
+def training_alone(
+    job: Job,
+    *,
+    device: torch.device,
+    observers: Sequence[Observer],
+    saved_in: tuple[RunDirectory, RunSettings] | None = None,
+) -> Iterator["AloneTrainer"]:
+    """The job on one device, ready for its first step; leaving the block ends the run.
+
+    Whatever ends it — the last step, Ctrl-C, `StopTraining`, a loss that is not finite — the weights are those after a whole step.
     With `saved_in`, a run's directory that this process holds, it goes on from the checkpoint there, if there is one, and saves into it:
     at the end, on Ctrl-C, and every so often. Losses and weights are those of a run that was never stopped, bit for bit.
     """
     if device.type == "cpu":
         keep_freed_memory()
-    with own_randomness(mix(job.seed, 4)), _polite_interrupt() as interrupt:
-        trainer = _Trainer(job, device, observers, saved_in)
+    with _polite_interrupt() as interrupt:
+        trainer = AloneTrainer(job, device, observers, saved_in, interrupt)
         try:
-            reason = trainer.train(interrupt)
+            trainer.begin()
+            yield trainer
             trainer.save_last()
         except BaseException as error:
             with suppress(Exception):  # an observer that failed may fail again; the first error is the one to show
                 trainer.finish("failed", f"{type(error).__name__}: {error}")
             raise
-        trainer.finish(reason, "")
-    return RunResult(
-        reason=reason,
-        losses=tuple(trainer.losses),
-        evaluations=tuple(trainer.evaluations),
-        seconds=trainer.elapsed(),
-        model=trainer.model,
-        optimizer=trainer.optimizer,
-    )
+        trainer.finish(trainer.reason or "stopped", "")
 
 
-class _Trainer:
+class AloneTrainer:
     """A run under way: model, optimizer and what has been seen so far."""
 
     def __init__(
-        self, job: Job, device: torch.device, observers: Sequence[Observer], saved_in: tuple[RunDirectory, RunSettings] | None
+        self,
+        job: Job,
+        device: torch.device,
+        observers: Sequence[Observer],
+        saved_in: tuple[RunDirectory, RunSettings] | None,
+        interrupt: threading.Event,
     ) -> None:
-        self.job, self.device, self.observers = job, device, observers
+        self.job, self.device, self.observers, self._interrupt = job, device, observers, interrupt
+        self._stopping = False  # somebody asked for it
         self.began, self.seconds_before = time.perf_counter(), 0.0
         self.mode = ALONE.name  # or of the run whose process this is
         self.steps = job.total_steps
@@ -108,6 +120,7 @@ class _Trainer:
         self.updater = Updater(self.parameters, self.optimizer, self.scheduler, scale, steps=self.steps)
         self.gradients = Accumulated(job.batch_size)
         self.random = True  # until a forward has shown that it draws no random numbers
+        self._reason: Reason | None = None
         self.losses: list[float] = []
         self.evaluations: list[Evaluated] = []
         self.resumed: Loaded | None = None
@@ -146,23 +159,73 @@ class _Trainer:
         if stop is not None:
             raise stop
 
-    def train(self, interrupt: threading.Event) -> _Reason:
-        """All steps, and the evaluations between them."""
-        try:
+    def begin(self) -> None:
+        """Tell that the run has begun, or goes on."""
+        with self._stoppable():
             self.emit(self._started())
             if self.resumed is not None:
                 self.emit(self.resumed.event(self.moment()))
-            for step in range(len(self.losses) + 1, self.steps + 1):
-                self.emit(self._step(step))
-                self._evaluate_when_due(step)
-                self._save_when_due(step)
-                if interrupt.is_set():
-                    return "interrupted"
-        except StopTraining:
-            return "stopped"
-        return "done"
 
-    def finish(self, reason: _Reason | Literal["failed"], message: str) -> None:
+    @contextmanager
+    def _stoppable(self) -> Iterator[None]:
+        """An observer that wants to stop ends what is done for the step at once."""
+        try:
+            yield
+        except StopTraining:
+            self._reason = "stopped"
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why no step follows; None while one does."""
+        return self._reason or ("done" if len(self.losses) >= self.steps else None)
+
+    def step(self) -> None:
+        """The next step, and the evaluation and the save after it if they are due."""
+        step = len(self.losses) + 1
+        with self._stoppable():
+            self.emit(self._step(step))
+            self._evaluate_when_due(step)
+            self._save_when_due(step)
+            if self._interrupt.is_set() or self._stopping:
+                self._reason = "interrupted" if self._interrupt.is_set() else "stopped"
+
+    def stop(self) -> None:
+        """Let no other step follow the next one."""
+        self._stopping = True
+
+    def together(self, call: str) -> None:
+        """There is nobody to disagree."""
+
+    def evaluate(self, dataset: Dataset) -> Evaluated:
+        """Loss and metrics of the weights as they are."""
+        with self._stoppable():
+            self._evaluate(dataset)
+        return self.evaluations[-1]
+
+    def save(self) -> None:
+        """A checkpoint of the last step; a thread writes it."""
+        if self.saving is not None and self.losses:
+            with self._stoppable():
+                self._begin_save(*self.saving)
+                self._tell_of_saves(*self.saving)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The model's, copied to the CPU."""
+        return {name: value.detach().to("cpu", copy=True) for name, value in self.model.state_dict().items() if isinstance(value, Tensor)}
+
+    def result(self) -> RunResult:
+        """What the run leaves behind, once it has ended."""
+        return RunResult(
+            reason=self.reason or "stopped",
+            losses=tuple(self.losses),
+            evaluations=tuple(self.evaluations),
+            seconds=self.elapsed(),
+            model=self.model,
+            optimizer=self.optimizer,
+        )
+
+    def finish(self, reason: Reason | Literal["failed"], message: str) -> None:
+        """Tell how the run ended."""
         with suppress(StopTraining):  # there is nothing left to stop
             self.emit(
                 RunFinished(
@@ -180,9 +243,12 @@ class _Trainer:
         if self.saving is None:
             return
         if step != self.steps and self.saving[1].due(step, self.moment()):
-            self.emit(CheckpointBegun(at_seconds=self.moment(), step=step))
-            self._save(*self.saving)
+            self._begin_save(*self.saving)
         self._tell_of_saves(*self.saving)
+
+    def _begin_save(self, checkpoints: Checkpointer, policy: SavePolicy) -> None:
+        self.emit(CheckpointBegun(at_seconds=self.moment(), step=len(self.losses)))
+        self._save(checkpoints, policy)
 
     def save_last(self) -> None:
         """The checkpoint to go on from; when it cannot be saved, the run has failed."""
@@ -308,9 +374,12 @@ class _Trainer:
     def _evaluate_when_due(self, step: int) -> None:
         dataset = self.job.eval_dataset
         if dataset is not None and evaluates_after(self.job, step, self.steps):
-            found = evaluate(self.job, self.model, self.device, step, dataset)
-            self.evaluations.append(msgspec.structs.replace(found, at_seconds=self.moment()))
-            self.emit(self.evaluations[-1])
+            self._evaluate(dataset)
+
+    def _evaluate(self, dataset: Dataset) -> None:
+        found = evaluate(self.job, self.model, self.device, len(self.losses), dataset)
+        self.evaluations.append(msgspec.structs.replace(found, at_seconds=self.moment()))
+        self.emit(self.evaluations[-1])
 
 
 def _checkpointer(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atoll.blame import users_code
-from atoll.data import Batch, to_device
+from atoll.data import Batch, Dataset, to_device
 from atoll.errors import CaptureError, JobFailedError
 from atoll.events import Evaluated
 from atoll.graph.capture import Captured, capture_program
@@ -24,6 +24,7 @@ from atoll.graph.graph import Precision
 from atoll.job import Job, LossFunction, LossValue
 from atoll.runtime.activations import Activations
 from atoll.runtime.executor import Accumulated, BuiltStage, LossScale, StageExecutor, Updater, WorkItem
+from atoll.runtime.modes.lockstep.agreement import ChangedBuffers
 from atoll.runtime.modes.lockstep.heartbeat import Doing
 from atoll.runtime.modes.lockstep.layout import Layout, RankPlace
 from atoll.runtime.modes.lockstep.sharding import OptimizerShard
@@ -45,12 +46,11 @@ class _Measured:
     loss: LossFunction
     precision: Precision
     job: Job
+    dataset: Dataset
 
     def example_batch(self, samples: int) -> Batch:
         """As many samples of the evaluation data, collated."""
-        dataset = self.job.eval_dataset
-        assert dataset is not None
-        return self.job.collate([dataset[i % len(dataset)] for i in range(samples)])
+        return self.job.collate([self.dataset[i % len(self.dataset)] for i in range(samples)])
 
 
 @dataclass(kw_only=True)
@@ -70,14 +70,16 @@ class EvaluatedFunction:
     executor: StageExecutor
 
 
-def capture_evaluated(job: Job) -> dict[str, Captured]:
-    """The programs of what is evaluated: the loss, under an empty name, and metrics. None when the job does not evaluate."""
-    if job.eval_dataset is None:
+def capture_evaluated(job: Job, dataset: Dataset | None = None) -> dict[str, Captured]:
+    """The programs of what is evaluated, on this data or the job's: the loss, under an empty name, and metrics. None without data."""
+    dataset = dataset if dataset is not None else job.eval_dataset
+    if dataset is None:
         return {}
     programs = {}
     for name, function in {"": job.eval_loss or job.loss, **job.metrics}.items():
         known = name or ("eval_loss" if job.eval_loss else "loss")
-        programs[name] = capture_program(_Measured(f"{job.name}: {known}", job.model, function, job.precision, job), training=False)
+        measured = _Measured(f"{job.name}: {known}", job.model, function, job.precision, job, dataset)
+        programs[name] = capture_program(measured, training=False)
     return programs
 
 
@@ -150,8 +152,11 @@ class Evaluation:
         owned: Sequence[OptimizerShard],
         lane_divided: set[str],
         doing: Callable[[object, int], None],
+        buffers: ChangedBuffers | None = None,
     ) -> None:
-        self._doing, self._step = doing, 0
+        """`buffers` that evaluation reads and training's exchange after every step does not bring up to date, if there may be some."""
+        self._doing, self._step, self._buffers = doing, 0, buffers
+        self._dataset: Dataset | None = None  # that is evaluated now
         self._job, self._layout, self.rank, self.device, self._functions = job, layout, rank, device, functions
         self._owned = {part.name: part for part in owned}
         self._lane_divided = lane_divided
@@ -170,11 +175,13 @@ class Evaluation:
                     own[s] = made.get(ranks)
         return own
 
-    def run(self, step: int, moment: Callable[[], float]) -> Evaluated:
-        """The losses and metrics of the whole evaluation data."""
+    def run(self, step: int, moment: Callable[[], float], dataset: Dataset | None = None) -> Evaluated:
+        """The losses and metrics of a whole data set; None: the job's evaluation data."""
         began, self._step = time.perf_counter(), step
-        dataset = self._job.eval_dataset
+        dataset = self._dataset = dataset if dataset is not None else self._job.eval_dataset
         assert dataset is not None
+        if self._buffers is not None:
+            self._buffers.agree()
         size, length = self._job.micro_batch_size or self._job.batch_size, len(dataset)
         pieces = [range(start, min(start + size, length)) for start in range(0, length, size)]
         sums = torch.zeros(len(self._functions), 2, dtype=torch.float64)
@@ -216,7 +223,7 @@ class Evaluation:
 
     def load(self, indices: range) -> Batch:
         """The samples of a micro-batch, collated, on the device."""
-        dataset = self._job.eval_dataset
+        dataset = self._dataset
         assert dataset is not None
         samples = []
         for index in indices:

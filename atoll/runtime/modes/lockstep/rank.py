@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from atoll.cluster.memory import host_memory
 from atoll.cost.evaluate import DEFAULT_BUCKET_BYTES
+from atoll.data import Dataset
 from atoll.graph.capture import Captured
 from atoll.job import Job
 from atoll.runtime.checkpoint.exchange import CheckpointRanks
@@ -77,6 +78,7 @@ class RankWork:
     model_config: dict[str, Any] | None  # of a Hugging Face model
     buffers: ChangedBuffers  # running statistics and the like
     evaluation: Evaluation | None  # None: the job has no evaluation data
+    evaluation_on: Callable[[Dataset], Evaluation]  # other data, later; all ranks make it together
     callbacks: bool  # whether some rank has callbacks, which may ask to stop
     doing: Callable[[object, int], None]  # told what the rank does, and at which step
 
@@ -146,7 +148,7 @@ def assemble(
         recorder=recorder,
         pace=pace,
     )
-    buffers = _changed_buffers(rank, cut, parts)
+    buffers = _changed_buffers(rank, cut, parts, parts.evaluated)
     divided = _lane_divided(cut)
     evaluation = Evaluation(job, layout, rank.number, device, parts.evaluated, held.owned, divided, doing) if parts.evaluated else None
     return RankWork(
@@ -163,6 +165,7 @@ def assemble(
         model_config=parts.config,
         buffers=buffers,
         evaluation=evaluation,
+        evaluation_on=lambda dataset: _evaluation_on(dataset, rank, cut, parts, held, doing),
         callbacks=callbacks,
         doing=doing,
     )
@@ -375,7 +378,28 @@ def _updater(job: Job, owned: Sequence[OptimizerShard]) -> Updater:
     return Updater(leaves, optimizer, job.build_scheduler(optimizer), LossScale(job.precision == "fp16"), steps=job.total_steps)
 
 
-def _changed_buffers(rank: _Rank, cut: Sequence[CutStage], parts: _Parts) -> ChangedBuffers:
+def _evaluation_on(
+    dataset: Dataset,
+    rank: _Rank,
+    cut: Sequence[CutStage],
+    parts: _Parts,
+    held: _HeldParameters,
+    doing: Callable[[object, int], None],
+) -> Evaluation:
+    """Evaluation that the job did not announce: captured now, on the model as it was at first, of which only what never changes is read."""
+    programs = capture_evaluated(rank.job, dataset)
+    buffers = {name: buffer for module in parts.modules for name, buffer in module.buffers_by_name().items()}
+
+    def build() -> list[EvaluatedFunction]:
+        model = rank.job.build_model("cpu")
+        return prepare_evaluation(rank.job, programs, rank.layout, rank.number, rank.captured, buffers, model, rank.device, rank.key)
+
+    functions = _build_in_turn(build, 4.0 * rank.captured.graph.parameters)
+    changed = _changed_buffers(rank, cut, parts, functions)
+    return Evaluation(rank.job, rank.layout, rank.number, rank.device, functions, held.owned, _lane_divided(cut), doing, changed)
+
+
+def _changed_buffers(rank: _Rank, cut: Sequence[CutStage], parts: _Parts, evaluated: Sequence[EvaluatedFunction]) -> ChangedBuffers:
     """Training's own tensors first; evaluation mostly has the same ones. Asks all ranks."""
     held: dict[str, list[Tensor]] = {}
     changed: dict[str, RankPlace] = {}
@@ -384,7 +408,7 @@ def _changed_buffers(rank: _Rank, cut: Sequence[CutStage], parts: _Parts) -> Cha
             held.setdefault(name, []).append(buffer)
         for name in module.changed_buffers():
             changed.setdefault(name, stage.place)
-    for name, buffer in buffers_read(parts.evaluated):
+    for name, buffer in buffers_read(evaluated):
         held.setdefault(name, []).append(buffer)
     distinct = {name: list({id(copy): copy for copy in copies}.values()) for name, copies in held.items()}
     return ChangedBuffers(rank.number, distinct, changed)

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from atoll.blame import users_code
 from atoll.control.clipping import clip_coefficient
+from atoll.data import Dataset
 from atoll.errors import JobFailedError
 from atoll.events import AnyEvent, CodecChosen, Evaluated, NonFinite, Observer, RunFinished, RunStarted, StepFinished, StopTraining
 from atoll.job import Job
@@ -20,16 +21,17 @@ from atoll.runtime.checkpoint.loading import Loaded
 from atoll.runtime.checkpoint.training_state import restore_training
 from atoll.runtime.evaluation import evaluates_after
 from atoll.runtime.executor import Update
+from atoll.runtime.modes.lockstep.evaluation import Evaluation
 from atoll.runtime.modes.lockstep.heartbeat import Doing
 from atoll.runtime.modes.lockstep.rank import RankWork
 from atoll.runtime.modes.lockstep.recorder import counted
 from atoll.runtime.modes.lockstep.sharding import squared_norm
 from atoll.runtime.nonfinite import checked_weight, not_finite
 from atoll.runtime.peak import peak_memory_bytes
+from atoll.runtime.training import Reason
 
-__all__ = ["Reason", "Trainer"]
+__all__ = ["Trainer"]
 
-Reason = Literal["done", "stopped", "interrupted"]
 _AGREEING = Doing("agreeing on loss and gradient", "others")
 _OPTIMIZING = Doing("making the optimizer's step", "user")
 
@@ -40,7 +42,8 @@ class _Totals(NamedTuple):
     loss: float
     weight: float
     squares: float  # of the gradient, before it is divided by anything
-    stop: bool  # somebody asked to stop after this step
+    interrupt: bool  # a signal asked somebody to stop after this step
+    stopping: bool  # the loop around the steps asked for it
 
 
 class Trainer:
@@ -53,8 +56,9 @@ class Trainer:
         self.updater = work.executor.updater
         self.losses: list[float] = []
         self.evaluations: list[Evaluated] = []
-        self.first_step = 1
         self.resumed: Loaded | None = None
+        self.reason: Reason | None = None  # why no step follows
+        self.stopping = False  # the loop around the steps asks all ranks to end it after the next one
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -75,7 +79,6 @@ class Trainer:
     def resume(self, step: int, extra: dict[str, Any]) -> None:
         """Continue after `step` steps: weights and optimizer are loaded, this is the rest."""
         self.losses = restore_training(extra, step, self.scheduler, self.updater.scale)
-        self.first_step = step + 1
         if self.scheduler is not None and not self.trainable:  # nothing of its optimizer was loaded
             for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate
@@ -88,8 +91,15 @@ class Trainer:
         """When it is in the run's own time, which goes on where the processes before this one ended."""
         return self.seconds_before + self.elapsed()
 
-    def train(self, stop_asked: Callable[[], bool], after_step: Callable[[int], None] = lambda step: None) -> Reason:
-        """All steps. `stop_asked` is looked at on every rank and obeyed by all after the same step; `after_step` may save."""
+    def train(self) -> None:
+        """All steps that are left."""
+        self.begin()
+        while self.reason is None:
+            self.advance()
+
+    def begin(self) -> None:
+        """Tell that the run has begun, or goes on."""
+        self.reason = "done" if self.last_step >= self.job.total_steps else None
         self.tell(self._started())
         if self.resumed is not None:
             self.tell(self.resumed.event(self.moment()))
@@ -97,17 +107,21 @@ class Trainer:
             if codec != "none":
                 reason = "the plan names it; losses are near those of one process, not equal to float tolerance"
                 self.tell(CodecChosen(at_seconds=self.moment(), link=link, codec=codec, before="", reason=reason))
-        for step in range(self.first_step, self.job.total_steps + 1):
-            with counted(self.work.runner.recorder, step, is_last=step == self.job.total_steps):
-                event, stop = self.step(step, stop_asked())
-            stopped = self._tell_together(event)
-            stopped = self._evaluate_when_due(step) or stopped
-            after_step(step)
-            if stopped or stop:
-                return "stopped" if stopped else "interrupted"
-        return "done"
 
-    def step(self, step: int, stop_asked: bool = False) -> tuple[StepFinished, bool]:
+    def advance(self, stop_asked: bool = False, after_step: Callable[[int], None] = lambda step: None) -> None:
+        """The next step, and the last if any rank was asked to stop by a signal, or is `stopping`. `after_step` may save."""
+        step = self.last_step + 1
+        with counted(self.work.runner.recorder, step, is_last=step == self.job.total_steps):
+            event, totals = self.step(step, stop_asked)
+        stopped = self._tell_together(event) or totals.stopping
+        stopped = self._evaluate_when_due(step) or stopped
+        after_step(step)
+        if stopped or totals.interrupt:
+            self.reason = "stopped" if stopped else "interrupted"
+        elif step >= self.job.total_steps:
+            self.reason = "done"
+
+    def step(self, step: int, stop_asked: bool = False) -> tuple[StepFinished, _Totals]:
         """One step of the optimizer on one global batch. Nothing is applied unless loss and gradient are finite on every rank."""
         began = time.perf_counter()
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
@@ -137,16 +151,16 @@ class Trainer:
             memory_bytes=peak_memory_bytes(self.device),
             applied=applied,
         )
-        return event, totals.stop
+        return event, totals
 
     def _add_up(self, total: float, weight: float, stop_asked: bool) -> _Totals:
         """One small exchange a step: nobody may apply a gradient before all know that it is whole and finite."""
         wanted = self.job.max_grad_norm is not None or self.updater.scale.enabled
         squares = squared_norm(self.work.counted) if wanted else 0.0
-        vector = torch.tensor([total, weight, squares, float(stop_asked)], dtype=torch.float64)
+        vector = torch.tensor([total, weight, squares, float(stop_asked), float(self.stopping)], dtype=torch.float64)
         dist.all_reduce(vector)
-        loss, weight, squares, stop = vector.tolist()
-        return _Totals(loss, weight, squares, stop > 0)
+        loss, weight, squares, interrupt, stopping = vector.tolist()
+        return _Totals(loss, weight, squares, interrupt > 0, stopping > 0)
 
     def _apply(self, step: int, totals: _Totals) -> tuple[float, float | None, bool]:
         """Divide, clip and apply; returns the loss, the gradient's norm if it was wanted, and whether anything was applied."""
@@ -201,7 +215,11 @@ class Trainer:
         evaluation = self.work.evaluation
         if evaluation is None or not evaluates_after(self.job, step, self.job.total_steps):
             return False
-        self.evaluations.append(evaluation.run(step, self.moment))
+        return self.evaluate(evaluation, None)
+
+    def evaluate(self, evaluation: Evaluation, dataset: Dataset | None) -> bool:
+        """Evaluate on the job's own data or other; whether an observer asked to stop."""
+        self.evaluations.append(evaluation.run(self.last_step, self.moment, dataset))
         return self._tell_together(self.evaluations[-1])
 
     def _started(self) -> RunStarted:

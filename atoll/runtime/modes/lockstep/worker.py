@@ -3,52 +3,56 @@
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from atoll.cluster import Cluster, load_cluster
 from atoll.cluster.memory import keep_freed_memory
 from atoll.cost import Evaluator
 from atoll.cost.evaluate import DEFAULT_BUCKET_BYTES, bucket_bytes
-from atoll.errors import AtollError, JobError, JobFailedError, PlanError
+from atoll.data import Dataset
+from atoll.errors import AtollError, JobError, PlanError
 from atoll.events import CheckpointBegun, Evaluated, EventLog, Observer, PhaseFinished
 from atoll.graph import Graph
 from atoll.graph.capture import Captured, capture_program
-from atoll.job import Job
+from atoll.job import Job, RunResult
 from atoll.plan import Plan, Replica, Stage, load_plan, validate
 from atoll.plan.division import apportion
 from atoll.plan.link_codecs import PlanCodecs
 from atoll.plan.modes.lockstep import LOCKSTEP
 from atoll.runtime.checkpoint.checkpointer import Checkpointer, SavePolicy
 from atoll.runtime.checkpoint.exchange import CheckpointRanks
+from atoll.runtime.checkpoint.gathering import gather_tensors
 from atoll.runtime.checkpoint.manifest import RunIdentity
 from atoll.runtime.checkpoint.training_state import training_state
 from atoll.runtime.imposed_speed import pace_of_rank
 from atoll.runtime.mode import CapturedJob
-from atoll.runtime.modes.lockstep.evaluation import capture_evaluated
+from atoll.runtime.modes.lockstep.calls import Calls
+from atoll.runtime.modes.lockstep.evaluation import Evaluation, capture_evaluated
 from atoll.runtime.modes.lockstep.heartbeat import Doing
 from atoll.runtime.modes.lockstep.layout import Layout
 from atoll.runtime.modes.lockstep.rank import assemble
 from atoll.runtime.modes.lockstep.recorder import MeasuredFile
 from atoll.runtime.modes.lockstep.rendezvous import RankMembership, joined, own_device
 from atoll.runtime.modes.lockstep.role import Role
-from atoll.runtime.modes.lockstep.trainer import Reason, Trainer
+from atoll.runtime.modes.lockstep.trainer import Trainer
 from atoll.runtime.run_directory import SPEEDS, RunDirectory, RunSettings, run_lock
+from atoll.runtime.training import STEP, Reason
 
-__all__ = ["ClusterSource", "Ended", "PlanSource", "Planning", "run_among_others", "run_rank"]
+__all__ = ["Planning", "RankTraining", "training_among_others", "training_rank"]
 
 
 _PLAN = "atoll/plan"  # in the store: what rank 0 says of it
 Planning: TypeAlias = Plan | Callable[[Graph], Plan]  # a plan, or who makes one for the captured job
-PlanSource: TypeAlias = Plan | str | Path
-ClusterSource: TypeAlias = Cluster | str | Path
+_LOOP = Doing("running the loop around its steps", "user")
 
 
 class Phases:
@@ -65,16 +69,8 @@ class Phases:
         self._began = now
 
 
-class Ended(NamedTuple):
-    """How a rank's run ended."""
-
-    reason: Reason
-    losses: tuple[float, ...]
-    evaluations: tuple[Evaluated, ...]
-    seconds: float
-
-
-def run_rank(
+@contextmanager
+def training_rank(
     job: Job,
     planning: Planning,
     role: Role,
@@ -86,12 +82,12 @@ def run_rank(
     cluster: Cluster | None = None,
     own: Observer = lambda event: None,
     known: CapturedJob | None = None,
-) -> Ended:
-    """Train this process's rank of the plan; all ranks do so together. Rank 0 has the plan or makes it; who has none hears it from there.
+) -> Iterator["RankTraining"]:
+    """This process's rank of the plan, ready for its first step; all ranks train together, and end the run by leaving the block.
 
-    `order` names devices in the order of ranks; by default it is the order in which the plan names them. `cluster` is what the run's
-    directory has unless given. `own` hears, on every rank and in any thread, what keeps this process waiting and why it ends. `known` is
-    the job as it was captured before.
+    Rank 0 has the plan or makes it; who has none hears it from there. `order` names devices in the order of ranks; by default it is the
+    order in which the plan names them. `cluster` is what the run's directory has unless given. `own` hears, on every rank and in any
+    thread, what keeps this process waiting and why it ends. `known` is the job as it was captured before.
     """
     if cluster is None and directory is not None:
         cluster = directory.load_cluster()
@@ -115,11 +111,10 @@ def run_rank(
         validate(layout.plan, captured.graph)
         if directory is not None and role.rank == 0:
             _write_plan(directory, layout.plan)
-        session = _Session(job, layout, captured, evaluated, device, run, directory, settings, cluster)
+        training = RankTraining(job, layout, captured, evaluated, device, run, directory, settings, cluster)
         phases.ended("own part of the model built")
-        reason = session.train(observers, phases.finished)
-        trainer = session.trainer
-        return Ended(reason, tuple(trainer.losses), tuple(trainer.evaluations), trainer.elapsed())
+        with training.under_way(observers, phases.finished):
+            yield training
 
 
 def _write_plan(directory: RunDirectory, plan: Plan) -> None:
@@ -180,7 +175,7 @@ def _checked_layout(plan: Plan, order: Sequence[str] | None, role: Role, cluster
     return layout
 
 
-class _Session:
+class RankTraining:
     """One rank's run between meeting the others and leaving them."""
 
     def __init__(
@@ -209,33 +204,32 @@ class _Session:
         self.graph = captured.graph
         self.policy: SavePolicy | None = None
         self.ask_at = 0  # after which step rank 0 is asked again whether to save
+        self.checkpoints: Checkpointer | None = None
+        self._calls = Calls()
+        self._evaluation: Evaluation | None = self.work.evaluation
         self.measured: MeasuredFile | None = None
         if directory is not None:
             runner = self.work.runner
             self.measured = MeasuredFile(directory, layout, run.role.rank, self.work.schedule, runner.recorder, runner.buckets)
 
-    def train(self, observers: Sequence[Observer], phases: Sequence[PhaseFinished] = ()) -> Reason:
-        """Continue from the last checkpoint if there is one, train, save. `phases` have ended before."""
+    @contextmanager
+    def under_way(self, observers: Sequence[Observer], phases: Sequence[PhaseFinished] = ()) -> Iterator[None]:
+        """From the last checkpoint, if there is one, to the last step: inside, steps are made; leaving saves and tells how it ended.
+
+        `phases` have ended before.
+        """
         with ExitStack() as stack:
             stack.callback(self.work.feed.close)
-            checkpoints = self._checkpoints(stack)
-            if checkpoints is not None:
-                self._load(checkpoints)
-                self.policy = SavePolicy(
-                    self.settings.checkpoint_every,
-                    step=self.trainer.last_step,
-                    moment=self.trainer.elapsed(),
-                    failures_per_hour=_failures_per_hour(self.plan, self.cluster),
-                )
-            if self.run.role.rank == 0 and self.directory is not None:
-                log = stack.enter_context(EventLog.join(self.directory.path))
-                self.trainer.seconds_before = log.seconds() - self.trainer.elapsed()
-                observers = [log, *observers]
-            self.trainer.observers = observers
+            self._open(stack, observers)
             for phase in phases:
                 self.trainer.tell(msgspec.structs.replace(phase, at_seconds=self.trainer.moment()))
             try:
-                reason = self.trainer.train(lambda: self.run.stop_asked, lambda step: self._after_step(checkpoints, step))
+                self.trainer.begin()
+                yield
+                if self.measured is not None:
+                    self.run.doing("writing down what was measured")
+                    self.measured.write()
+                self.save_last()
             except BaseException as error:
                 with self.run.still_doing():
                     if isinstance(error, AtollError):
@@ -243,14 +237,102 @@ class _Session:
                     if self.measured is not None:
                         self.measured.write()
                 raise
-            if self.measured is not None:
-                self.run.doing("writing down what was measured")
-                self.measured.write()
-            if checkpoints is not None and self.trainer.last_step:
-                self._save_last(checkpoints)
-            self.trainer.finish(reason)
+            self.trainer.finish(self.reason or "stopped")
             self._conclude()
-            return reason
+
+    def _open(self, stack: ExitStack, observers: Sequence[Observer]) -> None:
+        self.checkpoints = self._checkpoints(stack)
+        if self.checkpoints is not None:
+            self._load(self.checkpoints)
+            self.policy = SavePolicy(
+                self.settings.checkpoint_every,
+                step=self.trainer.last_step,
+                moment=self.trainer.elapsed(),
+                failures_per_hour=_failures_per_hour(self.plan, self.cluster),
+            )
+        if self.run.role.rank == 0 and self.directory is not None:
+            log = stack.enter_context(EventLog.join(self.directory.path))
+            self.trainer.seconds_before = log.seconds() - self.trainer.elapsed()
+            observers = [log, *observers]
+        self.trainer.observers = observers
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why no step follows; None while one does."""
+        return self.trainer.reason
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Of what this rank has of the model."""
+        return self.trainer.optimizer
+
+    @property
+    def model(self) -> None:
+        """Its parts are on several devices."""
+        return None
+
+    @property
+    def losses(self) -> list[float]:
+        """Of all steps."""
+        return self.trainer.losses
+
+    @property
+    def evaluations(self) -> list[Evaluated]:
+        """Since this process began."""
+        return self.trainer.evaluations
+
+    def result(self) -> RunResult:
+        """What the run leaves behind, once it has ended."""
+        trainer, reason = self.trainer, self.reason or "stopped"
+        return RunResult(
+            reason=reason,
+            losses=tuple(trainer.losses),
+            evaluations=tuple(trainer.evaluations),
+            seconds=trainer.elapsed(),
+            model=None,
+            optimizer=None,
+        )
+
+    def step(self) -> None:
+        """The next step, and the evaluation and the save after it if they are due."""
+        self.trainer.advance(self.run.stop_asked, self._after_step)
+        self._calls.check()
+        self.run.doing(_LOOP, self.trainer.last_step)
+
+    def stop(self) -> None:
+        """Let no other step follow the next one, on any rank."""
+        self.trainer.stopping = True
+
+    def together(self, call: str) -> None:
+        """JobFailedError where another rank makes another call; a step goes on meanwhile, and is checked at its end."""
+        self._calls.begin(call, self.trainer.last_step)
+        if call != STEP:
+            self.run.doing(Doing(f"waiting for the others to {call} too", "others"))
+            self._calls.check()
+
+    def evaluate(self, dataset: Dataset) -> Evaluated:
+        """Loss and metrics of the weights as they are."""
+        if self._evaluation is None:
+            self.run.doing("capturing the model for evaluation")
+            self._evaluation = self.work.evaluation_on(dataset)
+        if self.trainer.evaluate(self._evaluation, dataset):
+            self.trainer.reason = self.trainer.reason or "stopped"
+        self.run.doing(_LOOP)
+        return self.trainer.evaluations[-1]
+
+    def save(self) -> None:
+        """A checkpoint of the last step; a thread writes it."""
+        if self.checkpoints is not None and self.trainer.last_step:
+            self._begin_save(self.checkpoints, self.trainer.last_step)
+            self._tell_saved(self.checkpoints)
+            self.run.doing(_LOOP)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole model's on rank 0, in the CPU's memory; nothing on the others."""
+        self.run.doing("putting the model together on rank 0")
+        whole = gather_tensors(self.work.executor.shards(), self._calls.group)
+        self.run.doing(_LOOP)
+        return {**whole, **{name: whole[first] for name, first in self.work.tied.items() if first in whole}}
 
     def _conclude(self) -> None:
         if self.measured is not None:
@@ -290,31 +372,33 @@ class _Session:
         self.run.saved(loaded.step)
         self.trainer.resumed = loaded
 
-    def _after_step(self, checkpoints: Checkpointer | None, step: int) -> None:
+    def _after_step(self, step: int) -> None:
         if self.measured is not None:
             self.measured.after_step()
-        self._save_when_due(checkpoints, step)
+        self._save_when_due(self.checkpoints, step)
 
     def _save_when_due(self, checkpoints: Checkpointer | None, step: int) -> None:
         if checkpoints is None or self.policy is None:
             return
         if step != self.job.total_steps and self._due(self.policy, step):
-            self.trainer.tell(CheckpointBegun(at_seconds=self.trainer.moment(), step=step))
-            self.run.doing("saving a checkpoint")
-            self._save(checkpoints, step)
+            self._begin_save(checkpoints, step)
         self._tell_saved(checkpoints)
 
-    def _save_last(self, checkpoints: Checkpointer) -> None:
+    def _begin_save(self, checkpoints: Checkpointer, step: int) -> None:
+        self.trainer.tell(CheckpointBegun(at_seconds=self.trainer.moment(), step=step))
+        self.run.doing("saving a checkpoint")
+        self._save(checkpoints, step)
+
+    def save_last(self) -> None:
         """When it cannot be saved the run has failed: there is no later save to make up for it."""
+        checkpoints, step = self.checkpoints, self.trainer.last_step
+        if checkpoints is None or not step:
+            return
         self.run.doing("saving the last checkpoint")
-        step = self.trainer.last_step
         try:
             self._save(checkpoints, step, final=True)
-        except JobFailedError as error:
+        finally:
             self._tell_saved(checkpoints)
-            self.trainer.finish("failed", str(error))
-            raise
-        self._tell_saved(checkpoints)
         self.run.saved(step)
 
     def _tell_saved(self, checkpoints: Checkpointer) -> None:
@@ -357,20 +441,21 @@ def _failures_per_hour(plan: Plan, cluster: Cluster | None) -> float | None:
     return sum(device.preemptions_per_hour for device in cluster.devices if device.name in used)
 
 
-def run_among_others(
+@contextmanager
+def training_among_others(
     job: Job,
     role: Role,
     *,
     out: str | Path | None,
-    plan: PlanSource | None,
-    cluster: ClusterSource | None,
+    plan: Plan | str | Path | None,
+    cluster: Cluster | str | Path | None,
     resume: bool,
     checkpoint_every: int | None,
     observers: Sequence[Observer],
     own: Observer,
     environ: Mapping[str, str],
-) -> Ended:
-    """`Job.run` under torchrun, Slurm or Kubernetes: train this process's rank of a lockstep run.
+) -> Iterator[RankTraining]:
+    """`Job.run` and loops under torchrun, Slurm or Kubernetes: this process's rank of a lockstep run.
 
     What runs where comes from a plan or a cluster file, given or in the environment (`ATOLL_PLAN`, `ATOLL_CLUSTER`). Rank r is the r-th of
     the cluster file's devices that the plan uses. Only rank 0 needs the files: it tells the others. With neither, every process takes an
@@ -395,7 +480,11 @@ def run_among_others(
         if directory is not None and role.rank == 0:
             stack.enter_context(run_lock(directory.path))
             _begin(directory, settings, resume or role.generation > 0)
-        return run_rank(job, planning, role, directory=directory, settings=settings, observers=told, order=order, cluster=devices, own=own)
+        yield stack.enter_context(
+            training_rank(
+                job, planning, role, directory=directory, settings=settings, observers=told, order=order, cluster=devices, own=own
+            )
+        )
 
 
 def _is_missing(source: object) -> bool:

@@ -56,7 +56,7 @@ def rank_process(rank: int, folder: Path, job: Job, captured: Captured) -> None:
             work = assemble(job, layout, captured, device=torch.device("cpu"))
             trainer = Trainer(job, work, torch.device("cpu"))
             try:
-                trainer.train(lambda: False)
+                trainer.train()
             finally:
                 work.feed.close()
             whole = {owned.name: owned.leaf.detach().double().sum().item() for owned in work.owned if owned.holding.dim is None}

@@ -113,7 +113,7 @@ def compare(subject: Subject, layout: Layout) -> dict[str, float]:
     work = assemble(job, layout, subject.captured, device=CPU, evaluated=subject.evaluated)
     trainer = Trainer(job, work, CPU)
     try:
-        trainer.train(lambda: False)
+        trainer.train()
     finally:
         work.feed.close()
     return differences(trainer, work, subject.reference)

@@ -29,8 +29,9 @@ from atoll.runtime.checkpoint.export import export
 from atoll.runtime.modes.lockstep.layout import Layout
 from atoll.runtime.modes.lockstep.rendezvous import joined
 from atoll.runtime.modes.lockstep.role import Role
-from atoll.runtime.modes.lockstep.worker import _Session
+from atoll.runtime.modes.lockstep.worker import RankTraining
 from atoll.runtime.run_directory import RunDirectory, RunSettings
+from atoll.runtime.training import train
 from tests.process_group import fork_ranks
 from tests.runtime.modes.lockstep.equality_cases import EQUAL, EXPERTS_SHARDED, PIPE, TENSOR, TENSOR_UNEQUAL, UNEQUAL, plan_of
 from tests.runtime.modes.lockstep.equality_models import JOBS, Adapted, adam, gpt2, job, own_loss
@@ -105,10 +106,11 @@ def part_of_run(
             observers = [callback] if rank == layout.world_size - 1 else []
         own = dataclasses.replace(subject.job, callbacks=observers if by_callback else ())
         place, settings = RunDirectory(directory), RunSettings(script="")
-        session = _Session(own, layout, subject.captured, subject.evaluated, cpu, run, place, settings, None)
-        reason = session.train(observers)
+        session = RankTraining(own, layout, subject.captured, subject.evaluated, cpu, run, place, settings, None)
+        with session.under_way(observers):
+            train(session)
         stopped = "stopped" if by_callback else "interrupted"
-        assert (reason, session.trainer.last_step) == (("done", 10) if stop is None else (stopped, stop))
+        assert (session.reason, session.trainer.last_step) == (("done", 10) if stop is None else (stopped, stop))
         if stop is not None:
             return {}
         found = differences(session.trainer, session.work, subject.reference)

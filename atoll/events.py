@@ -249,6 +249,7 @@ class StageLost(Event, frozen=True, kw_only=True):
     stage: int
     step: int
     epoch: int = 0  # the one that begins
+    lost: int = 0  # steps that are made again
 
 
 # ---- checkpoints

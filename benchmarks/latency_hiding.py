@@ -71,7 +71,7 @@ def swarm_rate(layer: Layer, round_trip: float, bytes_per_s: float, micro_batche
     for index in range(STAGES * REPLICAS):
         swarm.start(f"peer{index}")
     swarm.loop.run(1e9, lambda: len(swarm.committed) > STEPS)
-    return STEPS * settings.micro_batches / (swarm.committed[-1][0] - swarm.committed[0][0])
+    return STEPS * settings.micro_batches / (swarm.committed[-1].at_seconds - swarm.committed[0].at_seconds)
 
 
 def gpipe_seconds(layer: Layer, round_trip: float, bytes_per_s: float, micro_batches: int) -> float:

@@ -79,7 +79,7 @@ def undisturbed(replicas: int, options: argparse.Namespace) -> float:
     for index in range(replicas * options.stages):
         swarm.start(f"peer{index}")
     swarm.loop.run(1e9, lambda: len(swarm.committed) > UNDISTURBED_STEPS)
-    return UNDISTURBED_STEPS * int(options.micro_batches) / (swarm.committed[-1][0] - swarm.committed[0][0])
+    return UNDISTURBED_STEPS * int(options.micro_batches) / (swarm.committed[-1].at_seconds - swarm.committed[0].at_seconds)
 
 
 def integrated(changes: list[Change], end: float, rates: list[float], stages: int) -> float:
@@ -104,11 +104,11 @@ def replay(changes: list[Change], end: float, every: str, options: argparse.Name
             swarm.kill(change.peer)
     swarm.loop.run(end)
     seconds = time.process_time() - began
-    last = swarm.committed[-1][0] if swarm.committed else end
+    last = swarm.committed[-1].at_seconds if swarm.committed else end
     stages = options.stages
     ideal = [best_throughput([1.0 / MODEL.seconds] * (count * stages), [1.0] * stages) for count in range(len(rates))]
     done = swarm.useful_micro_batches()  # by `last`: the step under way at the end is neither counted nor expected
-    steps = [step.seconds for _, step in swarm.committed]
+    steps = [step.seconds for step in swarm.committed]
     return {
         "rebalance_every_s": every,
         "share_of_optimum": done / max(integrated(changes, last, rates, stages), 1e-9),
@@ -119,7 +119,7 @@ def replay(changes: list[Change], end: float, every: str, options: argparse.Name
         "steps": len(steps),
         "median_step_s": sorted(steps)[len(steps) // 2] if steps else 0.0,
         "stages_lost": len(swarm.rollbacks),
-        "steps_lost": sum(lost.lost for _, lost in swarm.rollbacks),
+        "steps_lost": sum(lost.lost for lost in swarm.rollbacks),
         "checkpoints": len(swarm.saves),
         "retries": sum(feeder.retries for feeder in swarm.feeders),
         "virtual_hours": end / 3600,
@@ -133,9 +133,9 @@ def flaps(swarm: PeerSwarm) -> int:
     """How often a peer was moved again within five minutes."""
     last: dict[str, float] = {}
     count = 0
-    for at, move in swarm.moves:
-        count += at - last.get(move.worker, -1e9) < 300
-        last[move.worker] = at
+    for move in swarm.moves:
+        count += move.at_seconds - last.get(move.name, -1e9) < 300
+        last[move.name] = move.at_seconds
     return count
 
 

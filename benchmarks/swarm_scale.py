@@ -60,7 +60,7 @@ def simulate(peers: int, hours: float, kills_per_hour: float, seed: int = 0) -> 
             swarm.start(alive[-1])
             made, kills = made + 1, kills + 1
     seconds = time.process_time() - began
-    steps = sorted(step.seconds for _, step in swarm.committed)
+    steps = sorted(step.seconds for step in swarm.committed)
     return {
         "peers": peers,
         "stages": STAGES,
@@ -68,7 +68,7 @@ def simulate(peers: int, hours: float, kills_per_hour: float, seed: int = 0) -> 
         "kills": kills,
         "steps": len(steps),
         "median_step_s": steps[len(steps) // 2] if steps else 0.0,
-        "rollbacks": swarm.rollbacks,
+        "rollbacks": len(swarm.rollbacks),
         "events": swarm.loop.events,
         "cpu_seconds": seconds,
         "events_per_second": swarm.loop.events / max(seconds, 1e-9),

@@ -130,6 +130,7 @@ def _work(
     """Until the run is over."""
     with _not_begun(credentials.name):
         from atoll.cli.swarm_process import imposed_speed
+        from atoll.fabric.shaped import imposed_links
         from atoll.runtime.modes.swarm.member_process import run_member
         from atoll.runtime.modes.swarm.spec import OwnDevices, load_spec_job
         from atoll.script import load_job
@@ -147,6 +148,7 @@ def _work(
             observer=news,
             dialled=dialled,
             imposed=imposed_speed(os.environ),
+            links=imposed_links(os.environ),
             polite=True,
             devices=OwnDevices(tuple(range(devices)), stages=stages),
         )

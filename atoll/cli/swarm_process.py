@@ -46,6 +46,7 @@ def main(arguments: Sequence[str], known: CapturedJob | None = None) -> int:
 
 
 def _coordinate(directory: RunDirectory, address: str, known: CapturedJob | None) -> bool:
+    from atoll.fabric.shaped import imposed_links
     from atoll.runtime.modes.swarm.coordinator_process import coordinate
     from atoll.runtime.modes.swarm.spec import read_spec
     from atoll.script import load_job
@@ -54,7 +55,12 @@ def _coordinate(directory: RunDirectory, address: str, known: CapturedJob | None
     settings = directory.settings()
     job = known.job if known is not None else load_job(settings.script, settings.arguments)
     with Progress() as progress:
-        return coordinate(directory, read_spec(directory.path), job, address, observers=(progress, *job.callbacks), recall=progress.recall)
+        return coordinate(
+            *(directory, read_spec(directory.path), job, address),
+            observers=(progress, *job.callbacks),
+            recall=progress.recall,
+            links=imposed_links(os.environ),
+        )
 
 
 def _evaluate(directory: RunDirectory, step: str) -> None:
@@ -70,6 +76,7 @@ def _evaluate(directory: RunDirectory, step: str) -> None:
 def _take_part(source: str, address: str, name: str, known: CapturedJob | None, devices: str = "{}") -> None:
     """`source` is the run's directory, or the script on a host that does not see it: then the coordinator describes the job."""
     from atoll.fabric.security import enrol
+    from atoll.fabric.shaped import imposed_links
     from atoll.runtime.modes.swarm.member_process import run_member
     from atoll.runtime.modes.swarm.spec import OwnDevices, read_spec
     from atoll.runtime.modes.swarm.supervisor import TOKEN
@@ -87,13 +94,13 @@ def _take_part(source: str, address: str, name: str, known: CapturedJob | None, 
         job, captured = known.job, known.captured
     else:
         job, captured = load_job(source if Path(source).is_file() else RunDirectory(source).settings().script, spec.arguments), None
-    imposed = imposed_speed(os.environ)
+    imposed, links = imposed_speed(os.environ), imposed_links(os.environ)
 
     def warn(event: AnyEvent) -> None:
         if isinstance(event, Warned):
             show(event)
 
-    run_member(credentials, address, spec, job, imposed=imposed, polite=True, devices=own, observer=warn, captured=captured)
+    run_member(*(credentials, address, spec, job), imposed=imposed, links=links, polite=True, devices=own, observer=warn, captured=captured)
 
 
 def _described(credentials: "Credentials", address: str) -> "SwarmSpec":

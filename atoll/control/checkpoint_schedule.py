@@ -1,4 +1,4 @@
-"""When a swarm stores its state, and who writes it.
+"""When a swarm stores its state, who writes it, and what of it is believed (docs/swarm.md, rule 15).
 
 A worker whose stage has others takes nothing with it; with a stage's last worker all is lost that was made since the last checkpoint.
 So the interval follows Young and Daly from what a save costs and how often stages are lost, a run's first saves come early, and a stage
@@ -6,16 +6,20 @@ that is down to its last process is stored at once.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import msgspec
 
 from atoll.control.adaptive_timeout import AdaptiveTimeout
+from atoll.control.coordinator_state import CoordinatorState
+from atoll.control.journal import Checkpointed
 from atoll.control.membership import Member, WorkerIdentity
+from atoll.control.messages import WorkerBeat
 from atoll.control.multi_stage import process_of
+from atoll.events import CheckpointSaved, PeerRefused, Warned
 from atoll.plan.checkpoint_interval import CheckpointInterval, checkpoint_interval
 
-__all__ = ["CheckpointRound", "CheckpointSchedule", "StateVerdict"]
+__all__ = ["CheckpointRound", "CheckpointSchedule", "StateVerdict", "StoredStates"]
 
 PRIOR_HOURS = 1.0  # before anything is known: as if one stage had been lost in so long
 LIFE_HOURS = 24.0  # and one process had died in so many hours of all of them
@@ -209,3 +213,98 @@ class CheckpointSchedule:
         stages_lost = (1 + self._lost) / (PRIOR_HOURS + hours)
         deaths = (1 + self._died) / (LIFE_HOURS + self._process_hours)
         return checkpoint_interval(self._save_seconds or 0.0, stages_lost + len(self._lone) * deaths, self._step_seconds)
+
+
+class StoredStates:
+    """Has the states of versions stored, and says in the journal which of them are. `discard` has the store remove one."""
+
+    def __init__(self, at: CoordinatorState, discard: Callable[[int, int, int], None]) -> None:
+        self._at, self._discard = at, discard
+        self.round, self.schedule = CheckpointRound(), CheckpointSchedule()
+        self.last: Checkpointed | None = None  # what everybody would go back to
+
+    @property
+    def current(self) -> bool:
+        """Whether the state of this version is stored."""
+        return self.last is not None and (self.last.epoch, self.last.version) == (self._at.epoch, self._at.version)
+
+    def begin(self, now: float) -> None:
+        """The state of this version: by one worker of every stage, while training goes on."""
+        self.round.begin(self._at.version, self._at.usable(now), now)
+        self.schedule.started(now)
+
+    def after_commit(self, now: float) -> None:
+        """Stores where that is asked for or due."""
+        settings, version = self._at.settings, self._at.version
+        asked = settings.checkpoint_every > 0 and version % settings.checkpoint_every == 0
+        evaluated = settings.evaluate_every > 0 and version % settings.evaluate_every == 0
+        by_itself = settings.checkpoint_every == 0 and self._may_begin(now) and self.schedule.due(now)
+        if self._at.stopping or asked or evaluated or by_itself:
+            self.begin(now)
+
+    def _may_begin(self, now: float) -> bool:
+        """Whether no round is under way that will end: one that is superseded again and again stores nothing."""
+        heard = (member for member in self._at.members if self._at.members.heard(member, now))
+        return self.round.version < 0 or self.schedule.given_up(self.round, heard, now)
+
+    def look(self, now: float) -> None:
+        """A stage that is down to its last process is stored in the middle of a step, if nothing asks for another interval."""
+        at, usable = self._at, self._at.usable(now)
+        self.schedule.look(usable, now)
+        if at.settings.checkpoint_every or at.stopping or not self.schedule.urgent(now) or at.version == at.origin.version:
+            return
+        served = len({member.stage for member in usable}) == at.settings.stages
+        if not self.current and served and self._may_begin(now):
+            self.begin(now)
+
+    def why_not(self, process: str, epoch: int, version: int, stage: int, size: int) -> str | None:
+        """Why the store must not take a state that a process sends, which is told; None: it takes it."""
+        quota = self._at.settings.state_quota
+        why = self.round.why_not(process, version, stage) if epoch == self._at.epoch else "it is of another epoch"
+        if why is None and stage < len(quota) and size > quota[stage]:
+            why = f"it has {size:,} bytes, and a state of this stage at most {quota[stage]:,}"
+        if why is not None:
+            self._tell_refused(process, version, stage, why)
+        return why
+
+    def _tell_refused(self, sender: str, version: int, stage: int, why: str) -> None:
+        reason = f"a state of stage {stage} after step {version}: {why}"
+        self._at.node.emit(PeerRefused(peer=sender, role="worker", what="state", reason=reason))
+
+    async def on_beat(self, member: Member, beat: WorkerBeat) -> None:
+        """A worker may say what its own state is."""
+        if beat.attests is not None and beat.attests[0] == self.round.version and beat.epoch == self._at.epoch:
+            self.round.hear(member, beat.attests[1])
+            await self.judge()
+
+    async def on_stored(self, epoch: int, version: int, stage: int, digest: str) -> None:
+        """The store has got a state."""
+        if (epoch, version) == (self._at.epoch, self.round.version):
+            self.round.stored(stage, digest, self._at.node.clock.now())
+            await self.judge()
+
+    async def judge(self) -> None:
+        """Looks at what is stored of the round; the journal has it once all of it is what the stages' workers have."""
+        at, storing, now = self._at, self.round, self._at.node.clock.now()
+        if storing.version < 0:
+            return
+        heard = {member.identity for member in at.members if at.members.heard(member, now)}
+        verdicts = [storing.verdict(stage, heard, now, at.settings.patience_seconds) for stage in range(at.settings.stages)]
+        for stage, verdict in enumerate(verdicts):
+            if verdict is not None and not verdict.taken:
+                self._discard(at.epoch, storing.version, stage)
+                self._tell_refused(storing.reject(stage), storing.version, stage, "most workers of its stage have another")
+        if all(verdict is not None and verdict.taken for verdict in verdicts):
+            for stage, verdict in enumerate(verdicts):
+                if verdict is not None and not verdict.agreed:
+                    differ = f"workers of stage {stage} have states after step {storing.version} that differ in some bits, as devices of"
+                    at.node.emit(Warned(message=f"{differ} several kinds may; that of the worker told to store it was taken"))
+            await self._write(now)
+
+    async def _write(self, now: float) -> None:
+        record, began = Checkpointed(self._at.epoch, self.round.version), self.round.began
+        self.schedule.saved(self.round, now)
+        self.round.end()
+        await self._at.journal.append(self._at.term, record)
+        self.last = record
+        self._at.node.emit(CheckpointSaved(step=record.version, path="", size_bytes=0, blocked_seconds=0.0, seconds=now - began))

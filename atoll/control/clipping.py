@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 __all__ = ["clip_coefficient", "clip_or_skip", "why_refused"]
 
@@ -26,7 +27,9 @@ def clip_coefficient(norm: float, max_norm: float | None) -> float:
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + NORM_MARGIN))
 
 
-def why_refused(loss: float, weight: float, norms_squared: Sequence[float], skips_overflows: bool) -> tuple[str, float] | None:
+def why_refused(
+    loss: float, weight: float, norms_squared: Sequence[float], skips_overflows: bool
+) -> tuple[Literal["loss", "gradient", "weight"], float] | None:
     """(which number of a step must not be as it is, the number), or None where the step may be made: as a single process decides it.
 
     `loss` and `weight` are totals. A gradient that is not finite is ordinary where overflows are skipped (fp16), and nowhere else.

@@ -1,19 +1,19 @@
 """Coordinator: decides which work makes up a step, writes it to the journal, and says so until everybody has heard.
 
-What holds after a failure: whatever was announced is in the journal; a coordinator started again on the same journal takes over under a new
-term, seals first, and continues with the buffers that survive. It keeps nothing else that matters.
+It reads as docs/swarm.md does, whose rules the sections name. What holds after a failure: whatever was announced is in the journal; a
+coordinator started again on the same journal takes over under a new term, seals first, and continues with the buffers that survive. It
+keeps nothing else that matters.
 """
 
-from collections import Counter
 from collections.abc import Callable
-from heapq import nsmallest
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from atoll.control.adaptive_timeout import AdaptiveTimeout
-from atoll.control.checkpoint_schedule import CheckpointRound, CheckpointSchedule
+from atoll.control.checkpoint_schedule import StoredStates
 from atoll.control.clipping import clip_or_skip, why_refused
+from atoll.control.coordinator_state import CoordinatorState
 from atoll.control.feeder import Leases
 from atoll.control.journal import Checkpointed, Epoch, FencedError, Term, replay
 from atoll.control.membership import Member, Members, MissedHeartbeats, StageMoves
@@ -24,7 +24,6 @@ from atoll.control.messages import (
     FeederBeat,
     Finished,
     Manifest,
-    Peer,
     Phase,
     Reduce,
     Reduced,
@@ -35,24 +34,10 @@ from atoll.control.messages import (
     WorkerBeat,
 )
 from atoll.control.multi_stage import process_of, processes
-from atoll.control.notices import (
-    Happening,
-    Joined,
-    Refused,
-    Repaired,
-    Resealed,
-    RolledBack,
-    Saved,
-    Silent,
-    StateRefused,
-    StatesDiffer,
-    StepCommitted,
-    TookOver,
-)
 from atoll.control.reduction import Choice, ReductionRound, choose_stages, stage_reduction, too_slow, waits_for_joiners
 from atoll.control.settings import Settings
-from atoll.control.state_transfer import DONORS
 from atoll.control.world import Journal, SwarmProcess
+from atoll.events import CoordinatorStarted, NonFinite, StageLost, StepFinished, StepRepaired
 
 __all__ = ["Coordinator"]
 
@@ -68,7 +53,7 @@ class _Stored(msgspec.Struct, frozen=True):
     digest: str
 
 
-class Coordinator:
+class Coordinator(CoordinatorState):
     """One coordinator process. `await run()` ends when the run is finished or a newer coordinator has taken over (`deposed`)."""
 
     def __init__(
@@ -76,35 +61,22 @@ class Coordinator:
         node: SwarmProcess,
         journal: Journal,
         settings: Settings,
-        observe: Callable[[Happening], None] = lambda happening: None,
         discard: Callable[[int, int, int], None] = lambda epoch, version, stage: None,
     ) -> None:
-        self.node, self.journal, self.settings = node, journal, settings
+        super().__init__(node, journal, settings)
         self.deposed = self.finished = False
-        self.refused: Refused | None = None  # why the run ends before its last step, where a step must not be made
-        self.term = self.seq = self.epoch = self.version = 0
-        self.phase: Phase = Seal((0, 0))  # of the step under way
-        self.trailing: Reduce | None = None  # with staleness: how the step before it is summed
-        self.members = Members(settings, 0)
-        self._observe, self._discard = observe, discard  # the latter has the store remove a state
+        self.refused: NonFinite | None = None  # why the run ends before its last step, where a step must not be made
+        self.checkpoints = StoredStates(self, discard)
+        self._emit = node.emit
         self._all = frozenset(range(settings.micro_batches))
-        self._origin = Epoch(0, 0, 0)
-        self._commit: Committed | None = None
-        self._last_checkpoint: Checkpointed | None = None
-        self.checkpoint_round = CheckpointRound()
-        self._checkpoint_schedule = CheckpointSchedule()
-        self._beat = self._rounds = 0  # the latter are SEALs of the step under way
+        self._rounds = 0  # SEALs of the step under way
+        self._why_sealed = ""  # where that had a reason
         self._entered = self._deadline = self._committed_at = self._gathered_at = self._step_seconds = 0.0
         self._awaited: set[str] = set()
         self._manifests: dict[str, Manifest] = {}
         self._reduction_round: ReductionRound | None = None
-        self._barred: set[str] = set()
-        self._routes: tuple[tuple[Peer, ...], ...] = ()
-        self._routed: dict[tuple[str, int], float] = {}  # workers in the routes since this RUN began, and since when
-        self._lost: tuple[tuple[str, int], ...] = ()
-        self._lost_since: dict[int, float] = {}
-        self._stage_moves = StageMoves(settings, node.random, self._observe)
-        self._stopping = False
+        self._lost_since: dict[int, float] = {}  # stages that nobody can continue
+        self._stage_moves = StageMoves(settings, node.random, node.emit)
         self._dismissed: dict[str, Member] = {}  # those let go; a late heart-beat does not bring them back
         self._missed_heartbeats = MissedHeartbeats()
         beat = settings.heartbeat_seconds
@@ -118,7 +90,7 @@ class Coordinator:
 
     def stop(self) -> None:
         """Asks that the run end early: after the step under way, once its state is stored. `stopped` tells that it did."""
-        self._stopping = True
+        self.stopping = True
 
     @property
     def stopped(self) -> bool:
@@ -128,7 +100,15 @@ class Coordinator:
     @property
     def stored_version(self) -> int:
         """What everybody would go back to."""
-        return self._last_checkpoint.version if self._last_checkpoint is not None else 0
+        return self.checkpoints.last.version if self.checkpoints.last is not None else 0
+
+    def why_not_stored(self, process: str, epoch: int, version: int, stage: int, size: int) -> str | None:
+        """Why the store must not take a state that a process sends, which is told; None: it takes it."""
+        return self.checkpoints.why_not(process, epoch, version, stage, size)
+
+    def stored(self, epoch: int, version: int, stage: int, digest: str) -> None:
+        """The store has a state, with this digest."""
+        self.node.inbox.put(_Stored(epoch, version, stage, digest))
 
     async def run(self) -> None:
         """Takes over and coordinates."""
@@ -146,29 +126,30 @@ class Coordinator:
             await self.node.clock.sleep(self.settings.heartbeat_seconds)
             self.node.inbox.put(TICK)
 
+    # --- rule 14: a new coordinator -------------------------------------------------------------------------------------------
+
     async def _take_over(self) -> None:
         """The term is claimed before the journal is believed: until then the coordinator before may still have added a commit."""
         await self._claim_term()
         history = replay(await self.journal.read())
         if history.origin is None:
-            await self.journal.append(self.term, Epoch(0, 0, 0))
+            await self.journal.append(self.term, self.origin)
         else:
-            self._origin = history.origin
-        self.epoch, self.version = self._origin.epoch, history.version
-        self._commit, self._last_checkpoint = history.commit, history.checkpoint
+            self.origin = history.origin
+        self.epoch, self.version = self.origin.epoch, history.version
+        self.commit, self.checkpoints.last = history.commit, history.checkpoint
         self.members = Members(self.settings, self.term)
         now = self.node.clock.now()
         self._committed_at = now
         self._stage_moves.begin(now)
-        self._checkpoint_schedule.begin(now)
-        self._observe(TookOver(self.term, self.version))
+        self.checkpoints.schedule.begin(now)
+        self._emit(CoordinatorStarted(term=self.term, step=self.version))
         if self.version >= self.settings.steps and history.stored:
             self._finish()
             return
         self._enter_seal("a coordinator took over")
-        fresh = self._commit is None and self.version == 0
-        self._deadline = now + (self.settings.gather_seconds if not fresh else 0.0)
-        self._gathered_at = self._deadline
+        fresh = self.commit is None and self.version == 0
+        self._deadline = self._gathered_at = now + (self.settings.gather_seconds if not fresh else 0.0)
         self._awaited = {""}  # whoever may still be out there
 
     async def _claim_term(self) -> None:
@@ -182,7 +163,7 @@ class Coordinator:
                 if last:
                     raise
 
-    # --- hearing ------------------------------------------------------------------------------------------------------------
+    # --- hearing --------------------------------------------------------------------------------------------------------------
 
     async def _handle(self, message: Any) -> None:
         match message:
@@ -195,41 +176,33 @@ class Coordinator:
             case Reduced():
                 await self._on_reduced(message)
             case _Stored():
-                await self._on_stored(message)
+                await self.checkpoints.on_stored(message.epoch, message.version, message.stage, message.digest)
             case _ if message is TICK:
                 await self._on_tick()
 
     async def _on_worker_beat(self, beat: WorkerBeat) -> None:
-        before = self.members.get(beat.worker)
-        ready = before is not None and self._has_state(before)
+        now, before, summing = self.node.clock.now(), self.members.get(beat.worker), self._reduction_round
+        ready = before is not None and self.has_state(before)
         dismissed = self._dismissed.get(beat.worker)
         if before is None and dismissed is not None and beat.nonce <= dismissed.nonce:
             if beat.nonce == dismissed.nonce:
                 self._announce(dismissed, self._view())  # it has not heard yet
             return
-        if before is None and beat.incarnation == 0 and self.node.clock.now() < self._gathered_at:
+        if before is None and beat.incarnation == 0 and now < self._gathered_at:
             return  # where it helps is known once those who have a stage were heard
-        summing = self._reduction_round
         contributed = before is not None and summing is not None and summing.contributes(before.name, before.incarnation)
-        member, new = self.members.hear(beat, self.node.clock.now())
+        member, new = self.members.hear(beat, now)
         if member is None:
             return
-        if new:
-            if beat.incarnation != member.incarnation:  # else it was here before this coordinator
-                self._observe(Joined(member.name, member.incarnation, member.stage))
-            if contributed:
-                self._on_contributor_back(member)
+        if new and beat.incarnation != member.incarnation:  # else it was here before this coordinator
+            self._emit(member.changed("active", "joining"))
+        if new and contributed:
+            self._on_contributor_back(member)
         if new or beat.incarnation != member.incarnation:
             self._announce(member, self._view())
-        if beat.attests is not None and beat.attests[0] == self.checkpoint_round.version and beat.epoch == self.epoch:
-            self.checkpoint_round.hear(member, beat.attests[1])
-            await self._note_stored()
-        if not ready and type(self.phase) is Run and self._has_state(member):
+        await self.checkpoints.on_beat(member, beat)
+        if not ready and type(self.phase) is Run and self.has_state(member):
             self._broadcast(workers=False)  # whoever hands out work need not wait for the next heartbeat to use it
-
-    def _on_contributor_back(self, member: Member) -> None:
-        """It has lost what it had summed."""
-        self._give_up_summing(f"{member.name} came back with nothing")
 
     def _on_feeder_beat(self, beat: FeederBeat) -> None:
         now = self.node.clock.now()
@@ -240,188 +213,106 @@ class Coordinator:
             self._announce(member, self._view())
         if type(self.phase) is Run and beat.round == self.phase.opened:
             self._leases.hear(beat, now)
-            self._look_at_leases(now, False)
+            self._look_at_leases(self.phase, now, False)
 
     async def _on_tick(self) -> None:
         now = self.node.clock.now()
-        self._beat += 1
+        self.beat += 1
         self.members.forget(now)
         if type(self.phase) is not Finished:
-            for change in self._missed_heartbeats.look(self.members, now):
-                if isinstance(change, Silent) and process_of(change.name) == change.name and change.stage >= 0:
-                    self._checkpoint_schedule.died()
-                self._observe(change)
-            self._look_at_checkpoint(now)
+            self._look_at_heartbeats(now)
+            self.checkpoints.look(now)
         await self._look_for_lost_stages(now)
-        await self._note_stored()
-        if self._stopping or self.version >= self.settings.steps:
+        await self.checkpoints.judge()
+        if self.stopping or self.version >= self.settings.steps:
             await self._stop_when_stored(now)
-        phase = type(self.phase)
-        if phase is Run:
-            self._move_at_once(now)
-            self._look_at_leases(now, True)
-        elif phase is Seal and now >= self._deadline:
-            if self.trailing is None:  # those who move would be missing in its sums
-                for moved in self._stage_moves.fill_empty_stages(self.members, now):
-                    self._manifests.pop(moved.name, None)
+        phase = self.phase
+        if type(phase) is Run:
+            self._move_at_once(phase, now)
+            self._look_at_leases(phase, now, True)
+        elif type(phase) is Seal and now >= self._deadline:
+            self._fill_empty_stages(now)
             self._decide()
         if self._reduction_round is not None:
             await self._look_at_reduction(self._reduction_round)
-        elif phase is Finished and now - self._entered > self.settings.silent_beats * self.settings.heartbeat_seconds:
+        elif type(phase) is Finished and now - self._entered > self.settings.silent_beats * self.settings.heartbeat_seconds:
             self.finished = True
         self._broadcast()
 
-    # --- speaking -----------------------------------------------------------------------------------------------------------
+    def _look_at_heartbeats(self, now: float) -> None:
+        for change in self._missed_heartbeats.look(self.members, now):
+            if change.state == "silent" and process_of(change.name) == change.name and change.stages:
+                self.checkpoints.schedule.died()
+            self._emit(change)
 
-    def _view(self) -> View:
-        origin = (self._origin.from_epoch, self._origin.version)
-        where = (self.epoch, self.version, origin, self._commit)
-        return View(self.term, self.seq, self._beat, *where, self.phase, self.checkpoint_round.version, self.trailing)
-
-    @property
-    def step(self) -> int:
-        """The step under way."""
-        return self.version + (self.trailing is not None)
-
-    def _broadcast(self, workers: bool = True) -> None:
-        """To everybody, or to feeders alone."""
-        self._find_routes()
-        view = self._view()
-        for member in self.members:
-            if workers or not member.worker:
-                self._announce(member, view)
-
-    def _find_routes(self) -> None:
-        now = self.node.clock.now()
-        usable = self._answering(now)  # who wants to leave works until it is let go, after the step: what it has begun counts
-        self._routes = Members.peers(usable, self.settings.stages)
-        if type(self.phase) is Run:
-            for member in usable:
-                self._routed.setdefault((member.name, member.incarnation), now)
-            self._lost = tuple(sorted(pair for pair in self._routed if not self._there(*pair, now)))
-
-    def _there(self, name: str, incarnation: int, now: float) -> bool:
-        """Whether a worker is heard and is still who it was."""
-        member = self.members.get(name)
-        return member is not None and member.incarnation == incarnation and self.members.heard(member, now)
-
-    def _announce(self, member: Member, view: View) -> None:
-        self.node.transport.send(member.name, Announce(self.node.name, view, self._assignment(member)))
-
-    def _assignment(self, member: Member) -> Assignment:
-        who, storing = (member.nonce, member.incarnation), self.checkpoint_round
-        if not member.worker:
-            return Assignment(*who, -1, lease=self._leases.of(member), window=self._window(), routes=self._routes, lost=self._lost)
-        donors = self._donors(member) if member.stage >= 0 and not self._has_state(member) else ()
-        return Assignment(*who, member.stage, donors, storing.writes(member), storing.attests(member))
-
-    def _window(self) -> int:
-        """Three micro-batches for every process: one in hand, one waiting, one on its way. A feeder has more where the way is long."""
-        workers = processes(peer.worker for row in self._routes for peer in row)
-        return max(1, min(self.settings.in_flight, -(-3 * len(workers) // self._leases.feeders)))
-
-    def _donors(self, member: Member) -> tuple[str, ...]:
-        """Some who have the state: the same ones as long as they are there, and of the others those who give to the fewest.
-
-        They stay the same over a commit that the joiner misses: who gave the state before it has kept that.
-        """
-        there = {peer.worker for peer in self._routes[member.stage]} - {member.name} if self._routes else set()
-        kept = tuple(name for name in member.donors if name in there)
-        if len(kept) < min(DONORS, len(there)):
-            fetching = [other for other in self.members if other is not member and not self._has_state(other)]
-            busy = Counter(name for other in fetching for name in other.donors)
-            others = sorted(there.difference(kept))
-            turn = member.incarnation % len(others)
-            kept += tuple(nsmallest(DONORS - len(kept), others[turn:] + others[:turn], key=lambda name: busy[name]))
-        member.donors = kept
-        return kept
-
-    # --- who can be used ----------------------------------------------------------------------------------------------------
-
-    def _usable(self, now: float) -> list[Member]:
-        """Those who can be given work: one that wants to leave only where its stage has nobody else."""
-        answering = self._answering(now)
-        served = {member.stage for member in answering if not member.leaving}
-        return [member for member in answering if not member.leaving or member.stage not in served]
-
-    def _answering(self, now: float) -> list[Member]:
-        """Workers with the state of this version, heard and hearing, not barred from this step."""
-        members = self.members
-        return [
-            member
-            for member in members
-            if member.worker and member.name not in self._barred and self._has_state(member) and members.live(member, now, self._beat)
-        ]
-
-    def _has_state(self, member: Member) -> bool:
-        return Members.current(member, self.epoch, self.version, self._commit)
-
-    def _live_feeders(self, now: float) -> list[Member]:
-        return [member for member in self.members if not member.worker and self.members.live(member, now, self._beat)]
-
-    def _can_run(self, now: float) -> bool:
-        stages = {member.stage for member in self._usable(now)}
-        if len(stages) < self.settings.stages:
-            self._unbar(stages)
-            return False
-        return bool(self._live_feeders(now))
-
-    def _unbar(self, served: set[int]) -> None:
-        """Rather somebody doubtful than nobody."""
-        for name in sorted(self._barred):
-            member = self.members.get(name)
-            if member is None or member.stage not in served:
-                self._barred.discard(name)
-
-    # --- RUN ----------------------------------------------------------------------------------------------------------------
+    # --- rule 3: the phase is repeated until it changes -------------------------------------------------------------------------
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
         self._entered = self.node.clock.now()
         self._broadcast()
 
-    def _enter_run(self, missing: tuple[frozenset[int], ...], keep: frozenset[tuple[str, int, int]]) -> None:
-        now = self.node.clock.now()
-        self.seq += 1
-        self._leases.divide(sorted(frozenset().union(*missing)), self._live_feeders(now), now)
-        self._routed, self._lost = {}, ()
-        self._enter(Run(missing, keep, (self.term, self.seq)))
+    def _broadcast(self, workers: bool = True) -> None:
+        """To everybody, or to feeders alone."""
+        self.find_routes(self.node.clock.now())
+        view = self._view()
+        for member in self.members:
+            if workers or not member.worker:
+                self._announce(member, view)
 
-    def _run_or_seal(self) -> None:
-        """A new step: everything is missing and nothing is kept."""
-        if self._stopping:
+    def _view(self) -> View:
+        where = (self.epoch, self.version, (self.origin.from_epoch, self.origin.version), self.commit)
+        return View(self.term, self.seq, self.beat, *where, self.phase, self.checkpoints.round.version, self.trailing)
+
+    def _announce(self, member: Member, view: View) -> None:
+        self.node.transport.send(member.name, Announce(self.node.name, view, self._assignment(member)))
+
+    def _assignment(self, member: Member) -> Assignment:
+        who, storing = (member.nonce, member.incarnation), self.checkpoints.round
+        if not member.worker:
+            return Assignment(*who, -1, lease=self._leases.of(member), window=self._window(), routes=self.routes, lost=self.lost)
+        donors = self.donors(member) if member.stage >= 0 and not self.has_state(member) else ()
+        return Assignment(*who, member.stage, donors, storing.writes(member), storing.attests(member))
+
+    def _window(self) -> int:
+        """Three micro-batches for every process: one in hand, one waiting, one on its way. A feeder has more where the way is long."""
+        workers = processes(peer.worker for row in self.routes for peer in row)
+        return max(1, min(self.settings.in_flight, -(-3 * len(workers) // self._leases.feeders)))
+
+    # --- rule 4: RUN ------------------------------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        """Everything is missing and nothing is kept."""
+        if self.stopping:
             self._enter_seal("")
-        elif self._can_run(self.node.clock.now()):
+        elif self.can_run(self.node.clock.now()):
             self._enter_run((self._all,) * self.settings.stages, frozenset())
         else:
             self._enter_seal("a stage or the feeders are not there")
 
-    def _move_at_once(self, now: float) -> None:
-        """Where somebody was lost, one that has done little yet takes the place: the step need not crawl to its end first."""
-        assert type(self.phase) is Run
-        if self.trailing is None and not self._stopping:  # those who move would be missing in its sums
-            remaining = self._leases.remaining(self.members, self.phase.opened)
-            self._stage_moves.rebalance_at_once(self.members, lambda: self._usable(now), now, self._routed, remaining)
+    def _enter_run(self, missing: tuple[frozenset[int], ...], keep: frozenset[tuple[str, int, int]]) -> None:
+        now = self.node.clock.now()
+        self.seq += 1
+        self._leases.divide(sorted(frozenset().union(*missing)), self.feeders(now), now)
+        self.routed, self.lost = {}, ()
+        self._enter(Run(missing, keep, (self.term, self.seq)))
 
-    def _look_at_leases(self, now: float, ticking: bool) -> None:
+    # --- rule 6: SEAL -----------------------------------------------------------------------------------------------------------
+
+    def _look_at_leases(self, run: Run, now: float, ticking: bool) -> None:
         """Seals when all is done, when nobody is left who could do the rest, or when nothing moves."""
-        assert type(self.phase) is Run
-        if not self._leases.pending(self.members, self.phase.opened, now):
+        if not self._leases.pending(self.members, run.opened, now):
             self._enter_seal("")
         elif ticking and self._leases.stuck(now):
             self._enter_seal("no progress")
 
-    # --- SEAL and decide ------------------------------------------------------------------------------------------------------
-
     def _enter_seal(self, reason: str) -> None:
-        now = self.node.clock.now()
         self.seq += 1
         self._rounds += 1
-        if reason:
-            self._observe(Resealed(self.step, reason))
+        self._why_sealed = reason or self._why_sealed
         if self.trailing is None:
             self._reduction_round = None
-        self._await_manifests(now)
+        self._await_manifests(self.node.clock.now())
         self._enter(Seal(self._next_round()))
 
     def _next_round(self) -> Round:
@@ -430,13 +321,12 @@ class Coordinator:
 
     def _await_manifests(self, now: float) -> None:
         self._manifests = {}
-        self._awaited = {member.name for member in self._answering(now)}
+        self._awaited = {member.name for member in self.answering(now)}
         self._deadline = now + self._seal_patience.seconds()
 
     def _on_manifest(self, manifest: Manifest) -> None:
-        phase = self.phase
-        member = self.members.get(manifest.worker)
-        if type(phase) is not Seal or manifest.round != phase.round or member is None or member.name in self._barred:
+        phase, member = self.phase, self.members.get(manifest.worker)
+        if type(phase) is not Seal or manifest.round != phase.round or member is None or member.name in self.barred:
             return
         if (manifest.epoch, manifest.version, manifest.stage) != (self.epoch, self.step, member.stage):
             return
@@ -459,16 +349,15 @@ class Coordinator:
     def _is_still(self, member: Member, incarnation: int) -> bool:
         return member.incarnation == incarnation
 
-    def _responders(self) -> list[Manifest]:
-        answers = [(self.members.get(manifest.worker), manifest) for manifest in self._manifests.values()]
-        return [manifest for member, manifest in answers if member is not None and self._is_still(member, manifest.incarnation)]
+    # --- rule 7: decide ---------------------------------------------------------------------------------------------------------
 
     def _decide(self) -> None:
         """Every micro-batch in exactly one chosen buffer of every stage: reduce. Otherwise run what is missing."""
         now = self.node.clock.now()
-        storing = self._stopping and self.checkpoint_round.version == self.version
+        later = now + self.settings.heartbeat_seconds
+        storing = self.stopping and self.checkpoints.round.version == self.version
         if self.refused is not None or storing or self.version >= self.settings.steps:
-            self._deadline = now + self.settings.heartbeat_seconds  # no more steps: the state is being stored
+            self._deadline = later  # no more steps: the state is being stored
             return
         responders = self._responders()
         choices = self._choose(responders)
@@ -476,15 +365,16 @@ class Coordinator:
             if self.trailing is None:
                 self._enter_reduce(choices, responders)
             else:
-                self._deadline = now + self.settings.heartbeat_seconds  # one sum at a time: when that of the step before is committed
-        elif self._can_run(now):
-            keep = frozenset(buffer for choice in choices for buffer in choice.buffers)
-            if keep:
-                self._observe(Repaired(self.step, tuple(len(choice.missing) for choice in choices)))
-            self._enter_run(tuple(choice.missing for choice in choices), keep)
+                self._deadline = later  # one sum at a time: when that of the step before is committed
+        elif self.can_run(now):
+            self._repair(choices)
         else:
-            self._deadline = now + self.settings.heartbeat_seconds
+            self._deadline = later
             self._awaited = {""}
+
+    def _responders(self) -> list[Manifest]:
+        answers = [(self.members.get(manifest.worker), manifest) for manifest in self._manifests.values()]
+        return [manifest for member, manifest in answers if member is not None and self._is_still(member, manifest.incarnation)]
 
     def _choose(self, responders: list[Manifest]) -> tuple[Choice, ...]:
         return choose_stages(responders, self.settings.stages, self._all)
@@ -492,10 +382,17 @@ class Coordinator:
     def _is_complete(self, choices: tuple[Choice, ...]) -> bool:
         return not any(choice.missing for choice in choices)
 
-    # --- REDUCE ---------------------------------------------------------------------------------------------------------------
+    def _repair(self, choices: tuple[Choice, ...]) -> None:
+        keep = frozenset(buffer for choice in choices for buffer in choice.buffers)
+        if keep:
+            reason, self._why_sealed = self._why_sealed or "somebody who had it is gone", ""
+            missing = tuple(len(choice.missing) for choice in choices)
+            self._emit(StepRepaired(step=self.step + 1, micro_batches=missing, reason=reason))
+        self._enter_run(tuple(choice.missing for choice in choices), keep)
+
+    # --- rule 8: REDUCE; rule 17: and the next step meanwhile ---------------------------------------------------------------------
 
     def _enter_reduce(self, choices: tuple[Choice, ...], responders: list[Manifest]) -> None:
-        """Sums the step; the next one is begun meanwhile where staleness allows it."""
         assert type(self.phase) is Seal
         now = self.node.clock.now()
         turn, settings = self.version + self._rounds, self.settings
@@ -516,27 +413,17 @@ class Coordinator:
 
     def _may_overlap(self, now: float) -> bool:
         """Whether the next step may begin. Who leaves or moves does so between steps, so there one must end before the next begins."""
-        if not self.settings.staleness or self.version + 1 >= self.settings.steps or self._stopping:
+        if not self.settings.staleness or self.version + 1 >= self.settings.steps or self.stopping:
             return False
-        return not self._stage_moves.pending(self.members, now, self._step_seconds) and self._can_run(now)
-
-    def _give_up_summing(self, reason: str) -> None:
-        """Seals its step again. What was done of the next one meanwhile is done anew: its turn comes when this one is summed."""
-        if self.trailing is not None and self._reduction_round is not None:
-            self._rounds = self._reduction_round.rounds
-            self.trailing = None
-        self._enter_seal(reason)
+        return not self._stage_moves.pending(self.members, now, self._step_seconds) and self.can_run(now)
 
     async def _on_reduced(self, reduced: Reduced) -> None:
-        summing = self._reduction_round
-        member = self.members.get(reduced.worker)
+        summing, member = self._reduction_round, self.members.get(reduced.worker)
         if summing is None or reduced.round != summing.order.round or member is None:
             return
         if (reduced.epoch, reduced.version, reduced.stage) != (self.epoch, self.version, member.stage):
             return
-        if not self._is_still(member, reduced.incarnation):
-            return
-        if not summing.hear(reduced):
+        if not self._is_still(member, reduced.incarnation) or not summing.hear(reduced):
             return
         member.holds, member.digest = reduced.round, reduced.digest
         member.wait_no_more()
@@ -544,32 +431,44 @@ class Coordinator:
         if not summing.awaited:
             await self._look_at_reduction(summing)
 
+    # --- rule 9: COMMIT; rule 11: a failed reduction; rule 18: a step that must not be made -----------------------------------------
+
     async def _look_at_reduction(self, summing: ReductionRound) -> None:
         now = self.node.clock.now()
         late = now >= summing.deadline
         if summing.awaited and not late:
             return
-        if self._is_covered(summing, late):
-            if summing.disagree():
-                self._give_up_summing("members of a stage disagree about the sum")
-            elif not waits_for_joiners(
-                self.members, summing, self.settings, version=self.version, barred=self._barred, now=now, beat=self._beat
-            ):
-                if not summing.awaited:
-                    self._reduce_patience.measured(now - summing.began)
-                await self._write_commit(summing)
-        elif late:
-            self._reduce_patience.failed()
-            blamed = summing.most_blamed()
-            if blamed is not None:
-                self._barred.add(blamed)
-            self._give_up_summing("the reduction did not finish")
+        if not self._is_covered(summing, late):
+            if late:
+                self._bar_most_blamed(summing)
+        elif summing.disagree():
+            self._give_up_summing("members of a stage disagree about the sum")
+        elif not waits_for_joiners(self.members, summing, self.settings, version=self.version, barred=self.barred, now=now, beat=self.beat):
+            if not summing.awaited:
+                self._reduce_patience.measured(now - summing.began)
+            await self._write_commit(summing)
 
     def _is_covered(self, summing: ReductionRound, late: bool) -> bool:
         """Whether every stage has a sum."""
         return all(summing.reports)
 
-    # --- COMMIT ---------------------------------------------------------------------------------------------------------------
+    def _bar_most_blamed(self, summing: ReductionRound) -> None:
+        self._reduce_patience.failed()
+        blamed = summing.most_blamed()
+        if blamed is not None:
+            self.barred.add(blamed)
+        self._give_up_summing("the reduction did not finish")
+
+    def _on_contributor_back(self, member: Member) -> None:
+        """It has lost what it had summed."""
+        self._give_up_summing(f"{member.name} came back with nothing")
+
+    def _give_up_summing(self, reason: str) -> None:
+        """Seals its step again. What was done of the next one meanwhile is done anew: its turn comes when this one is summed."""
+        if self.trailing is not None and self._reduction_round is not None:
+            self._rounds = self._reduction_round.rounds
+            self.trailing = None
+        self._enter_seal(reason)
 
     async def _write_commit(self, summing: ReductionRound) -> None:
         reports = [next(iter(row.values()), None) for row in summing.reports]
@@ -584,45 +483,52 @@ class Coordinator:
         record = Committed(self.epoch, self.version, summing.order.round, digests, clip, skipped, loss, weight)
         await self._commit_durably(record, summing)
 
+    def _refuse(self, what: Literal["loss", "gradient", "weight"], value: float) -> None:
+        """The step is not made, here or by whoever coordinates next: the run ends once the state before it is stored."""
+        if self.refused is not None:
+            return
+        self.refused = NonFinite(step=self.version + 1, what=what, value=str(value))
+        self._emit(self.refused)
+        self.stopping = True
+        self.checkpoints.begin(self.node.clock.now())
+        self._give_up_summing(f"its {what} is {value}")
+
     async def _commit_durably(self, record: Committed, summing: ReductionRound) -> None:
         """Nobody hears of a commit before it is durable."""
         await self.journal.append(self.term, record)
         await self._committed(record, summing)
 
-    def _refuse(self, what: str, value: float) -> None:
-        """The step is not made, here or by whoever coordinates next: the run ends once the state before it is stored."""
-        if self.refused is not None:
-            return
-        self.refused = Refused(self.version, what, value)
-        self._observe(self.refused)
-        self._stopping = True
-        self._store(self.node.clock.now())
-        self._give_up_summing(f"its {what} is {value}")
-
     async def _committed(self, record: Committed, summing: ReductionRound) -> None:
         now = self.node.clock.now()
         overlapped = self.trailing is not None
-        self._commit = record
+        self.commit = record
         self._reduction_round = self.trailing = None
         self.version += 1
-        seconds = self._step_seconds = now - self._committed_at
-        self._observe(StepCommitted(record.epoch, record.version, record.loss, record.weight, record.skipped, seconds, summing.rounds))
-        for one in too_slow(self.members, self.settings, now):
-            self._observe(one)
-        self._committed_at = now
-        self._checkpoint_schedule.committed(seconds)
-        self._barred.clear()
+        self._step_seconds, self._committed_at, self._why_sealed = now - self._committed_at, now, ""
+        self._tell_step(record, self._step_seconds, summing.rounds)
+        for slow in too_slow(self.members, self.settings, now):
+            self._emit(slow)
+        self.checkpoints.schedule.committed(self._step_seconds)
+        self.barred.clear()
         if overlapped:
             self._go_on_with_step(now)
             return
         self._rounds = 0
         if self.version >= self.settings.steps:
-            self._store(now)
+            self.checkpoints.begin(now)
             self._enter_seal("")  # until the last state is stored, those who have it stay
             return
         self._rearrange(now)
-        self._begin_checkpoint(now)
-        self._run_or_seal()
+        self.checkpoints.after_commit(now)
+        self._begin_step()
+
+    def _tell_step(self, record: Committed, seconds: float, rounds: int) -> None:
+        """How many samples a step has is not known here."""
+        loss, weight, applied = record.loss / record.weight, record.weight, not record.skipped
+        step = StepFinished(
+            step=record.version + 1, loss=loss, samples=0, weight=weight, seconds=seconds, learning_rate=None, applied=applied
+        )
+        self._emit(msgspec.structs.replace(step, epoch=record.epoch, rounds=rounds))
 
     def _go_on_with_step(self, now: float) -> None:
         """The step under way was begun before the commit and goes on as it is.
@@ -630,7 +536,7 @@ class Coordinator:
         Whoever cannot apply the commit loses its buffers: where manifests were given before it, they are asked for once more.
         """
         self.seq += 1
-        self._begin_checkpoint(now)
+        self.checkpoints.after_commit(now)
         if type(self.phase) is Seal:
             self._on_commit_in_seal(now)
         self._broadcast()
@@ -639,14 +545,13 @@ class Coordinator:
         """Some manifests may be of states that could not apply the commit."""
         self._await_manifests(now)
 
-    def _finish(self) -> None:
-        self.seq += 1
-        self._reduction_round = self.trailing = None
-        self._enter(Finished())
+    # --- rule 13: who leaves and who moves ----------------------------------------------------------------------------------------
 
     def _rearrange(self, now: float) -> None:
+        """Between steps."""
+
         def usable() -> list[Member]:
-            return self._usable(now)
+            return self.usable(now)
 
         for member in self._stage_moves.let_go(self.members, usable):
             self._announce(member, self._view())
@@ -654,50 +559,29 @@ class Coordinator:
         self._stage_moves.grant_wishes(self.members, usable)
         self._stage_moves.rebalance(self.members, usable, now, self._step_seconds)
 
-    # --- checkpoints and epochs -------------------------------------------------------------------------------------------------
+    def _move_at_once(self, run: Run, now: float) -> None:
+        """Where somebody was lost, one that has done little yet takes the place: the step need not crawl to its end first."""
+        if self.trailing is None and not self.stopping:  # those who move would be missing in its sums
+            remaining = self._leases.remaining(self.members, run.opened)
+            self._stage_moves.rebalance_at_once(self.members, lambda: self.usable(now), now, self.routed, remaining)
 
-    def _begin_checkpoint(self, now: float) -> None:
-        settings, version = self.settings, self.version
-        asked = settings.checkpoint_every > 0 and version % settings.checkpoint_every == 0
-        evaluated = settings.evaluate_every > 0 and version % settings.evaluate_every == 0
-        by_itself = settings.checkpoint_every == 0 and self._may_store(now) and self._checkpoint_schedule.due(now)
-        if self._stopping or asked or evaluated or by_itself:
-            self._store(now)
+    def _fill_empty_stages(self, now: float) -> None:
+        if self.trailing is None:
+            for moved in self._stage_moves.fill_empty_stages(self.members, now):
+                self._manifests.pop(moved.name, None)
 
-    def _store(self, now: float) -> None:
-        """The state of this version: by one worker of every stage, while training goes on."""
-        self.checkpoint_round.begin(self.version, self._usable(now), now)
-        self._checkpoint_schedule.started(now)
-
-    def _may_store(self, now: float) -> bool:
-        """Whether no round is under way that will end: one that is superseded again and again stores nothing."""
-        heard = (member for member in self.members if self.members.heard(member, now))
-        return self.checkpoint_round.version < 0 or self._checkpoint_schedule.given_up(self.checkpoint_round, heard, now)
-
-    def _look_at_checkpoint(self, now: float) -> None:
-        """A stage that is down to its last process is stored in the middle of a step, if nothing asks for another interval."""
-        schedule, usable = self._checkpoint_schedule, self._usable(now)
-        schedule.look(usable, now)
-        if self.settings.checkpoint_every or self._stopping or not schedule.urgent(now) or self.version == self._origin.version:
-            return
-        served = len({member.stage for member in usable}) == self.settings.stages
-        if not self._is_stored() and served and self._may_store(now):
-            self._store(now)
-
-    def _is_stored(self) -> bool:
-        saved = self._last_checkpoint
-        return saved is not None and (saved.epoch, saved.version) == (self.epoch, self.version)
+    # --- rule 15: the end, when the last state is stored ----------------------------------------------------------------------------
 
     async def _stop_when_stored(self, now: float) -> None:
         """Ends the run when nothing would be lost; a writer that is gone is replaced, since no next checkpoint supersedes this one."""
-        if self.version == self._origin.version or self._is_stored():
+        if self.version == self.origin.version or self.checkpoints.current:
             if type(self.phase) is not Finished:
                 await self._check_that_it_leads()
                 self._finish()
-        elif self.checkpoint_round.version == self.version:
-            self.checkpoint_round.replace_lost(self._usable(now))
+        elif self.checkpoints.round.version == self.version:
+            self.checkpoints.round.replace_lost(self.usable(now))
         elif self.version >= self.settings.steps and now >= self._gathered_at:
-            self._store(now)
+            self.checkpoints.begin(now)
 
     async def _check_that_it_leads(self) -> None:
         """Ending writes no record that the journal could refuse: another may have taken over, and then it is not this one's to end."""
@@ -705,53 +589,18 @@ class Coordinator:
         if newest > self.term:
             raise FencedError(f"the journal is at term {newest}: another coordinator has taken over")
 
-    def why_not_stored(self, process: str, epoch: int, version: int, stage: int, size: int) -> str | None:
-        """Why the store must not take a state that a process sends, which is told; None: it takes it."""
-        quota = self.settings.state_quota
-        why = self.checkpoint_round.why_not(process, version, stage) if epoch == self.epoch else "it is of another epoch"
-        if why is None and stage < len(quota) and size > quota[stage]:
-            why = f"it has {size:,} bytes, and a state of this stage at most {quota[stage]:,}"
-        if why is not None:
-            self._observe(StateRefused(process, version, stage, why))
-        return why
+    def _finish(self) -> None:
+        self.seq += 1
+        self._reduction_round = self.trailing = None
+        self._enter(Finished())
 
-    def stored(self, epoch: int, version: int, stage: int, digest: str) -> None:
-        """The store has a state, with this digest."""
-        self.node.inbox.put(_Stored(epoch, version, stage, digest))
-
-    async def _on_stored(self, stored: _Stored) -> None:
-        if (stored.epoch, stored.version) == (self.epoch, self.checkpoint_round.version):
-            self.checkpoint_round.stored(stored.stage, stored.digest, self.node.clock.now())
-            await self._note_stored()
-
-    async def _note_stored(self) -> None:
-        """Looks at what is stored of the round; the journal has it once all of it is what the stages' workers have."""
-        storing, now = self.checkpoint_round, self.node.clock.now()
-        if storing.version < 0:
-            return
-        heard = {member.identity for member in self.members if self.members.heard(member, now)}
-        every = range(self.settings.stages)
-        verdicts = [storing.verdict(stage, heard, now, self.settings.patience_seconds) for stage in every]
-        for stage, verdict in zip(every, verdicts, strict=True):
-            if verdict is not None and not verdict.taken:
-                self._discard(self.epoch, storing.version, stage)
-                self._observe(StateRefused(storing.reject(stage), storing.version, stage, "most workers of its stage have another"))
-        if all(verdict is not None and verdict.taken for verdict in verdicts):
-            for stage, verdict in zip(every, verdicts, strict=True):
-                if verdict is not None and not verdict.agreed:
-                    self._observe(StatesDiffer(storing.version, stage))
-            record = Checkpointed(self.epoch, self.checkpoint_round.version)
-            self._checkpoint_schedule.saved(self.checkpoint_round, self.node.clock.now())
-            self.checkpoint_round.end()
-            await self.journal.append(self.term, record)
-            self._last_checkpoint = record
-            self._observe(Saved(record.epoch, record.version))
+    # --- rule 16: a stage that nobody can continue ------------------------------------------------------------------------------------
 
     async def _look_for_lost_stages(self, now: float) -> None:
-        if type(self.phase) is Finished or self.version == self._origin.version:
+        if type(self.phase) is Finished or self.version == self.origin.version:
             self._lost_since.clear()
             return
-        alive = {member.stage for member in self.members if self.members.heard(member, now) and self._has_state(member)}
+        alive = {member.stage for member in self.members if self.members.heard(member, now) and self.has_state(member)}
         for stage in range(self.settings.stages):
             if stage in alive:
                 self._lost_since.pop(stage, None)
@@ -760,17 +609,15 @@ class Coordinator:
                 return
 
     async def _roll_back(self, stage: int) -> None:
-        """Nobody can continue a stage: everybody starts again from the last checkpoint, under a new epoch."""
-        checkpoint, made = self._last_checkpoint or Checkpointed(0, 0), self.version
+        """Everybody starts again from the last checkpoint, under a new epoch."""
+        checkpoint, made = self.checkpoints.last or Checkpointed(0, 0), self.version
         record = Epoch(self.epoch + 1, checkpoint.version, checkpoint.epoch)
         await self.journal.append(self.term, record)
-        self._origin = record
-        self.epoch, self.version = record.epoch, record.version
-        self._commit = None
-        self.checkpoint_round.end()
-        self._barred.clear()
+        self.origin = record
+        self.epoch, self.version, self.commit, self.trailing = record.epoch, record.version, None, None
+        self.checkpoints.round.end()
+        self.barred.clear()
         self._lost_since.clear()
-        self.trailing = None
-        self._checkpoint_schedule.lost_stage(self.node.clock.now())
-        self._observe(RolledBack(self.epoch, self.version, stage, made - self.version))
+        self.checkpoints.schedule.lost_stage(self.node.clock.now())
+        self._emit(StageLost(stage=stage, step=self.version, epoch=self.epoch, lost=made - self.version))
         self._enter_seal("a stage was lost")

@@ -58,7 +58,7 @@ class Kernels:
     """What waits to be computed, and its computing on the `device` that all workers of a process share.
 
     `on_kernel` is told of every kernel, what it counts as in forwards and its seconds; `on_landed` when something was added to a buffer;
-    `on_unsound` of what failed, and who sent it: a micro-batch that cannot be computed costs itself, only several in a step the worker.
+    `warn` of what failed, and who sent it: a micro-batch that cannot be computed costs itself, only several in a step the worker.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Kernels:
         send: Callable[[str, Message], None],
         on_kernel: Callable[[float, float], None],
         on_landed: Callable[[], None],
-        on_unsound: Callable[[str], None],
+        warn: Callable[[str], None],
     ) -> None:
         self.speed = 0.0  # forwards a second
         self._at, self._clock, self._device, self._send = at, clock, device, send
-        self._on_kernel, self._on_landed, self._on_unsound = on_kernel, on_landed, on_unsound
+        self._on_kernel, self._on_landed, self._warn = on_kernel, on_landed, warn
         self._failed = 0  # kernels of this step
         self._urgent: deque[Callable[[], Awaitable[None]]] = deque()
         self._forwards: deque[Forward] = deque()
@@ -208,7 +208,7 @@ class Kernels:
                 raise
             why = (str(error) or type(error).__name__).splitlines()[0]
             what = f"micro-batch {message.micro_batch} of step {message.version + 1} at stage {message.stage}"
-            self._on_unsound(f"{what}: the {type(message).__name__} that {sender} sent cannot be computed ({why}); it is passed over")
+            self._warn(f"{what}: the {type(message).__name__} that {sender} sent cannot be computed ({why}); it is passed over")
             raise _DroppedError from error
 
     def _measured(self, work: float, began: float) -> float:

@@ -11,9 +11,10 @@ from typing import TypeAlias
 
 from atoll.control.messages import Committed, FeederBeat, Order, Peer, Round, WorkerBeat
 from atoll.control.multi_stage import hosted_number, process_of, processes
-from atoll.control.notices import Happening, Left, Moved, Returned, Silent
 from atoll.control.rebalancing import MICRO_BATCH_WORK, RatedPeer, move_at_once, place, plan_moves
 from atoll.control.settings import Settings
+from atoll.events import MemberChanged, MemberMoved, MemberState, Observer
+from atoll.units import format_seconds
 
 __all__ = ["Member", "Members", "MissedHeartbeats", "StageMoves", "WorkerIdentity"]
 
@@ -54,6 +55,11 @@ class Member:
     def identity(self) -> WorkerIdentity:
         """Who it is for good."""
         return self.name, self.incarnation
+
+    def changed(self, state: MemberState, before: MemberState, reason: str = "") -> MemberChanged:
+        """The event that says so."""
+        role, stages = "worker" if self.worker else "feeder", (self.stage,) if self.stage >= 0 else ()
+        return MemberChanged(name=self.name, state=state, before=before, role=role, stages=stages, reason=reason)
 
     def wait_no_more(self) -> None:
         """It has what it needs, or is somebody new: whether commits wait for it is decided from the beginning."""
@@ -228,15 +234,15 @@ class MissedHeartbeats:
     def __init__(self) -> None:
         self._silent: dict[str, int] = {}  # incarnations, by name
 
-    def look(self, members: Members, now: float) -> Iterator[Silent | Returned]:
+    def look(self, members: Members, now: float) -> Iterator[MemberChanged]:
         """What has changed."""
         for member in members:
             if members.heard(member, now):
                 if self._silent.pop(member.name, None) == member.incarnation:
-                    yield Returned(member.name, member.stage)
+                    yield member.changed("active", "silent")
             elif self._silent.get(member.name) != member.incarnation:
                 self._silent[member.name] = member.incarnation
-                yield Silent(member.name, member.stage, now - member.heard_at)
+                yield member.changed("silent", "active", f"no heartbeat for {format_seconds(now - member.heard_at)}")
 
 
 Usable = Callable[[], list[Member]]
@@ -244,10 +250,10 @@ Usable = Callable[[], list[Member]]
 
 
 class StageMoves:
-    """What is asked for and when it was last looked at. Moves are noted in the members, and told."""
+    """What is asked for and when it was last looked at. Moves are noted in the members, and emitted."""
 
-    def __init__(self, settings: Settings, draw: random.Random, observe: Callable[[Happening], None]) -> None:
-        self._settings, self._draw, self._observe = settings, draw, observe
+    def __init__(self, settings: Settings, draw: random.Random, emit: Observer) -> None:
+        self._settings, self._draw, self._emit = settings, draw, emit
         self._wishes: dict[str, int] = {}
         self._empty_since: dict[int, float] = {}
         self._rebalance_at = 0.0
@@ -278,7 +284,7 @@ class StageMoves:
                 continue
             staying = [other for other in usable() if not other.leaving]
             if Members.may_go(member, staying, self._settings.minimum_replicas):
-                self._observe(Left(member.name, member.stage))
+                self._emit(member.changed("left", "active", "it asked to leave"))
                 members.move(member, -1)
                 members.remove(member.name)
                 gone.append(member)
@@ -292,8 +298,7 @@ class StageMoves:
             if member is None or not Members.may_go(member, there, self._settings.minimum_replicas):
                 continue
             if stage not in members.hosted_beside(name, member.nonce):
-                self._observe(Moved(name, member.stage, stage, "asked for"))
-                members.move(member, stage)
+                self._move(members, member, stage, "asked for")
         self._wishes.clear()
 
     def rebalance(self, members: Members, usable: Usable, now: float, step_seconds: float) -> None:
@@ -312,8 +317,7 @@ class StageMoves:
         for move in moves:
             member = members.get(move.worker)
             assert member is not None
-            members.move(member, move.target)
-            self._observe(Moved(move.worker, move.source, move.target, move.reason))
+            self._move(members, member, move.target, move.reason)
 
     def rebalance_at_once(
         self, members: Members, usable: Usable, now: float, since: Mapping[tuple[str, int], float], remaining: int
@@ -338,8 +342,7 @@ class StageMoves:
         )
         member = members.get(move.worker) if move is not None else None
         if move is not None and member is not None:
-            members.move(member, move.target)
-            self._observe(Moved(move.worker, move.source, move.target, move.reason))
+            self._move(members, member, move.target, move.reason)
         return member
 
     def fill_empty_stages(self, members: Members, now: float) -> list[Member]:
@@ -358,10 +361,13 @@ class StageMoves:
                 member = spare[-1]
                 rows[member.stage].remove(member)
                 row.append(member)
-                self._observe(Moved(member.name, member.stage, stage, "the stage had nobody"))
-                members.move(member, stage)
+                self._move(members, member, stage, "the stage had nobody")
                 moved.append(member)
         return moved
+
+    def _move(self, members: Members, member: Member, target: int, reason: str) -> None:
+        self._emit(MemberMoved(name=member.name, source=member.stage, target=target, reason=reason))
+        members.move(member, target)
 
     def _rows(self, members: Members, now: float) -> list[list[Member]]:
         """The workers of every stage that are heard."""

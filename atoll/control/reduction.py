@@ -28,10 +28,10 @@ from atoll.control.messages import (
     SumChunk,
     SumPart,
 )
-from atoll.control.notices import TooSlow
 from atoll.control.settings import Settings
 from atoll.control.worker_state import Buffers
 from atoll.control.world import Compute
+from atoll.events import MemberTooSlow
 
 __all__ = [
     "Choice",
@@ -361,9 +361,9 @@ def waits_for_joiners(
     return held
 
 
-def too_slow(members: Members, settings: Settings, now: float) -> Iterator[TooSlow]:
+def too_slow(members: Members, settings: Settings, now: float) -> Iterator[MemberTooSlow]:
     """Those that a commit has just been made without though they had all the time there is for them; each is told once."""
     for member in members:
         if member.held_at_most and now >= member.held_at_most and not member.too_slow and member.fetched >= 0:
             member.too_slow = True
-            yield TooSlow(member.name, member.stage, member.fetched / settings.chunks)
+            yield MemberTooSlow(name=member.name, stage=member.stage, fetched=member.fetched / settings.chunks)

@@ -1,4 +1,5 @@
-"""A stage's state on its way to a joining worker: fetched from several donors at once, all chunks of one (epoch, version).
+"""A stage's state on its way to a joining worker (docs/swarm.md, rule 13), fetched from several donors at once, all chunks of one
+(epoch, version); and to the store (rule 15).
 
 A donor gives its state chunk by chunk, and over a commit what joiners need to finish and make the step themselves: a joiner whose state is
 superseded while it arrives finishes it, and catches up by making the missed step with the sums of its donors.
@@ -6,13 +7,15 @@ superseded while it arrives finishes it, and catches up by making the missed ste
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from atoll.control.adaptive_timeout import AdaptiveTimeout
-from atoll.control.messages import FetchState, Message, PullSum, Reduce, Round, StageReduction, StateChunk, SumChunk
+from atoll.control.messages import Assignment, FetchState, Message, PullSum, Reduce, Round, StageReduction, StateChunk, SumChunk, View
 from atoll.control.worker_state import EARLY_LIMIT, WorkerState
+from atoll.control.world import Checkpoints, Clock
 
-__all__ = ["DONORS", "ENOUGH", "Fetch", "StateDonor", "sums_from"]
+__all__ = ["DONORS", "ENOUGH", "Fetch", "Snapshots", "StateDonor", "sums_from"]
 
 DONORS = 4  # of a joiner, at most
 ENOUGH = 0.5  # of a state's chunks: with fewer, beginning anew is as quick as finishing and fetching the sums too
@@ -162,3 +165,54 @@ class StateDonor:
         if kept is not None:
             self._send(pull.worker, SumChunk(past.round, pull.epoch, pull.version, pull.stage, pull.chunk, kept))
         return True
+
+
+@dataclass(slots=True, eq=False)
+class _Snapshot:
+    """A copy of the state at a version that is being stored."""
+
+    version: int
+    content: Any
+    written_in: int = 0  # the term of the coordinator it was last sent to
+    digested: bool = False
+    digest: str = ""
+
+
+class Snapshots:
+    """Takes the snapshot exactly at its version; writes it, or tells its digest, while training goes on."""
+
+    def __init__(self, at: WorkerState, clock: Clock, checkpoints: Checkpoints, beat: Callable[[], None]) -> None:
+        self._at, self._clock, self._checkpoints, self._beat = at, clock, checkpoints, beat
+        self._taken: _Snapshot | None = None  # as long as its version is being stored
+
+    def forget(self) -> None:
+        """It is not this worker's any more."""
+        self._taken = None
+
+    def attests(self) -> tuple[int, str] | None:
+        """Version and digest of the state, as soon as it is known."""
+        return (self._taken.version, self._taken.digest) if self._taken is not None and self._taken.digest else None
+
+    def follow(self, view: View, yours: Assignment) -> None:
+        """What the coordinator asks for. Another one does not know what was sent to the one before."""
+        if self._taken is not None and self._taken.version != view.checkpoint:
+            self._taken = None
+        if self._taken is None and view.checkpoint == self._at.version and (yours.store or yours.attest):
+            self._taken = _Snapshot(self._at.version, self._copy())
+        taken = self._taken
+        if taken is not None and yours.store and taken.written_in < view.term:
+            taken.written_in = view.term
+            self._clock.spawn(self._write(self._at.epoch, self._at.stage, taken))
+        if taken is not None and yours.attest and not taken.digested:
+            taken.digested = True
+            self._clock.spawn(self._attest(taken))
+
+    def _copy(self) -> Any:
+        return self._at.compute.snapshot(self._at.state)
+
+    async def _write(self, epoch: int, stage: int, taken: _Snapshot) -> None:
+        await self._checkpoints.write(epoch, taken.version, stage, taken.content)
+
+    async def _attest(self, taken: _Snapshot) -> None:
+        taken.digest = await self._checkpoints.digest(taken.content)
+        self._beat()

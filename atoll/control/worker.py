@@ -1,12 +1,12 @@
 """Worker: computes micro-batches of one stage, keeps exact account of what it has summed, and follows the coordinator's announcements.
 
-What holds after a failure: a worker's buffers count only as far as a manifest reported while frozen says; its state is always that of a
-commit in the journal, or it has none and fetches one. It may be killed, stopped, cut off or moved to another stage at any moment.
+It reads as docs/swarm.md does, whose rules the sections name; `kernels.py` has the rest of rule 4. What holds after a failure: a worker's
+buffers count only as far as a manifest reported while frozen says; its state is always that of a commit in the journal, or it has none and
+fetches one. It may be killed, stopped, cut off or moved to another stage at any moment.
 """
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,11 +36,13 @@ from atoll.control.messages import (
     View,
     WorkerBeat,
 )
+from atoll.control.multi_stage import process_of
 from atoll.control.reduction import Reduction
 from atoll.control.settings import Settings
-from atoll.control.state_transfer import ENOUGH, Fetch, StateDonor, sums_from
+from atoll.control.state_transfer import ENOUGH, Fetch, Snapshots, StateDonor, sums_from
 from atoll.control.worker_state import EARLY_LIMIT, NEVER, Buffers, WorkerState
 from atoll.control.world import Checkpoints, Compute, SwarmProcess
+from atoll.events import Warned
 
 __all__ = ["Worker"]
 
@@ -52,29 +54,14 @@ class _Sealed(NamedTuple):
     frozen: Round | None
 
 
-@dataclass(slots=True, eq=False)
-class _Snapshot:
-    """A copy of the state at a version that is being stored."""
-
-    version: int
-    content: Any
-    written_in: int = 0  # the term of the coordinator it was last sent to
-    digested: bool = False
-    digest: str = ""
-
-    def attests(self) -> tuple[int, str] | None:
-        return (self.version, self.digest) if self.digest else None
-
-
 class Worker(WorkerState):
     """One worker. `await run()` ends when the run is finished or the worker was dismissed.
 
     A process that hosts several stages runs as many workers; they are given the same `device`. `on_state` is told whenever there is a new
-    state, `on_kernel` of every kernel: what it counts as, in forwards, and its seconds, `on_unsound` of what came that cannot be. `planned`
-    is the stage a plan means it for.
+    state, `on_kernel` of every kernel: what it counts as, in forwards, and its seconds. `planned` is the stage a plan means it for.
     """
 
-    kernels_type, donor_type, fetch_type, reduction_type = Kernels, StateDonor, Fetch, Reduction
+    kernels_type, donor_type, fetch_type, reduction_type, snapshots_type = Kernels, StateDonor, Fetch, Reduction, Snapshots
 
     def __init__(
         self,
@@ -87,21 +74,20 @@ class Worker(WorkerState):
         on_kernel: Callable[["Worker", float, float], None] = lambda worker, work, seconds: None,
         device: DeviceTurns | None = None,
         planned: int = -1,
-        on_unsound: Callable[[str], None] = lambda what: None,
     ) -> None:
         super().__init__(node.name, compute, settings)
         self.node = node
         self._device = device or DeviceTurns(node.clock)
         self._device.workers += 1
-        self._on_state, self._on_unsound = on_state, on_unsound
+        self._on_state = on_state
         self._send = node.transport.send
         kernel = partial(on_kernel, self)
-        self.kernels = self.kernels_type(self, node.clock, self._device, self._send, kernel, self._answer_if_sealed, on_unsound)
+        self.kernels = self.kernels_type(self, node.clock, self._device, self._send, kernel, self._answer_if_sealed, self._warn)
         self._donor = self.donor_type(self, self._send)
+        self._snapshots = self.snapshots_type(self, node.clock, checkpoints, self._beat)
         self.checkpoints, self.coordinators, self.planned = checkpoints, coordinators, planned
         self.leaving = False
         self.finished = False
-        self._snapshot: _Snapshot | None = None  # of the version that is being stored, as long as it is
         self._sealed: _Sealed | None = None  # of the version's step, when another is under way
         self.reduction: Reduction | None = None
         self.fetch: Fetch | None = None
@@ -154,7 +140,7 @@ class Worker(WorkerState):
         """Asks to be let go: what it has summed still counts, and it is dismissed after the step."""
         self.leaving = True
 
-    # --- telling the coordinator -------------------------------------------------------------------------------------------
+    # --- heartbeats, and what is told to the coordinator ----------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
         while not self.finished:
@@ -178,48 +164,21 @@ class Worker(WorkerState):
             self.kernels.speed,
             holds,
             reduction.digest if holds and reduction is not None else "",
-            self._snapshot.attests() if self._snapshot is not None else None,
+            self._snapshots.attests(),
             self.leaving,
             self.planned,
         )
         self._tell(beat)
 
-    def _ask_again(self) -> None:
-        """Whatever is late is asked for once more; whom it is waiting for is told.
-
-        Late is what takes longer than parts have taken so far: over a slow link, asking again too soon would fill it with doubles.
-        """
-        now = self.node.clock.now()
-        reduction = self.reduction
-        if self._catching is not None:
-            self._ask_to_catch_up(now)
-        elif reduction is not None and not reduction.complete and now - self._reported_at >= self.settings.heartbeat_seconds:
-            self._reported_at = now
-            if now - self._heard_at >= self._sum_patience.seconds():
-                self._heard_at = now
-                self._sum_patience.failed()
-                reduction.ask()
-            self._report(reduction)
-        if self.fetch is not None and self._view is not None and not self.changing:
-            self._obtain(self._view)
-
-    def _ask_to_catch_up(self, now: float) -> None:
-        """Once more, and after long in vain no more: all sums are asked for at once, so the first may take its time."""
-        reduction = self.reduction
-        if reduction is None or reduction.complete:
-            return
-        if now - self._heard_at >= 4 * max(self._fetch_patience.seconds(), self._sum_patience.seconds()):
-            self._give_up_state()
-            self._again()
-        elif now - max(self._asked_at, self._heard_at) >= self._sum_patience.seconds():
-            self._asked_at = now
-            reduction.ask()
-
     def _tell(self, message: Message) -> None:
         for coordinator in self.coordinators:
             self._send(coordinator, message)
 
-    # --- following announcements -------------------------------------------------------------------------------------------
+    def _warn(self, message: str) -> None:
+        """Of what came that cannot be."""
+        self.node.emit(Warned(message=message, source=process_of(self.name)))
+
+    # --- rules 1 and 3: following announcements -------------------------------------------------------------------------------------------
 
     def _on_announce(self, announce: Announce) -> None:
         view, yours = announce.view, announce.yours
@@ -243,16 +202,23 @@ class Worker(WorkerState):
         """A new incarnation: another stage, or the first one. What belonged to the old one is gone."""
         self.incarnation = yours.incarnation
         self.stage = yours.stage
-        self._snapshot = None
+        self._snapshots.forget()
         self._give_up_state()
         if yours.stage < 0:
             self.finished = True
+
+    def _again(self) -> None:
+        """Something finished: tell the coordinator, and look at its last announcement once more."""
+        if self.finished or self._view is None:
+            return
+        self._follow(self._view)
+        self._beat()
 
     def _follow(self, view: View) -> None:
         """Brings this worker to where the coordinator is. Does nothing twice, so it may be called at any time."""
         if self._is_of_the_past(view):
             self._give_up_state()
-            self._snapshot = None
+            self._snapshots.forget()
         self.epoch = view.epoch
         if self.changing:
             return
@@ -271,7 +237,8 @@ class Worker(WorkerState):
             self._obtain(view)
         if self.state is None:
             return
-        self._store_checkpoint(view)
+        assert self._yours is not None
+        self._snapshots.follow(view, self._yours)
         self._carry_out(view)
         self.kernels.admit_early()
 
@@ -297,6 +264,19 @@ class Worker(WorkerState):
         elif type(phase) is Finished:
             self.finished = True
 
+    # --- rule 4: RUN; rule 17: the next step, while the sums of this one are reduced ------------------------------------------------------
+
+    def _open(self, run: Run) -> None:
+        """RUN: buffers that count are kept, others emptied, and accumulation goes on with what is missing."""
+        self.frozen = None
+        if self._sealed is None:
+            self.reduction = None
+        for index in (0, 1):
+            if (self.node.name, self.incarnation, index) not in run.keep:
+                self.buffers.clear(index)
+        self.missing = run.missing[self.stage]
+        self.run_round = run.opened
+
     def _turn_to(self, step: int) -> None:
         """The next step begins while this one's sums are reduced; or that failed, and this one is taken up again as it was left."""
         if step == self.step:
@@ -315,21 +295,11 @@ class Worker(WorkerState):
         """For the next step, while the sums of this one are reduced."""
         return Buffers(self.compute)
 
-    def _open(self, run: Run) -> None:
-        """RUN: buffers that count are kept, others emptied, and accumulation goes on with what is missing."""
-        self.frozen = None
-        if self._sealed is None:
-            self.reduction = None
-        for index in (0, 1):
-            if (self.node.name, self.incarnation, index) not in run.keep:
-                self.buffers.clear(index)
-        self.missing = run.missing[self.stage]
-        self.run_round = run.opened
+    def to_reduce(self) -> _Sealed:
+        """The sums of the version's step."""
+        return self._sealed or _Sealed(self.buffers, self.frozen)
 
-    def _answer_if_sealed(self) -> None:
-        """A sum has landed: a SEAL that came meanwhile is answered with it."""
-        if self.frozen is not None and self.state is not None and self._view is not None and type(self._view.phase) is Seal:
-            self._answer_seal()
+    # --- rule 6: SEAL ---------------------------------------------------------------------------------------------------------------------
 
     def _answer_seal(self) -> None:
         assert self.frozen is not None
@@ -337,7 +307,126 @@ class Worker(WorkerState):
         manifest = Manifest(self.frozen, self.node.name, self.incarnation, *where, self.buffers.manifests(), self.version)
         self._tell(manifest)
 
-    # --- state: commits, checkpoints, fetching ------------------------------------------------------------------------------
+    def _answer_if_sealed(self) -> None:
+        """A sum has landed: a SEAL that came meanwhile is answered with it."""
+        if self.frozen is not None and self.state is not None and self._view is not None and type(self._view.phase) is Seal:
+            self._answer_seal()
+
+    # --- rule 8: REDUCE -------------------------------------------------------------------------------------------------------------------
+
+    def _start_reduction(self, order: Reduce) -> None:
+        reduction = self.reduction
+        if reduction is not None and (reduction.round, reduction.position) == (order.round, self.position):
+            self._report(reduction)
+            return
+        plan = order.stages[self.stage]
+        listed = next((incarnation for worker, incarnation in plan.members if worker == self.node.name), 0)
+        if listed and self._is_own_incarnation(listed):
+            if not self._is_same_round(self.to_reduce().frozen, order.round):
+                return  # this incarnation never sealed that round
+        elif listed:
+            return  # somebody else who had this name
+        self.reduction = self._reduction(order)
+        self._reported_at = self._heard_at = self.node.clock.now()
+        self.reduction.ask()
+        early, self._early_sums = self._early_sums, deque(maxlen=EARLY_LIMIT)
+        for pull in early:
+            if pull.round == order.round:
+                self._on_pull_sum(pull)
+        self._finish_reduction()
+
+    def _reduction(self, order: Reduce) -> Reduction:
+        position, buffers = self.position, self.to_reduce().buffers
+        return self.reduction_type(self.node.name, position, self.settings, order, self.compute, buffers, self._send)
+
+    def _on_pull(self, pull: Pull) -> None:
+        if self.state is None or not self._here(pull):
+            return
+        sealed = self.to_reduce()
+        if not self._is_same_round(sealed.frozen, pull.round) or not self._is_own_incarnation(pull.incarnation):
+            return
+        section = self._sections().index(pull.stage)
+        payload = self.compute.part(sealed.buffers.chosen(pull.buffers, self.stage), self.stage, section, pull.chunk)
+        part = SumPart(pull.round, self.epoch, self.version, pull.stage, pull.chunk, self.node.name, self.incarnation, payload)
+        self._send(pull.owner, part)
+
+    def _on_pull_sum(self, pull: PullSum) -> None:
+        if self._donor.on_pull_sum(pull):
+            return
+        reduction = self._reduction_of(pull)
+        if reduction is not None:
+            reduction.on_pull_sum(pull)
+        elif self._here(pull):
+            self._early_sums.append(pull)  # the announcement of this REDUCE is on its way
+
+    def _on_sum(self, message: SumPart | SumChunk) -> None:
+        reduction = self._reduction_of(message)
+        if reduction is None or reduction.complete:
+            return
+        now, patience = self.node.clock.now(), self._sum_patience
+        patience.measured(min(now - self._heard_at, 4 * patience.seconds()))  # one that stood still is no measure for the rest
+        self._heard_at = now
+        if isinstance(message, SumPart):
+            reduction.on_part(message)
+        else:
+            reduction.on_sum(message)
+        self._finish_reduction()
+
+    def _reduction_of(self, message: SumPart | PullSum | SumChunk) -> Reduction | None:
+        reduction = self.reduction
+        if reduction is None or not self._here(message):
+            return None
+        return reduction if self._is_same_round(reduction.round, message.round) else None
+
+    def _here(self, message: Pull | SumPart | PullSum | SumChunk) -> bool:
+        if message.version != self.version or message.stage not in self._sections():
+            return False
+        return self.is_own_epoch(message.epoch)
+
+    def _sections(self) -> tuple[int, ...]:
+        return self.settings.sections(self.stage) if self.stage >= 0 else ()
+
+    def _is_own_incarnation(self, incarnation: int) -> bool:
+        return incarnation == self.incarnation
+
+    def _is_same_round(self, held: Round | None, named: Round) -> bool:
+        return held == named
+
+    def _finish_reduction(self) -> None:
+        if self.reduction is None or not self.reduction.complete:
+            return
+        if self._catching is None:
+            self._report(self.reduction)
+        else:
+            self._again()
+
+    def _report(self, reduction: Reduction) -> None:
+        missing = () if reduction.complete else reduction.missing()
+        report = Reduced(
+            reduction.round, self.node.name, self.incarnation, *reduction.position, reduction.digest, reduction.norm_squared, missing
+        )
+        self._tell(report)
+
+    def _ask_again(self) -> None:
+        """Whatever is late is asked for once more; whom it is waiting for is told.
+
+        Late is what takes longer than parts have taken so far: over a slow link, asking again too soon would fill it with doubles.
+        """
+        now = self.node.clock.now()
+        reduction = self.reduction
+        if self._catching is not None:
+            self._ask_to_catch_up(now)
+        elif reduction is not None and not reduction.complete and now - self._reported_at >= self.settings.heartbeat_seconds:
+            self._reported_at = now
+            if now - self._heard_at >= self._sum_patience.seconds():
+                self._heard_at = now
+                self._sum_patience.failed()
+                reduction.ask()
+            self._report(reduction)
+        if self.fetch is not None and self._view is not None and not self.changing:
+            self._obtain(self._view)
+
+    # --- rule 10: applying a commit -------------------------------------------------------------------------------------------------------
 
     def _take(self, commit: Committed) -> bool:
         """Applies the commit when the result held is the one committed; otherwise says no."""
@@ -353,26 +442,6 @@ class Worker(WorkerState):
 
     def _is_committed(self, reduction: Reduction, commit: Committed) -> bool:
         return reduction.round == commit.round and reduction.digest == commit.digests[self.stage]
-
-    def _catch_up(self, commit: Committed) -> bool:
-        """One whose state was committed upon while it came gets the sums from those who gave it; False where they would not have them."""
-        assert self._yours is not None
-        donors = self._givers.intersection(self._yours.donors)
-        if not self._yours.donors:  # a coordinator that has just taken over does not know yet
-            donors = self._givers
-        if not donors:
-            return False
-        if self._catching != (commit, donors):
-            if self._catching is None or self._catching[0] != commit:
-                self._heard_at = self.node.clock.now()
-            self._catching = commit, donors
-            settings, before = self.settings, self.reduction
-            self.reduction = self._reduction(sums_from(donors, commit.round, settings.stages + len(settings.tied), settings.chunks))
-            if before is not None and before.round == commit.round and before.position == self.position:
-                self.reduction.take_over(before)
-            self._asked_at = self.node.clock.now()
-            self.reduction.ask()
-        return self.reduction is not None and not self.reduction.complete
 
     async def _apply(self, commit: Committed, reduction: Reduction, generation: int) -> None:
         before, position = self.state, self.position
@@ -430,12 +499,7 @@ class Worker(WorkerState):
     def _give_up_fetch(self) -> None:
         self.fetch = None
 
-    def _again(self) -> None:
-        """Something finished: tell the coordinator, and look at its last announcement once more."""
-        if self.finished or self._view is None:
-            return
-        self._follow(self._view)
-        self._beat()
+    # --- rule 13: getting a state, and catching up ----------------------------------------------------------------------------------------
 
     def _obtain(self, view: View) -> None:
         """No state yet: from the checkpoint where the epoch begins, later from peers."""
@@ -449,6 +513,20 @@ class Worker(WorkerState):
             fetch = self.fetch = self.fetch_type(self.node.name, self._fetches, position, self.settings.chunks, self._fetch_patience)
             self.compute.expect(self.stage)
         self._ask_for_state(fetch, view)
+
+    async def _restore(self, origin: tuple[int, int], epoch: int, version: int, stage: int, generation: int) -> None:
+        state = None
+        if origin[1] == 0:
+            state = await self.compute.initial(stage)
+        else:
+            snapshot = await self.checkpoints.read(origin[0], origin[1], stage)
+            state = None if snapshot is None else await self.compute.restore(stage, snapshot)
+        self.changing = False
+        if state is None:
+            return  # the store did not answer: the next announcement asks again
+        if generation == self._generation and epoch == self.epoch:
+            self._set_state(state, version)
+        self._again()
 
     def _is_useless(self, fetch: Fetch, position: tuple[int, int, int], view: View) -> bool:
         """Whether another state is to be fetched than the one under way."""
@@ -468,20 +546,6 @@ class Worker(WorkerState):
         if fetch.position[1] != view.version:
             donors = tuple(donor for donor in donors if donor in fetch.givers)
         fetch.ask(self.node.clock.now(), donors, self._send)
-
-    async def _restore(self, origin: tuple[int, int], epoch: int, version: int, stage: int, generation: int) -> None:
-        state = None
-        if origin[1] == 0:
-            state = await self.compute.initial(stage)
-        else:
-            snapshot = await self.checkpoints.read(origin[0], origin[1], stage)
-            state = None if snapshot is None else await self.compute.restore(stage, snapshot)
-        self.changing = False
-        if state is None:
-            return  # the store did not answer: the next announcement asks again
-        if generation == self._generation and epoch == self.epoch:
-            self._set_state(state, version)
-        self._again()
 
     def _on_chunk(self, message: StateChunk) -> None:
         fetch = self.fetch
@@ -508,134 +572,40 @@ class Worker(WorkerState):
     def _refetch(self, fetch: Fetch, stage: int, error: Exception) -> None:
         """What was sent is no state: it is fetched again, and from whom it came is told."""
         givers = ", ".join(sorted(fetch.givers))
-        self._on_unsound(f"the state of stage {stage} that {givers} sent cannot be put together ({error}); it is fetched again")
+        self._warn(f"the state of stage {stage} that {givers} sent cannot be put together ({error}); it is fetched again")
         self.changing = False
         if self.fetch is fetch:
             self.fetch = None
         self._again()
 
-    def _store_checkpoint(self, view: View) -> None:
-        """Takes the snapshot exactly at its version; writes it, or tells its digest, while training goes on."""
+    def _catch_up(self, commit: Committed) -> bool:
+        """One whose state was committed upon while it came gets the sums from those who gave it; False where they would not have them."""
         assert self._yours is not None
-        yours, snapshot = self._yours, self._snapshot
-        if snapshot is not None and snapshot.version != view.checkpoint:
-            snapshot = self._snapshot = None
-        if snapshot is None and view.checkpoint == self.version and (yours.store or yours.attest):
-            snapshot = self._snapshot = _Snapshot(self.version, self._take_snapshot())
-        if snapshot is None:
-            return
-        if yours.store and snapshot.written_in < view.term:  # another coordinator does not know what was sent to the one before
-            snapshot.written_in = view.term
-            self.node.clock.spawn(self._write_checkpoint(self.epoch, self.stage, snapshot))
-        if yours.attest and not snapshot.digested:
-            snapshot.digested = True
-            self.node.clock.spawn(self._attest(snapshot))
-
-    def _take_snapshot(self) -> Any:
-        return self.compute.snapshot(self.state)
-
-    async def _write_checkpoint(self, epoch: int, stage: int, snapshot: "_Snapshot") -> None:
-        await self.checkpoints.write(epoch, snapshot.version, stage, snapshot.content)
-
-    async def _attest(self, snapshot: "_Snapshot") -> None:
-        snapshot.digest = await self.checkpoints.digest(snapshot.content)
-        self._beat()
-
-    # --- reduction ----------------------------------------------------------------------------------------------------------
-
-    def _start_reduction(self, order: Reduce) -> None:
-        reduction = self.reduction
-        if reduction is not None and (reduction.round, reduction.position) == (order.round, self.position):
-            self._report(reduction)
-            return
-        plan = order.stages[self.stage]
-        listed = next((incarnation for worker, incarnation in plan.members if worker == self.node.name), 0)
-        if listed and self._is_own_incarnation(listed):
-            if not self._is_same_round(self.to_reduce().frozen, order.round):
-                return  # this incarnation never sealed that round
-        elif listed:
-            return  # somebody else who had this name
-        self.reduction = self._reduction(order)
-        self._reported_at = self._heard_at = self.node.clock.now()
-        self.reduction.ask()
-        early, self._early_sums = self._early_sums, deque(maxlen=EARLY_LIMIT)
-        for pull in early:
-            if pull.round == order.round:
-                self._on_pull_sum(pull)
-        self._finish_reduction()
-
-    def _reduction(self, order: Reduce) -> Reduction:
-        position, buffers = self.position, self.to_reduce().buffers
-        return self.reduction_type(self.node.name, position, self.settings, order, self.compute, buffers, self._send)
-
-    def _sections(self) -> tuple[int, ...]:
-        return self.settings.sections(self.stage) if self.stage >= 0 else ()
-
-    def to_reduce(self) -> _Sealed:
-        """The sums of the version's step."""
-        return self._sealed or _Sealed(self.buffers, self.frozen)
-
-    def _finish_reduction(self) -> None:
-        if self.reduction is None or not self.reduction.complete:
-            return
-        if self._catching is None:
-            self._report(self.reduction)
-        else:
-            self._again()
-
-    def _report(self, reduction: Reduction) -> None:
-        missing = () if reduction.complete else reduction.missing()
-        report = Reduced(
-            reduction.round, self.node.name, self.incarnation, *reduction.position, reduction.digest, reduction.norm_squared, missing
-        )
-        self._tell(report)
-
-    def _here(self, message: Pull | SumPart | PullSum | SumChunk) -> bool:
-        if message.version != self.version or message.stage not in self._sections():
+        donors = self._givers.intersection(self._yours.donors)
+        if not self._yours.donors:  # a coordinator that has just taken over does not know yet
+            donors = self._givers
+        if not donors:
             return False
-        return self.is_own_epoch(message.epoch)
+        if self._catching != (commit, donors):
+            if self._catching is None or self._catching[0] != commit:
+                self._heard_at = self.node.clock.now()
+            self._catching = commit, donors
+            settings, before = self.settings, self.reduction
+            self.reduction = self._reduction(sums_from(donors, commit.round, settings.stages + len(settings.tied), settings.chunks))
+            if before is not None and before.round == commit.round and before.position == self.position:
+                self.reduction.take_over(before)
+            self._asked_at = self.node.clock.now()
+            self.reduction.ask()
+        return self.reduction is not None and not self.reduction.complete
 
-    def _is_own_incarnation(self, incarnation: int) -> bool:
-        return incarnation == self.incarnation
-
-    def _is_same_round(self, held: Round | None, named: Round) -> bool:
-        return held == named
-
-    def _on_pull(self, pull: Pull) -> None:
-        if self.state is None or not self._here(pull):
-            return
-        sealed = self.to_reduce()
-        if not self._is_same_round(sealed.frozen, pull.round) or not self._is_own_incarnation(pull.incarnation):
-            return
-        section = self._sections().index(pull.stage)
-        payload = self.compute.part(sealed.buffers.chosen(pull.buffers, self.stage), self.stage, section, pull.chunk)
-        part = SumPart(pull.round, self.epoch, self.version, pull.stage, pull.chunk, self.node.name, self.incarnation, payload)
-        self._send(pull.owner, part)
-
-    def _reduction_of(self, message: SumPart | PullSum | SumChunk) -> Reduction | None:
+    def _ask_to_catch_up(self, now: float) -> None:
+        """Once more, and after long in vain no more: all sums are asked for at once, so the first may take its time."""
         reduction = self.reduction
-        if reduction is None or not self._here(message):
-            return None
-        return reduction if self._is_same_round(reduction.round, message.round) else None
-
-    def _on_pull_sum(self, pull: PullSum) -> None:
-        if self._donor.on_pull_sum(pull):
-            return
-        reduction = self._reduction_of(pull)
-        if reduction is not None:
-            reduction.on_pull_sum(pull)
-        elif self._here(pull):
-            self._early_sums.append(pull)  # the announcement of this REDUCE is on its way
-
-    def _on_sum(self, message: SumPart | SumChunk) -> None:
-        reduction = self._reduction_of(message)
         if reduction is None or reduction.complete:
             return
-        now, patience = self.node.clock.now(), self._sum_patience
-        patience.measured(min(now - self._heard_at, 4 * patience.seconds()))  # one that stood still is no measure for the rest
-        self._heard_at = now
-        if isinstance(message, SumPart):
-            reduction.on_part(message)
-        else:
-            reduction.on_sum(message)
-        self._finish_reduction()
+        if now - self._heard_at >= 4 * max(self._fetch_patience.seconds(), self._sum_patience.seconds()):
+            self._give_up_state()
+            self._again()
+        elif now - max(self._asked_at, self._heard_at) >= self._sum_patience.seconds():
+            self._asked_at = now
+            reduction.ask()

@@ -1,4 +1,4 @@
-"""World: all that coordinator, feeder and worker see of clocks, networks, disks and devices.
+"""World: all that coordinator, feeder and worker see of clocks, networks, disks and devices, and where their events go.
 
 The roles are coroutines that await nothing but these. Over sockets they run on asyncio with tensors; in the simulator on a virtual clock
 with numbers. Whoever implements `Clock` decides how coroutines take turns; between two awaits nobody else runs.
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from atoll.control.journal import Record
 from atoll.control.messages import Committed, Message
+from atoll.events import Observer
 
 __all__ = ["Checkpoints", "Clock", "Compute", "Journal", "Mailbox", "MicroBatchSource", "SwarmProcess", "Transport"]
 
@@ -163,3 +164,4 @@ class SwarmProcess:
     inbox: Mailbox
     nonce: int  # grows with every start of a process of this name
     random: random.Random
+    emit: Observer = lambda event: None  # where its events go; it leaves their time to whoever has the run's

@@ -131,7 +131,7 @@ class LinkChoice:
     """The shaped link for each peer of this process. Connections of one link share it."""
 
     def __init__(self, links: ImposedLinks) -> None:
-        self._source = links.source
+        self.source = links.source  # the address of this process's host
         self._peers = links.peers
         self._shaped = {link.name: ShapedLink(link.bytes_per_s, link.latency_s) for link in links.peers.values()}
 
@@ -142,7 +142,7 @@ class LinkChoice:
 
     def source_for(self, address: str) -> tuple[str, int] | None:
         """What to dial such a peer from, so that it knows who comes; None: as it happens to be."""
-        return (self._source, 0) if address in self._peers else None
+        return (self.source, 0) if address in self._peers else None
 
 
 def imposed_links(environ: Mapping[str, str]) -> LinkChoice | None:

@@ -2,8 +2,8 @@
 fabric itself.
 
 Every process finds in `ATOLL_LINKS` a file that says which of those addresses it has and what each way to another has as bandwidth and
-latency; a fabric that is given `imposed_carrier(os.environ)` sends through links like that (`atoll/fabric/shaped.py`). Nothing else is
-shaped: not Gloo, not other programs.
+latency; the fabric of a swarm's processes sends through links like that (`atoll/fabric/shaped.py`). Nothing else is shaped: not Gloo, not
+other programs.
 """
 
 import contextlib

@@ -355,7 +355,7 @@ def _forge(swarm: ExactSwarm, process: str) -> None:
     coordinator = swarm.coordinator()
     if coordinator is None or not swarm.alive(process):
         return
-    storing, wrong = coordinator.checkpoint_round, (arithmetic.ExactState(1, 2, 3, 4),) * arithmetic.CHUNKS
+    storing, wrong = coordinator.checkpoints.round, (arithmetic.ExactState(1, 2, 3, 4),) * arithmetic.CHUNKS
     for version in range(max(1, coordinator.version - 2), coordinator.version + 2):
         for stage in range(swarm.shape.stages):
             if storing.why_not(process, version, stage) is not None or storing.witnessed(stage) == WITNESSES:

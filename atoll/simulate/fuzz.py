@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from atoll.control.journal import replay
-from atoll.control.notices import Happening
+from atoll.events import Observer
 from atoll.simulate.faults import Scenario, draw_scenario, schedule
 from atoll.simulate.swarm import ExactSwarm, SwarmRoles
 
@@ -89,9 +89,7 @@ class ScenarioOutcome(msgspec.Struct, frozen=True):
     virtual_seconds: float
 
 
-def run_scenario(
-    scenario: Scenario, roles: SwarmRoles | None = None, observe: Callable[[Happening], None] = lambda happening: None
-) -> ScenarioOutcome:
+def run_scenario(scenario: Scenario, roles: SwarmRoles | None = None, observe: Observer = lambda event: None) -> ScenarioOutcome:
     """Runs a scenario until two commits follow the healing or the run is stopped, or something is wrong.
 
     The same scenario gives the same outcome.

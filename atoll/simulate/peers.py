@@ -4,7 +4,7 @@ They come and go as a trace says, or all stay; it is noted who committed how muc
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ from atoll.control import Coordinator, Feeder, Settings, SwarmProcess, Worker
 from atoll.control.kernels import DeviceTurns
 from atoll.control.messages import Backward, Committed, Forward, StateChunk, SumChunk, SumPart
 from atoll.control.multi_stage import hosted_workers, process_of
-from atoll.control.notices import Happening, Moved, RolledBack, Saved, StepCommitted
+from atoll.events import AnyEvent, CheckpointSaved, EventStream, MemberMoved, Observer, StageLost, StepFinished
 from atoll.simulate.disks import JournalDisk, JournalHandle
 from atoll.simulate.loop import Loop, Process
 from atoll.simulate.network import SimulatedLinks, SimulatedNetwork
@@ -178,9 +178,9 @@ class ModelledStore:
 
 
 class PeerSwarm:
-    """A coordinator, feeders, and workers by name."""
+    """A coordinator, feeders, and workers by name. Events have virtual times."""
 
-    def __init__(self, settings: Settings, model: PeerModel, observe: Callable[[float, Happening], None] | None = None) -> None:
+    def __init__(self, settings: Settings, model: PeerModel, *observers: Observer) -> None:
         self.settings, self.model = settings, model
         self.loop = Loop()
         self.random = random.Random(model.seed)
@@ -206,17 +206,17 @@ class PeerSwarm:
         self.journal_disk.seconds = 0.01
         self.stored: dict[tuple[int, int, int], int] = {}
         self.disk_free_at = 0.0
-        self.committed: list[tuple[float, StepCommitted]] = []
-        self.moves: list[tuple[float, Moved]] = []
-        self.rollbacks: list[tuple[float, RolledBack]] = []
-        self.saves: list[tuple[float, Saved]] = []
+        self.committed: list[StepFinished] = []
+        self.moves: list[MemberMoved] = []
+        self.rollbacks: list[StageLost] = []
+        self.saves: list[CheckpointSaved] = []
         self.workers: dict[str, Worker] = {}
-        self._observe = observe
+        self._emit = EventStream(self._note, *observers, seconds=lambda: self.loop.now)
         self._processes: dict[str, Process] = {}
         self._nonce = 0
         node = self._node(COORDINATOR)
         process = self._processes[COORDINATOR]
-        self.coordinator = Coordinator(node, JournalHandle(self.journal_disk, process), settings, observe=self._on_happening)
+        self.coordinator = Coordinator(node, JournalHandle(self.journal_disk, process), settings)
         process.spawn(self.coordinator.run())
         self.feeders = [self._start_feeder(f"feeder{index}") for index in range(model.feeders)]
 
@@ -228,7 +228,7 @@ class PeerSwarm:
     def _hosted_node(self, name: str) -> SwarmProcess:
         process = self._processes[process_of(name)]
         port = self.network.open(process, name)
-        return SwarmProcess(name, process, port, port.inbox, self._nonce, random.Random(self.random.getrandbits(32)))
+        return SwarmProcess(name, process, port, port.inbox, self._nonce, random.Random(self.random.getrandbits(32)), self._emit)
 
     def _start_feeder(self, name: str) -> Feeder:
         feeder = Feeder(self._node(name), ModelledFeed(), self.settings, (COORDINATOR,))
@@ -260,15 +260,17 @@ class PeerSwarm:
         for worker in [worker for worker in self.workers if process_of(worker) == name]:
             del self.workers[worker]
 
-    def _on_happening(self, happening: Happening) -> None:
-        noted: dict[type, list[Any]] = {
-            StepCommitted: self.committed, Moved: self.moves, RolledBack: self.rollbacks, Saved: self.saves,
-        }  # fmt: skip
-        noted.get(type(happening), []).append((self.loop.now, happening))
-        if self._observe is not None:
-            self._observe(self.loop.now, happening)
+    def _note(self, event: AnyEvent) -> None:
+        match event:
+            case StepFinished():
+                self.committed.append(event)
+            case MemberMoved():
+                self.moves.append(event)
+            case StageLost():
+                self.rollbacks.append(event)
+            case CheckpointSaved():
+                self.saves.append(event)
 
     def useful_micro_batches(self) -> int:
         """In committed steps, those undone by a rollback not counted: the highest version reached counts each step once."""
-        versions = {step.version for _, step in self.committed}
-        return len(versions) * self.settings.micro_batches
+        return len({event.step for event in self.committed}) * self.settings.micro_batches

@@ -10,7 +10,7 @@ from atoll.control.journal import replay
 from atoll.control.kernels import DeviceTurns
 from atoll.control.message_checks import why_unsound
 from atoll.control.multi_stage import hosted_workers, process_of
-from atoll.control.notices import Happening
+from atoll.events import EventStream, Observer
 from atoll.simulate.arithmetic import CHUNKS, MAX_NORM, ExactCompute, ExactFeed
 from atoll.simulate.checker import Checker
 from atoll.simulate.disks import CheckpointDisk, CheckpointStore, JournalDisk, JournalHandle
@@ -86,7 +86,7 @@ class ExactSwarm:
         *,
         roles: SwarmRoles | None = None,
         settings: Settings | None = None,
-        observe: Callable[[Happening], None] = lambda happening: None,
+        observe: Observer = lambda event: None,
     ) -> None:
         self.shape = shape
         self.roles = roles or SwarmRoles()
@@ -104,7 +104,7 @@ class ExactSwarm:
         self.feeders: dict[str, Feeder] = {}
         self.workers: dict[str, Worker] = self.checker.workers
         self.computes: dict[str, ExactCompute] = {}
-        self._observe = observe
+        self._emit = EventStream(observe, seconds=lambda: self.loop.now)
         self._starts = 0
         self._slowness: dict[str, float] = {}
 
@@ -132,9 +132,7 @@ class ExactSwarm:
         node = self._node(name, process)
         if name in COORDINATORS:
             journal = JournalHandle(self.journal_disk, process)
-            coordinator = self.coordinators[name] = self.roles.coordinator(
-                node, journal, self.settings, self._observe, self.checkpoint_disk.discard
-            )
+            coordinator = self.coordinators[name] = self.roles.coordinator(node, journal, self.settings, self.checkpoint_disk.discard)
             process.spawn(coordinator.run())
         elif name.startswith("f"):
             feeder = self.feeders[name] = self.roles.feeder(node, ExactFeed(), self.settings, COORDINATORS, on_owned=self.checker.on_owned)
@@ -146,7 +144,7 @@ class ExactSwarm:
 
     def _node(self, name: str, process: Process) -> SwarmProcess:
         port = self.network.open(process, name)
-        return SwarmProcess(name, process, port, port.inbox, self._starts, random.Random(self.random.getrandbits(32)))
+        return SwarmProcess(name, process, port, port.inbox, self._starts, random.Random(self.random.getrandbits(32)), self._emit)
 
     def _start_worker(self, node: SwarmProcess, process: Process, device: DeviceTurns) -> None:
         compute = self.computes[node.name] = ExactCompute(

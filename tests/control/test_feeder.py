@@ -43,7 +43,7 @@ def test_kernels_much_shorter_than_the_way_are_kept_busy(round_trip: float) -> N
         for index in range(6):
             swarm.start(f"peer{index}")
         swarm.loop.run(1e4, lambda: len(swarm.committed) > 4)
-        return (len(swarm.committed) - 1) * 1500 / (swarm.committed[-1][0] - swarm.committed[0][0])
+        return (len(swarm.committed) - 1) * 1500 / (swarm.committed[-1].at_seconds - swarm.committed[0].at_seconds)
 
     still = rate(0.0)
     # filling, draining, sealing and summing take about eight ways of every step; kernels 1500 / 2 times 14 ms

@@ -7,8 +7,8 @@ from atoll.control import Coordinator, Settings, SwarmProcess
 from atoll.control.journal import Checkpointed, Epoch, FencedError, Record, Term
 from atoll.control.membership import Member, Members
 from atoll.control.messages import FeederBeat, Peer, Reduce, Run, StageReduction, WorkerBeat
-from atoll.control.notices import TooSlow
 from atoll.control.reduction import ReductionRound, too_slow, waits_for_joiners
+from atoll.events import MemberTooSlow
 from atoll.simulate.loop import Loop, Process
 from tests.control.bench import Wire
 
@@ -61,7 +61,7 @@ def test_one_that_had_all_the_time_there_is_for_it_is_told_of_once() -> None:
     assert waits(members, 6, 1.0)
     member(members, 2, 60.0)
     assert list(too_slow(members, SETTINGS, 60.0)) == []
-    assert list(too_slow(members, SETTINGS, 61.0)) == [TooSlow("j", 0, 0.25)]
+    assert list(too_slow(members, SETTINGS, 61.0)) == [MemberTooSlow(name="j", stage=0, fetched=0.25)]
     assert list(too_slow(members, SETTINGS, 99.0)) == []
     joiner.wait_no_more()  # it got in after all, and is out again
     assert list(too_slow(members, SETTINGS, 99.0)) == []
@@ -108,8 +108,8 @@ def test_a_joiner_keeps_its_donors_when_others_come_and_go_and_all_give_as_much(
         joiners.append(joiner)
 
     def donors(of: range) -> list[tuple[str, ...]]:
-        found._routes = (tuple(Peer(f"w{number}", 1, 0.0) for number in of),)
-        return [found._donors(joiner) for joiner in joiners]
+        found.routes = (tuple(Peer(f"w{number}", 1, 0.0) for number in of),)
+        return [found.donors(joiner) for joiner in joiners]
 
     before = donors(range(8))
     assert Counter(name for row in before for name in row) == {f"w{number}": 3 for number in range(8)}
@@ -125,7 +125,7 @@ def test_a_joiner_that_misses_the_commit_after_its_state_came_has_the_donors_it_
     joiner, _ = found.members.hear(WorkerBeat("j", 0, 1, -1, -1, -1, 0, 0, -1, 0.0, None, "", None), 0.0)
     assert joiner is not None
     joiner.stage, joiner.epoch = 0, 0
-    found._routes = (tuple(Peer(f"w{number}", 1, 0.0) for number in range(8)),)
+    found.routes = (tuple(Peer(f"w{number}", 1, 0.0) for number in range(8)),)
     before = found._assignment(joiner).donors
     joiner.version = 5
     assert found._assignment(joiner).donors == ()

@@ -35,13 +35,13 @@ def plain() -> tuple[list[float], nn.Module, torch.optim.AdamW]:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warm)
     samples, losses = Samples(Data(), job.collate, job.seed, BATCH), []
     for step in range(STEPS):
-        total, weight = loss(model, samples.batch(step))
+        found = loss(model, samples.batch(step))
         optimizer.zero_grad()
-        (total / weight).backward()
+        found.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
-        losses.append(float((total / weight).detach()))
+        losses.append(float(found.detach()))
     return losses, model, optimizer
 
 

@@ -1,6 +1,7 @@
 """A training script whose steps are its own argument: every mode makes some of them, and the next goes on.
 
-Its layers share a weight across the model's ends, one parameter is frozen, one buffer is read by nobody and one is counted up.
+Its layers share a weight across the model's ends, one parameter is frozen, one buffer is read by nobody. Its loss is a mean over labels
+that are not ignored, of which pieces of a batch have unequal numbers: it is no mean over samples.
 """
 
 import sys
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import cross_entropy, linear
 
 import atoll
 
@@ -21,9 +22,10 @@ class Data:
     def __len__(self) -> int:
         return 40
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(index)
-        return torch.randn(6, generator=generator), torch.randn(6, generator=generator), torch.rand((), generator=generator) + 0.5
+        label = torch.randint(0, 6, (), generator=generator)
+        return torch.randn(6, generator=generator), label if index % 3 else torch.tensor(-100)
 
 
 class Model(nn.Module):
@@ -44,9 +46,9 @@ class Model(nn.Module):
         return linear(x, self.first.weight.t(), self.bias)
 
 
-def loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-    inputs, wanted, weights = batch
-    return (weights[:, None] * (model(inputs) - wanted) ** 2).sum(), weights.sum()
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    inputs, labels = batch
+    return cross_entropy(model(inputs), labels)
 
 
 def warm(step: int) -> float:
@@ -62,7 +64,6 @@ job = atoll.Job(
     scheduler=partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=warm),
     max_grad_norm=1.0,
     batch_size=BATCH,
-    micro_batch_size=4,
     steps=given[0] if given else STEPS,
 )
 

@@ -7,7 +7,7 @@ from atoll.control.kernels import Kernels
 from atoll.control.membership import Member
 from atoll.control.messages import Ack, Attempt, Backward, Committed, FetchState, Forward, Manifest, Order, Round, StateChunk, SumPart, View
 from atoll.control.reduction import Choice, Reduction, ReductionRound, SumSection, choose
-from atoll.control.state_transfer import Fetch, StateDonor
+from atoll.control.state_transfer import Fetch, Snapshots, StateDonor
 from atoll.control.worker_state import NEVER, Buffer, Buffers
 from atoll.simulate.swarm import SwarmRoles
 
@@ -117,20 +117,24 @@ class IgnoresDigests(Worker):
         return reduction.round == commit.round
 
 
-class StoresLater(Worker):
+class LateSnapshots(Snapshots):
     """Whatever the state is by then."""
 
-    def _take_snapshot(self) -> Any:
+    def _copy(self) -> Any:
         return None
 
-    async def _write_checkpoint(self, epoch: int, stage: int, snapshot: Any) -> None:
-        await self.node.clock.sleep(2 * self.settings.patience_seconds)
-        if self.state is not None:
-            snapshot.content = self.compute.snapshot(self.state)
-            await super()._write_checkpoint(epoch, stage, snapshot)
+    async def _write(self, epoch: int, stage: int, taken: Any) -> None:
+        await self._clock.sleep(2 * self._at.settings.patience_seconds)
+        if self._at.state is not None:
+            taken.content = super()._copy()
+            await super()._write(epoch, stage, taken)
 
-    async def _attest(self, snapshot: Any) -> None:
+    async def _attest(self, taken: Any) -> None:
         pass
+
+
+class StoresLater(Worker):
+    snapshots_type = LateSnapshots
 
 
 class ComputesOtherStages(Worker):

@@ -8,16 +8,21 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import settings
 
+from atoll.control.messages import Committed
 from atoll.control.worker import Worker
+from atoll.events import AnyEvent, CheckpointSaved, MemberChanged, StepFinished, StepRepaired
 from atoll.simulate.faults import draw_scenario
 from atoll.simulate.fuzz import Pulse, fuzz, main, run_scenario, shrink_scenario
+from atoll.simulate.swarm import ExactSwarm, SwarmSize
 from tests.simulate import bite
 from tests.simulate.bite import EXPECTED_SEEDS, seeds_until_caught
 from tests.simulate.faulty import FAULTY, without
 
-SEEDS = 2000
+SEEDS = 5000 if settings.get_current_profile_name() == "soak" else 800  # `python -m atoll.simulate.fuzz` tries as many as one likes
 PARTS = 8
 
 
@@ -45,6 +50,32 @@ def test_every_guard_that_can_be_missing_has_an_expectation() -> None:
 
 def test_a_seed_replays_exactly() -> None:
     assert run_scenario(draw_scenario(11)) == run_scenario(draw_scenario(11))
+
+
+def test_what_happens_to_a_simulated_swarm_is_told_in_the_events_of_a_real_one() -> None:
+    heard: list[AnyEvent] = []
+    for seed in range(60):
+        run_scenario(draw_scenario(seed), observe=heard.append)
+    assert {event.kind for event in heard} >= {
+        "coordinator_started", "member_changed", "member_moved", "step_finished", "step_repaired", "checkpoint_saved", "stage_lost",
+    }  # fmt: skip
+    assert {event.state for event in heard if isinstance(event, MemberChanged)} >= {"active", "silent"}
+    assert {"no progress", "a coordinator took over"} <= {event.reason for event in heard if isinstance(event, StepRepaired)}
+    assert all(event.seconds > 0 for event in heard if isinstance(event, CheckpointSaved | StepFinished))
+    for event in heard:
+        assert msgspec.json.decode(msgspec.json.encode(event), type=AnyEvent) == event
+
+
+def test_a_steps_loss_is_the_mean_of_what_its_commit_adds_up() -> None:
+    steps: list[StepFinished] = []
+    swarm = ExactSwarm(SwarmSize(), 0, observe=lambda event: steps.append(event) if isinstance(event, StepFinished) else None)
+    swarm.start_all()
+    swarm.run_to_version(3)
+    commits = [record for record in swarm.journal_disk.records if isinstance(record, Committed)]
+    assert [(step.step, step.loss, step.applied) for step in steps] == [
+        (commit.version + 1, commit.loss / commit.weight, not commit.skipped) for commit in commits[: len(steps)]
+    ]
+    assert steps
 
 
 def test_in_a_quarter_of_the_seeds_states_are_slow_and_those_who_miss_a_commit_catch_up(monkeypatch: pytest.MonkeyPatch) -> None:

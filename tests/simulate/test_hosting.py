@@ -5,7 +5,6 @@ import pytest
 from atoll.control import Settings
 from atoll.control.messages import Backward, Forward, Reduce, Run, SumPart
 from atoll.control.multi_stage import process_of, processes
-from atoll.control.notices import Moved
 from atoll.simulate.faults import draw_scenario
 from atoll.simulate.fuzz import run_scenario
 from atoll.simulate.peers import PeerModel, PeerSwarm
@@ -145,10 +144,9 @@ def test_rebalancing_settles_where_processes_host_several_stages() -> None:
     swarm = modelled(3, [(3, 1.0), (2, 1.0), (2, 2.0), (1, 1.0), (1, 0.5)], 40)
     swarm.loop.run(20_000.0, lambda: len(swarm.committed) == 40)
     assert len(swarm.committed) == 40
-    half = swarm.committed[20][0]
-    assert [move for at, move in swarm.moves if at > half] == []
+    half = swarm.committed[20].at_seconds
+    assert [move for move in swarm.moves if move.at_seconds > half] == []
     assert len(swarm.moves) <= 4
     for stage in range(3):
         row = [name for name, worker in swarm.workers.items() if worker.stage == stage]
         assert len(processes(row)) == len(row) >= 1
-    assert all(isinstance(move, Moved) for _, move in swarm.moves)

@@ -26,7 +26,7 @@ def step_seconds(staleness: int, gradient_bytes: float, micro_batches: int = 32)
     for number in range(4):
         swarm.start(f"w{number}")
     swarm.loop.run(1e5, lambda: len(swarm.committed) >= STEPS)
-    moments = [moment for moment, _ in swarm.committed]
+    moments = [step.at_seconds for step in swarm.committed]
     return (moments[STEPS - 1] - moments[SETTLED - 1]) / (STEPS - SETTLED)
 
 

@@ -1,7 +1,7 @@
 """A swarm that nobody told how often to save loses little when a stage loses all its workers, and makes up for a lost worker at once."""
 
 from atoll.control import Settings
-from atoll.control.notices import Moved
+from atoll.events import AnyEvent, MemberMoved
 from atoll.simulate.peers import PeerModel, PeerSwarm
 
 MODEL = PeerModel(
@@ -34,9 +34,9 @@ def test_a_stage_that_loses_all_its_workers_at_once_costs_little_by_default() ->
     swarm.start("p5")
     swarm.loop.run(swarm.loop.now + 1000.0, lambda: version(swarm) > before)
     assert version(swarm) > before
-    ((_, lost),) = swarm.rollbacks
-    assert 0 < lost.version <= before
-    assert lost.lost == before - lost.version <= 20
+    (lost,) = swarm.rollbacks
+    assert 0 < lost.step <= before
+    assert lost.lost == before - lost.step <= 20
 
 
 def test_a_young_run_loses_at_most_half_of_what_it_has_made() -> None:
@@ -45,7 +45,7 @@ def test_a_young_run_loses_at_most_half_of_what_it_has_made() -> None:
     for name in on_stage(swarm, 0):
         swarm.kill(name)
     swarm.loop.run(swarm.loop.now + 1000.0, lambda: bool(swarm.rollbacks))
-    assert swarm.rollbacks[0][1].version >= 2
+    assert swarm.rollbacks[0].step >= 2
 
 
 def test_a_stage_down_to_its_last_process_is_stored_in_the_middle_of_the_step() -> None:
@@ -59,22 +59,18 @@ def test_a_stage_down_to_its_last_process_is_stored_in_the_middle_of_the_step() 
     swarm.kill(first)
     swarm.loop.run(swarm.loop.now + 30.0)
     assert version(swarm) == 2
-    assert swarm.saves[-1][1].version == 2
+    assert swarm.saves[-1].step == 2
     assert len(swarm.saves) >= stored
     swarm.kill(second)
     swarm.start("p4")
     swarm.loop.run(swarm.loop.now + 60.0, lambda: bool(swarm.rollbacks))
-    assert [lost.lost for _, lost in swarm.rollbacks] == [0]
+    assert [lost.lost for lost in swarm.rollbacks] == [0]
 
 
 def test_one_that_comes_as_another_dies_takes_its_place_within_the_step() -> None:
     """It is placed before the silence is noticed, so on some other stage."""
-    moved: list[Moved] = []
-    swarm = PeerSwarm(
-        Settings(stages=2, micro_batches=1000, steps=10**9, chunks=4),
-        MODEL,
-        lambda now, happening: moved.append(happening) if isinstance(happening, Moved) else None,
-    )
+    heard: list[AnyEvent] = []
+    swarm = PeerSwarm(Settings(stages=2, micro_batches=1000, steps=10**9, chunks=4), MODEL, heard.append)
     for number in range(4):
         swarm.start(f"p{number}")
     swarm.loop.run(1e5, lambda: version(swarm) >= 1)
@@ -82,5 +78,5 @@ def test_one_that_comes_as_another_dies_takes_its_place_within_the_step() -> Non
     swarm.kill(on_stage(swarm, 1)[0])
     swarm.start("p9")
     swarm.loop.run(swarm.loop.now + 10.0)
-    assert [(move.worker, move.target) for move in moved] == [("p9", 1)]
+    assert [(event.name, event.target) for event in heard if isinstance(event, MemberMoved)] == [("p9", 1)]
     assert version(swarm) == 1

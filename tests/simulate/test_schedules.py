@@ -5,7 +5,7 @@ import pytest
 from atoll.control import Settings
 from atoll.control.journal import Epoch, Term
 from atoll.control.messages import Committed, Reduce, Run, Seal, StateChunk
-from atoll.control.notices import StepCommitted
+from atoll.events import StepFinished
 from atoll.simulate.swarm import COORDINATORS, ExactSwarm, SwarmSize
 from tests.simulate.faulty import without
 
@@ -83,8 +83,8 @@ def test_a_contributor_that_dies_in_the_reduction_is_replaced() -> None:
 def test_what_a_dead_worker_had_summed_is_redone_while_the_step_still_runs() -> None:
     """The coordinator names the lost; feeders do not wait for a SEAL to show what is missing. One round is enough."""
     shape = SwarmSize(stages=2, workers=6, micro_batches=30)
-    steps: list[StepCommitted] = []
-    swarm = ExactSwarm(shape, 1, observe=lambda it: steps.append(it) if isinstance(it, StepCommitted) else None)
+    steps: list[StepFinished] = []
+    swarm = ExactSwarm(shape, 1, observe=lambda it: steps.append(it) if isinstance(it, StepFinished) else None)
     swarm.start_all()
     goes_on(swarm, 1)
     until(swarm, Run, 1)
@@ -301,7 +301,7 @@ def test_one_way_cuts_keep_work_away_from_those_who_do_not_hear() -> None:
     goes_on(swarm, 3)
     coordinator = swarm.coordinator()
     assert coordinator is not None
-    assert all(peer.worker != "w0" for row in coordinator._routes for peer in row)
+    assert all(peer.worker != "w0" for row in coordinator.routes for peer in row)
 
 
 def test_a_joiner_whose_transfer_is_slower_than_a_step_joins() -> None:

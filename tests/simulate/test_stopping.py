@@ -51,7 +51,7 @@ def test_what_a_worker_stored_of_the_stage_it_left_does_not_count_for_the_one_it
     swarm.stop(several[0])
     swarm.run(swarm.loop.now + 8.0)
     coordinator.stop()
-    swarm.run(swarm.loop.now + 300.0, lambda: coordinator.checkpoint_round.version == coordinator.version and coordinator._stopping)
+    swarm.run(swarm.loop.now + 300.0, lambda: coordinator.checkpoints.round.version == coordinator.version and coordinator.stopping)
     swarm.kill(single[0])
     swarm.go_on(several[0])
     swarm.run(swarm.loop.now + 120.0, swarm.ended)
@@ -130,5 +130,5 @@ def test_a_gradient_that_is_not_finite_ends_the_run_with_the_state_before_it(sta
     coordinator = swarm.coordinators[COORDINATORS[0]]
     assert coordinator.version == last
     assert coordinator.refused is not None
-    assert (coordinator.refused.version, coordinator.refused.what, coordinator.refused.value) == (last, "gradient", float("inf"))
+    assert (coordinator.refused.step, coordinator.refused.what, coordinator.refused.value) == (last + 1, "gradient", "inf")
     assert all(worker.version == last for worker in swarm.workers.values() if worker.state is not None)

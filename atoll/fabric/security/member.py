@@ -43,6 +43,7 @@ from atoll.fabric.security.certificates import (
 from atoll.fabric.security.credentials import Credentials
 from atoll.fabric.security.enrolment import Door
 from atoll.fabric.service import CallingPeer, allowed, authorisation, roles_table
+from atoll.fabric.shaped import LinkChoice
 from atoll.fabric.tcp import TcpCarrier
 
 __all__ = ["AuthorityService", "RunMember", "MemberService", "serve"]
@@ -88,7 +89,7 @@ class RunMember:
     """This process in its run. Close it (or use `with`).
 
     `services` state who may call them with `@allowed`; what they do not state is refused. `fingerprint` (of `job_fingerprint`) must be
-    that of every peer that has one. With `relay`, peers that cannot be dialled reach each other through here.
+    that of every peer that has one. With `relay`, peers that cannot be dialled reach each other through here. `links` shape what is sent.
     """
 
     def __init__(
@@ -101,13 +102,14 @@ class RunMember:
         relay: Relay | None = None,
         backoff: Backoff | None = None,
         authority: Authority | None = None,
+        links: LinkChoice | None = None,
     ) -> None:
         self.credentials = credentials
         self.revocations = Revocations()
         self._since = time.time()  # when the certificate in use came
         self._signed: SignedRevocations | None = None
         self._observer, self._authority = observer, authority
-        carrier = self._carrier()
+        carrier = self._carrier(links)
         self._end, self.relay = RelayEnd(carrier), relay
         own: list[object] = [MemberService(self._learn), self._end]
         own += [] if authority is None else [self._service(authority)]
@@ -152,14 +154,14 @@ class RunMember:
 
     # ---- who may connect
 
-    def _carrier(self) -> TcpCarrier:
+    def _carrier(self, links: LinkChoice | None) -> TcpCarrier:
         def client() -> ssl.SSLContext:
             return self.credentials.client_context
 
         if self._authority is None:
-            return TcpCarrier(client=client, server=lambda: self.credentials.server_context)
+            return TcpCarrier(client=client, server=lambda: self.credentials.server_context, link=links)
         door = Door(self._authority, lambda certified: self._issued(certified, "enrolled"), lambda *what: self._refused("enrolment", *what))
-        return TcpCarrier(client=client, server=lambda: self.credentials.door_context, door=door)
+        return TcpCarrier(client=client, server=lambda: self.credentials.door_context, door=door, link=links)
 
     def _service(self, authority: Authority) -> AuthorityService:
         return AuthorityService(
@@ -293,6 +295,7 @@ def serve(
     observer: Observer | None = None,
     fingerprint: dict[str, str] | None = None,
     relay: Relay | None = None,
+    links: LinkChoice | None = None,
 ) -> tuple[RunMember, str]:
     """The run's coordinator, accepting members and those with tokens at one address; returns it and the address to dial.
 
@@ -305,6 +308,7 @@ def serve(
         fingerprint=fingerprint,
         relay=relay or Relay(),
         authority=authority,
+        links=links,
     )
     try:
         listening = member.fabric.listen(address)

@@ -23,6 +23,7 @@ class Sizes:
         values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
         self.names = [name if isinstance(name, str) else None for name in program.graph_signature.user_inputs]
         self._shapes: dict[str, tuple[Any, ...]] = {}  # leaf → its sizes: numbers and symbols
+        self.dtypes: dict[str, torch.dtype] = {}  # of the leaves that are tensors
         self.symbols: list[Any] = []
         self._samples: set[Any] = set()
         others: set[Any] = set()
@@ -30,6 +31,7 @@ class Sizes:
             value = values.get(name) if name is not None else None
             if not isinstance(value, torch.Tensor):
                 continue
+            self.dtypes[str(name)] = value.dtype
             self._shapes[str(name)] = tuple(_expression(size) for size in value.shape)
             for size, expression in zip(tuple(value.shape), self._shapes[str(name)], strict=True):
                 if not isinstance(expression, int) and expression.is_Symbol:
@@ -63,17 +65,20 @@ class Sizes:
         leaves = {name: found[path] for name, path in zip(self.names, self._paths, strict=True) if name is not None}
         for name, path in zip(self.names, self._paths, strict=True):
             if name is not None and name in self._shapes:
-                self._check(path, self._shapes[name], found[path])
+                self._check(path, self._shapes[name], self.dtypes[name], found[path])
         return leaves
 
     @staticmethod
-    def _check(path: str, expected: tuple[Any, ...], leaf: Any) -> None:
+    def _check(path: str, expected: tuple[Any, ...], dtype: torch.dtype, leaf: Any) -> None:
         shape = tuple(leaf.shape)
         fits = len(shape) == len(expected) and all(not isinstance(e, int) or e == n for e, n in zip(expected, shape, strict=True))
         if not fits:
             wanted = ", ".join(str(e) if isinstance(e, int) else "any" for e in expected)
             advice = "make every batch that size in `collate` (pad or cut)"
             raise JobError(f"Job: collate: batch{path} has shape {list(shape)}, but the job was captured with [{wanted}]; {advice}")
+        if leaf.dtype != dtype:
+            advice = "make it the same in every batch, in the data or in `collate`"
+            raise JobError(f"Job: collate: batch{path} is of {leaf.dtype}, but the job was captured with {dtype}; {advice}")
 
     def take(self, leaves: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
         """Some samples of the leaves (all of the batch's or some); what does not count samples stays whole."""

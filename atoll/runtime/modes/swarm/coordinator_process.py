@@ -19,15 +19,16 @@ import torch
 from atoll.control.coordinator import Coordinator
 from atoll.control.journal import FencedError, Record, replay
 from atoll.control.messages import Committed, Finished, Message
-from atoll.control.notices import Happening, Saved, StepCommitted
 from atoll.control.world import Journal, SwarmProcess
 from atoll.errors import CheckpointError, JobFailedError
 from atoll.events import (
     AnyEvent,
     CheckpointFailed,
+    CheckpointSaved,
     Evaluated,
     EvaluationFailed,
     EventLog,
+    MembersAwaited,
     Note,
     Observer,
     PeerRefused,
@@ -38,13 +39,13 @@ from atoll.events import (
     read_events,
 )
 from atoll.fabric.security import Authority, serve
+from atoll.fabric.shaped import LinkChoice
 from atoll.job import Job
 from atoll.plan.modes.swarm import SwarmOptions
 from atoll.runtime.checkpoint.directory import step_path
 from atoll.runtime.checkpoint.manifest import MODEL
 from atoll.runtime.checkpoint.state_file import BUFFER, StateReader, cut
 from atoll.runtime.evaluation import evaluate, evaluates_after
-from atoll.runtime.modes.swarm.events import StartupProgress, SwarmEvents
 from atoll.runtime.modes.swarm.files import CheckpointFiles, CheckpointService, FileJournal, Key, States
 from atoll.runtime.modes.swarm.jetstream import JetStream, connect_jetstream
 from atoll.runtime.modes.swarm.measurement import MeasureService
@@ -54,13 +55,15 @@ from atoll.runtime.modes.swarm.transport import COORDINATOR, Directory, FabricTr
 from atoll.runtime.nonfinite import refused_step
 from atoll.runtime.run_directory import RunDirectory
 
-__all__ = ["coordinate", "evaluate_elsewhere", "evaluate_state"]
+__all__ = ["StartupProgress", "coordinate", "evaluate_elsewhere", "evaluate_state"]
 
 _MEASURES_SECONDS = 3.0  # between two writings of what workers measured
 _LINKS_SECONDS = 10.0  # between two events that say what went over links
 _LOOK_SECONDS = 0.5  # between looks at who leads
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES}
 _FINAL_SECONDS = 120.0  # how long the last states are waited for
+_NEWS_SECONDS = 2.0  # between two events that say differently who is waited for
+_AGAIN_SECONDS = 15.0  # until the same is told again
 
 
 Recall = Callable[[Sequence[AnyEvent]], None]
@@ -71,8 +74,11 @@ def _ignore(events: Sequence[AnyEvent]) -> None:
 
 
 class _Watching(NamedTuple):
+    """What a coordinator of these arguments has beside its run."""
+
     observers: tuple[Observer, ...]
     recall: Recall
+    links: LinkChoice | None = None
 
     def note(self, message: str) -> None:
         """For those who watch a process that stands by; the run's log is the leader's."""
@@ -88,14 +94,16 @@ def coordinate(
     *,
     observers: tuple[Observer, ...] = (),
     recall: Recall = _ignore,
+    links: LinkChoice | None = None,
 ) -> bool:
     """Coordinates until the run is over and its weights are in the directory. False: it was asked to stop before its last step.
 
     With NATS in the run's settings it stands by while another coordinates. `recall` gets what coordinators before this one have told
-    since `atoll run` was started; observers do not, as they may do something at every event.
+    since `atoll run` was started; observers do not, as they may do something at every event. `links` are those to its members in a lab
+    without namespaces.
     """
     servers = directory.settings().options_as(SwarmOptions).nats
-    watching = _Watching(observers, recall)
+    watching = _Watching(observers, recall, links)
     try:
         if servers is None:
             return asyncio.run(_coordinate_from_files(directory, spec, job, address, watching))
@@ -157,12 +165,33 @@ async def _wait_to_lead(kept: JetStream, address: str, watching: "_Watching") ->
         await asyncio.sleep(_LOOK_SECONDS)
 
 
+class StartupProgress:
+    """What is waited for between the start of a swarm and its first step, while processes load and nothing else is to be seen.
+
+    It reads no clock: times are given, from the start of the coordinator.
+    """
+
+    def __init__(self, workers: int, stages: int) -> None:
+        """So many workers were started; each of so many stages needs one."""
+        self._workers, self._stages = workers, stages
+        self._said: MembersAwaited | None = None
+        self._said_at = 0.0
+
+    def event(self, now: float, joined: Sequence[int]) -> MembersAwaited | None:
+        """What to tell now, if anything; `joined` are the stages of the workers that are there."""
+        empty = tuple(stage for stage in range(self._stages) if stage not in joined)
+        event = MembersAwaited(joined=len(joined), expected=max(self._workers, len(joined)), stages=empty)
+        if now - self._said_at < (_NEWS_SECONDS if event != self._said else _AGAIN_SECONDS):
+            return None
+        self._said, self._said_at = event, now
+        return msgspec.structs.replace(event, seconds=now)
+
+
 class _Coordinating:
     def __init__(self, directory: RunDirectory, spec: SwarmSpec, job: Job, watching: _Watching, journal: Journal, states: States) -> None:
         self.directory, self.spec, self.job = directory, spec, job
-        self.observers, self._recall = watching
+        self.observers, self._recall, self._links = watching
         self._start = read_start(directory) or Start(directory.last_moment(), time.time(), "")
-        self._events = SwarmEvents(self._now, job.batch_size, states.stored_bytes)
         self._evaluations: list[asyncio.Future[None]] = []
         self._saves: list[asyncio.Future[None]] = []  # checkpoints that are made of stored states
         self._stepped = False  # whether a step was committed since this coordinator began
@@ -199,12 +228,18 @@ class _Coordinating:
             self._log = log
             first = self._begin()
             member, _ = await asyncio.to_thread(
-                lambda: serve(authority, address, services=services, observer=tell_refusal, fingerprint=self.spec.fingerprint)
+                lambda: serve(
+                    *(authority, address),
+                    services=services,
+                    observer=tell_refusal,
+                    fingerprint=self.spec.fingerprint,
+                    links=self._links,
+                )
             )
             try:
                 transport = FabricTransport(member, None, places)
-                node = SwarmProcess(COORDINATOR, clock, transport, inbox, 0, random.Random(time.time_ns()))
-                coordinator = Coordinator(node, self.journal, self.spec.settings, observe=self._observe, discard=self._discard)
+                node = SwarmProcess(COORDINATOR, clock, transport, inbox, 0, random.Random(time.time_ns()), self._observe)
+                coordinator = Coordinator(node, self.journal, self.spec.settings, self._discard)
                 self._coordinator = coordinator
                 clock.spawn(self._keep_measures())
                 if first and self._start.workers:
@@ -217,7 +252,7 @@ class _Coordinating:
                 self._tell_links()
                 self._tell(self._finished(coordinator.version, records, failed=refused is not None))
                 if refused is not None:
-                    raise refused_step(refused.version + 1, refused.what, refused.value)
+                    raise refused_step(refused.step, refused.what, float(refused.value))
                 return not coordinator.stopped
             finally:
                 await clock.close()
@@ -309,17 +344,23 @@ class _Coordinating:
             unix_seconds=time.time(),
         )
 
-    def _observe(self, happening: Happening) -> None:
-        event = self._events.event(happening)
-        self._stepped = self._stepped or isinstance(happening, StepCommitted)
-        if isinstance(happening, Saved):
-            keys = [Key(happening.epoch, happening.version, stage) for stage in range(self.spec.settings.stages)]
+    def _observe(self, event: AnyEvent) -> None:
+        """What the protocol says, which knows neither how many samples a step has nor what is stored where."""
+        if isinstance(event, CheckpointSaved):
+            assert self._coordinator is not None
+            keys = [Key(self._coordinator.epoch, event.step, stage) for stage in range(self.spec.settings.stages)]
             self._saves.append(asyncio.ensure_future(self._complete(keys, tuple(self._saves))))
-        if event is None:
-            return
-        self._tell(event)
+            event = self._saved(event.step, event.seconds)
+        elif isinstance(event, StepFinished):
+            self._stepped = True
+            event = msgspec.structs.replace(event, samples=self.job.batch_size)
+        self._emit(event)
         if isinstance(event, StepFinished) and event.step == self.spec.settings.steps:
             self._emit(Note(message="the last step is done; saving the final state and the weights"))
+
+    def _saved(self, step: int, seconds: float) -> CheckpointSaved:
+        path, size = f"checkpoints/{step_path(self.directory.checkpoints, step).name}", self.states.stored_bytes(step)
+        return CheckpointSaved(step=step, path=path, size_bytes=size, blocked_seconds=0.0, seconds=seconds)
 
     def _forget_old(self, version: int) -> None:
         """Two checkpoints are kept: the newest, and the one before, which a rollback may just be reading."""
@@ -375,12 +416,13 @@ class _Coordinating:
             await asyncio.sleep(0.2)
         await asyncio.gather(*self._saves)
         if keys and not is_complete(self.directory, keys[0], self.spec):
+            began = time.monotonic()
             try:
                 await complete_checkpoint(self.directory, self.job, self.spec, self.journal, self.states, keys)
             except (OSError, CheckpointError) as error:
                 raise JobFailedError(f"step {version}: the last checkpoint could not be saved: {error}") from error
             if self._kept != version:
-                self._tell(self._events.saved(version))
+                self._emit(self._saved(version, time.monotonic() - began))
         if keys:
             self._evaluate_when_due(version)
         await asyncio.gather(*self._evaluations)

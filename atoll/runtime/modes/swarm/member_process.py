@@ -39,6 +39,7 @@ from atoll.fabric.address import split_address
 from atoll.fabric.deadline import Backoff, LinkEstimate
 from atoll.fabric.remote import Remote
 from atoll.fabric.security import Credentials, RunMember
+from atoll.fabric.shaped import LinkChoice
 from atoll.graph.capture import Captured, capture_program
 from atoll.job import Job
 from atoll.runtime.imposed_speed import Imposed, Pace, pace_of_worker
@@ -106,6 +107,7 @@ def run_member(
     observer: Observer = lambda event: None,
     dialled: bool = True,
     imposed: Imposed | None = None,
+    links: LinkChoice | None = None,
     polite: bool = False,
     devices: OwnDevices | None = None,
     captured: Captured | None = None,
@@ -113,8 +115,8 @@ def run_member(
     """Works or feeds until the run is over. With `dialled=False` nobody connects to this machine: it is reached through the coordinator.
 
     `devices` are a worker's own: several work in lockstep, as one strong worker, and it may host several stages on them; the coordinator
-    says which. `captured` is the job's program where it was captured before. `imposed` names the device whose speed it has. `observer`
-    hears how far this process is, and of its peers.
+    says which. `captured` is the job's program where it was captured before. `imposed` names the device whose speed it has, `links` are
+    those to its peers in a lab without namespaces. `observer` hears how far this process is, and of its peers.
     With `polite` a worker that gets SIGINT or SIGTERM asks to be let go: what it has summed still counts, and it leaves after the step, or
     as soon as its stage can do without it. The second signal ends it at once (KeyboardInterrupt).
     """
@@ -128,7 +130,7 @@ def run_member(
     captured = captured or capture_program(job, divided=True)
     check_divisible(captured, spec.bounds)
     stream(_changed(credentials, "joining", "capturing", f"model captured in {format_seconds(time.monotonic() - began)}"))
-    return asyncio.run(_Process(credentials, address, spec, job, captured, stream, dialled, imposed, polite, own).run())
+    return asyncio.run(_Process(credentials, address, spec, job, captured, stream, dialled, imposed, links, polite, own).run())
 
 
 def _changed(credentials: Credentials, state: MemberState, before: MemberState, reason: str = "") -> MemberChanged:
@@ -148,6 +150,7 @@ class _Process:
     observer: EventStream
     dialled: bool
     imposed: Imposed | None
+    links: LinkChoice | None
     polite: bool
     devices: OwnDevices
 
@@ -176,7 +179,7 @@ class _Process:
 
         member = await asyncio.to_thread(self._member, arrived)
         try:
-            host, told = own_hosts(self.address)
+            host, told = own_hosts(self.address) if self.links is None else (self.links.source,) * 2
             listening = await asyncio.to_thread(member.fabric.listen, f"{host}:0") if self.dialled else ""
             coordinator = await asyncio.to_thread(member.join, self.address, _PATIENT)
             registered = asyncio.Event()
@@ -184,7 +187,7 @@ class _Process:
             transport = FabricTransport(member, coordinator, coding=self._compression(member), inside=inboxes)
             nonce = time.time_ns()
             nodes = [
-                SwarmProcess(name, clock, transport, inboxes.open(name, clock), nonce, random.Random(secrets.randbits(64)))
+                SwarmProcess(name, clock, transport, inboxes.open(name, clock), nonce, random.Random(secrets.randbits(64)), self.observer)
                 for name in hosted_workers(self.credentials.name, self.devices.stages)
             ]
             clock.spawn(_end_after_goodbye(coordinator))
@@ -199,13 +202,14 @@ class _Process:
             await asyncio.to_thread(member.close)
 
     def _member(self, arrived: Callable[[str, Message], None]) -> RunMember:
-        checks = TensorChecks(self.captured, programs_of(self.captured, self.spec.bounds))
+        checks = TensorChecks(self.captured, programs_of(self.captured, self.spec.bounds), self.spec.micro_batches)
         return RunMember(
             self.credentials,
             services=[SwarmService(arrived, self.spec.settings, checks.why_unfit)],
             fingerprint=self.spec.fingerprint,
             observer=self.observer,
             backoff=_PEERS,
+            links=self.links,
         )
 
     def _compression(self, member: RunMember) -> Compression:
@@ -249,7 +253,6 @@ class _Process:
                 on_kernel=measuring.on_kernel,
                 device=device,
                 planned=planned,
-                on_unsound=self._warn,
             )
             computes.append(compute)
             workers.append(worker)

@@ -57,14 +57,17 @@ class SampleFeed:
 
 
 class TensorChecks:
-    """Whether the tensors of a `Forward` or `Backward` are those that its stage takes: how many, of which dtypes and shapes.
+    """Whether the tensors of a `Forward` or `Backward` are those that its stage takes: how many, of which dtypes and shapes, of how many
+    samples.
 
-    The stage must be one there is (`message_checks.py`). What only the forward tells that a gradient answers is not known here, and a value
-    may be one that no kernel takes: then the kernel fails, which costs the micro-batch and not the worker (`control/kernels.py`).
+    Stage and micro-batch must be some there are (`message_checks.py`). Sizes that only a forward tells, a gradient's are not compared with,
+    and a value may be one that no kernel takes: then the kernel fails, which costs the micro-batch and not the worker
+    (`control/kernels.py`).
     """
 
-    def __init__(self, captured: Captured, programs: Sequence[StageProgram]) -> None:
+    def __init__(self, captured: Captured, programs: Sequence[StageProgram], micro_batches: Sequence[Range]) -> None:
         self._sizes, self._programs, self._leaves = Sizes(captured), programs, leaves_from(programs)
+        self._samples = [stop - start for start, stop in micro_batches]
 
     def why_unfit(self, message: Message) -> str | None:
         """What is wrong with a message's tensors; None: nothing."""
@@ -80,18 +83,23 @@ class TensorChecks:
         binding, sizes = entering.binding, self._sizes
         if len(binding) != len(sizes.symbols) or not all(type(size) is int and size > 0 for size in binding):
             return "its sizes are not those of a batch"
+        if sizes.of_piece(binding, self._samples[message.micro_batch]) != tuple(binding):
+            return f"its micro-batch has {plural(self._samples[message.micro_batch], 'sample')}, and it another number"
         if not isinstance(entering.leaves, dict) or entering.leaves.keys() != self._leaves[message.stage]:
             return "what it brings of the batch is not what its stage and those after it read"
         for name, leaf in entering.leaves.items():
             shape = sizes.leaf_shape(name, binding)
-            if shape is not None and (not isinstance(leaf, Tensor) or tuple(leaf.shape) != shape):
-                return f"{name!r} is no tensor of shape {list(shape)}"
+            if shape is not None and (not isinstance(leaf, Tensor) or tuple(leaf.shape) != shape or leaf.dtype != sizes.dtypes[name]):
+                return f"{name!r} is no tensor of {sizes.dtypes[name]} and shape {list(shape)}"
         crossings = self._programs[message.stage].receives
         return _why_not([(crossing, sizes.shape(crossing, binding)) for crossing in crossings], entering.values)
 
     def _backward(self, message: Backward) -> str | None:
+        sizes = self._sizes
+        binding = sizes.of_samples(self._samples[message.micro_batch]) if sizes.follow_samples else None
         wanting = [crossing for crossing in self._programs[message.stage].sends if crossing.wants_gradient]
-        return _why_not([(crossing, crossing.shape) for crossing in wanting], message.payload)
+        shapes = [crossing.shape if binding is None else sizes.shape(crossing, binding) for crossing in wanting]
+        return _why_not(list(zip(wanting, shapes, strict=True)), message.payload)
 
 
 def _why_not(expected: Sequence[tuple[Crossing, Sequence[Any]]], values: Any) -> str | None:

@@ -14,10 +14,10 @@ from atoll.control.journal import Record, admit
 from atoll.control.kernels import DeviceTurns
 from atoll.control.messages import Message
 from atoll.control.multi_stage import hosted_workers, process_of
-from atoll.control.notices import Happening
 from atoll.control.settings import Settings
 from atoll.control.worker import Worker
 from atoll.control.world import SwarmProcess, Transport
+from atoll.events import AnyEvent, Warned
 from atoll.fabric.payload import decode_payload, encode_payload
 from atoll.graph.capture import capture_program
 from atoll.runtime.modes.swarm.compute import CPU, DividedJob, StageCompute, programs_of
@@ -81,7 +81,7 @@ class Inside:
 
 
 class OneProcess:
-    """Everybody of a swarm. `disturb` is called with every step that is committed; `groups` says who has several devices, and how many."""
+    """Everybody of a swarm. `disturb` is called with every event; `groups` says who has several devices, and how many."""
 
     def __init__(
         self,
@@ -95,11 +95,10 @@ class OneProcess:
     ) -> None:
         self.groups, self.recompute = groups or {}, recompute
         self.job, self.bounds = job, bounds
-        self.captured = capture_program(job)
-        self.checks = TensorChecks(self.captured, programs_of(self.captured, bounds))
-        self.warned: list[str] = []
+        self.captured = capture_program(job, divided=True)
         size = job.batch_size
         self.micro_batches = [(start, min(start + micro_batch_size, size)) for start in range(0, size, micro_batch_size)]
+        self.checks = TensorChecks(self.captured, programs_of(self.captured, bounds), self.micro_batches)
         self.settings = Settings(
             stages=len(bounds) - 1, micro_batches=len(self.micro_batches), steps=job.total_steps, **{"heartbeat_seconds": 0.1, **settings}
         )
@@ -110,7 +109,7 @@ class OneProcess:
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.inboxes: dict[str, Any] = {}
         self.computes: dict[str, StageCompute | GroupCompute] = {}
-        self.happened: list[Happening] = []
+        self.events: list[AnyEvent] = []
         self.errors: list[BaseException] = []
         self.generators = threading.Lock()
         self._first = workers
@@ -127,7 +126,16 @@ class OneProcess:
         self._nonce += 1
         clock = LoopClock(self.errors.append)
         self.inboxes[name] = clock.mailbox()
-        return SwarmProcess(name, clock, self, self.inboxes[name], self._nonce, random.Random(self._nonce))
+        return SwarmProcess(name, clock, self, self.inboxes[name], self._nonce, random.Random(self._nonce), self._emit)
+
+    def _emit(self, event: AnyEvent) -> None:
+        self.events.append(event)
+        self.disturb(self, event)
+
+    @property
+    def warned(self) -> list[str]:
+        """What workers say of what came and cannot be."""
+        return [event.message for event in self.events if isinstance(event, Warned)]
 
     def add_process(self, name: str, stages: int) -> None:
         """One that hosts so many stages."""
@@ -137,7 +145,8 @@ class OneProcess:
         for worker in hosted_workers(name, stages):
             clock = LoopClock(self.errors.append)
             self.inboxes[worker] = inside.inboxes.open(worker, clock)
-            self._start(SwarmProcess(worker, clock, inside, self.inboxes[worker], self._nonce, random.Random(self._nonce)), device)
+            draw = random.Random(self._nonce)
+            self._start(SwarmProcess(worker, clock, inside, self.inboxes[worker], self._nonce, draw, self._emit), device)
 
     async def kill_process(self, name: str) -> None:
         for worker in [worker for worker in self.workers if process_of(worker) == name]:
@@ -156,8 +165,7 @@ class OneProcess:
                 recompute=self.recompute,
             )
         )
-        access, warn = MemoryAccess(self, node.name), self.warned.append
-        worker = Worker(node, compute, access, self.settings, ("coordinator",), device=device, on_unsound=warn)
+        worker = Worker(node, compute, MemoryAccess(self, node.name), self.settings, ("coordinator",), device=device)
         self.workers[node.name], self.computes[node.name] = worker, compute
         self.tasks[node.name] = asyncio.get_running_loop().create_task(worker.run())
 
@@ -167,12 +175,9 @@ class OneProcess:
         worker = self.workers.pop(name)
         await worker.node.clock.close()  # type: ignore[attr-defined]
 
-    async def run(self, disturb: Callable[["OneProcess", Happening], None] = lambda swarm, happening: None) -> None:
-        def observe(happening: Happening) -> None:
-            self.happened.append(happening)
-            disturb(self, happening)
-
-        self.coordinator = coordinator = Coordinator(self._node("coordinator"), self.journal, self.settings, observe=observe)
+    async def run(self, disturb: Callable[["OneProcess", AnyEvent], None] = lambda swarm, event: None) -> None:
+        self.disturb = disturb
+        self.coordinator = coordinator = Coordinator(self._node("coordinator"), self.journal, self.settings)
         feeder = Feeder(
             self._node("feeder"),
             SampleFeed(self.job, self.captured, programs_of(self.captured, self.bounds), self.micro_batches, self.generators),

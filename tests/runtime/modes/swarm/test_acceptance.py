@@ -14,10 +14,10 @@ import torch
 
 from atoll.control.coordinator import Coordinator
 from atoll.control.membership import Member
-from atoll.control.notices import Happening, StateRefused
 from atoll.control.settings import Settings
 from atoll.control.world import SwarmProcess
 from atoll.errors import RefusedError
+from atoll.events import AnyEvent, PeerRefused
 from atoll.fabric.security import Authority, RunMember, serve
 from atoll.runtime.modes.swarm.files import CheckpointFiles, CheckpointService, FileJournal, Key, Snapshot, state_digest
 from atoll.runtime.modes.swarm.transport import LoopClock
@@ -29,14 +29,14 @@ class Stored:
     """A coordinator that has told `anna` to store stage 0 after step 5 of epoch 0, and `berta` stage 1."""
 
     def __init__(self, path: Path) -> None:
-        self.happened: list[Happening] = []
+        self.events: list[AnyEvent] = []
         self.files = CheckpointFiles(path / "states")
         clock = LoopClock(lambda error: None)
-        node = SwarmProcess("coordinator", clock, None, clock.mailbox(), 0, random.Random(0))  # type: ignore[arg-type]
+        node = SwarmProcess("coordinator", clock, None, clock.mailbox(), 0, random.Random(0), self.events.append)  # type: ignore[arg-type]
         settings = Settings(stages=2, micro_batches=1, steps=9, state_quota=(64, 64))
-        self.coordinator = Coordinator(node, FileJournal(path / "journal"), settings, observe=self.happened.append)
+        self.coordinator = Coordinator(node, FileJournal(path / "journal"), settings)
         told = [Member("anna", True, 1, 1, 0, 0.0), Member("berta", True, 2, 1, 1, 0.0), Member("carla", True, 3, 1, 0, 0.0)]
-        self.coordinator.checkpoint_round.begin(5, told, 0.0)
+        self.coordinator.checkpoints.round.begin(5, told, 0.0)
 
 
 @contextmanager
@@ -94,8 +94,8 @@ def test_only_the_worker_that_was_told_stores_and_once(tmp_path: Path) -> None:
                 send(name, key, WRONG)
         with pytest.raises(RefusedError, match="65 bytes, and a state of this stage at most 64"):
             send("anna", Key(0, 5, 0), torch.zeros(65, dtype=torch.uint8))
-        refused = [happening for happening in stored.happened if isinstance(happening, StateRefused)]
-        assert [each.name for each in refused] == ["mallory", "carla", *["anna"] * 8]
+        refused = [event for event in stored.events if isinstance(event, PeerRefused) and event.what == "state"]
+        assert [event.peer for event in refused] == ["mallory", "carla", *["anna"] * 8]
         assert not list((tmp_path / "states").iterdir())
         send("anna", Key(0, 5, 0), GOOD)
         send("anna", Key(0, 5, 0), WRONG)  # the first stays

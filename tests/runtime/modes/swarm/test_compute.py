@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from atoll import Job
 from atoll.control.messages import Committed, Run
 from atoll.errors import AtollError, JobError
+from atoll.events import AnyEvent, StepFinished
 from atoll.graph.capture import capture_program
 from atoll.runtime.modes.swarm.compute import DividedJob, StageCompute, _norm_squared, programs_of, tied_parameters
 from atoll.runtime.modes.swarm.member_process import check_divisible
@@ -106,7 +107,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run_with_the_weights_before_it(sta
     assert swarm.coordinator is not None
     refused = swarm.coordinator.refused
     assert refused is not None
-    assert (refused.version, refused.what, math.isnan(refused.value), swarm.coordinator.version) == (3, "loss", True, 3)
+    assert (refused.step, refused.what, refused.value, swarm.coordinator.version) == (4, "loss", "nan", 3)
     assert all(math.isfinite(record.loss) for record in swarm.journal.records if isinstance(record, Committed))
     stored = [swarm.checkpoints.stored[0, 3, stage] for stage in range(3)]
     assert len(stored) == 3
@@ -150,8 +151,8 @@ def test_killed_and_joining_workers_change_nothing(staleness: int, recompute: tu
     it = job()
     swarm = OneProcess(it, [0, 2, 5], 4, 3, recompute=recompute, chunks=3, checkpoint_every=2, lost_seconds=2.0, staleness=staleness)
 
-    def disturb(swarm: OneProcess, happening: Any) -> None:
-        if type(happening).__name__ == "StepCommitted" and happening.version == 1:
+    def disturb(swarm: OneProcess, event: AnyEvent) -> None:
+        if isinstance(event, StepFinished) and event.step == 2:
             victim = next(name for name, worker in swarm.workers.items() if worker.stage == 0)
             asyncio.get_running_loop().create_task(swarm.kill(victim))
             swarm.add_worker("late")
@@ -166,9 +167,9 @@ def test_with_staleness_gradients_are_those_of_the_weights_one_step_before(clip:
     swarm = OneProcess(it, [0, 1, 3, 5], 5, 4, chunks=4, max_norm=clip, staleness=1)
     overlapped: set[int] = set()
 
-    def look(swarm: OneProcess, happening: Any) -> None:
-        if type(happening).__name__ == "StepCommitted" and swarm.coordinator is not None and type(swarm.coordinator.phase) is Run:
-            overlapped.add(happening.version)
+    def look(swarm: OneProcess, event: AnyEvent) -> None:
+        if isinstance(event, StepFinished) and swarm.coordinator is not None and type(swarm.coordinator.phase) is Run:
+            overlapped.add(event.step)
 
     asyncio.run(swarm.run(look))
     check(swarm, plain(it, staleness=1))

@@ -11,7 +11,7 @@ import torch
 from atoll.control.messages import Backward, FeederBeat, Message, WorkerBeat
 from atoll.control.settings import Settings
 from atoll.errors import AtollError, RefusedError
-from atoll.events import AnyEvent, CodecChosen, StateFetched, Warned
+from atoll.events import AnyEvent, CodecChosen, StateFetched, StepFinished, Warned
 from atoll.fabric.security import Authority, RunMember, serve
 from atoll.fabric.service import CallingPeer
 from atoll.runtime.modes.swarm.measurement import Account, MeasureService
@@ -105,7 +105,7 @@ def test_more_stages_than_there_are_cannot_be_hosted(stages: int, of: int, said:
         check_hosted(stages, spec)
 
 
-def trained(swarm: OneProcess, processes: dict[str, int], disturb: Any = lambda swarm, happening: None) -> None:
+def trained(swarm: OneProcess, processes: dict[str, int], disturb: Any = lambda swarm, event: None) -> None:
     async def train() -> None:
         for name, stages in processes.items():
             swarm.add_process(name, stages)
@@ -127,8 +127,8 @@ def test_a_killed_process_and_one_that_joins_change_nothing() -> None:
     it = job()
     swarm = OneProcess(it, [0, 2, 5], 0, 3, chunks=3)
 
-    def disturb(swarm: OneProcess, happening: Any) -> None:
-        if type(happening).__name__ == "StepCommitted" and happening.version == 1:
+    def disturb(swarm: OneProcess, event: AnyEvent) -> None:
+        if isinstance(event, StepFinished) and event.step == 2:
             asyncio.get_running_loop().create_task(swarm.kill_process("b"))
             swarm.add_process("c", 2)
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from atoll.control.messages import Attempt, Backward, Forward, Message
-from atoll.control.notices import Happening, StepCommitted
 from atoll.control.settings import Settings
 from atoll.errors import RefusedError
+from atoll.events import AnyEvent, StepFinished
 from atoll.fabric.payload import decode_payload, encode_payload
 from atoll.graph.capture import capture_program
 from atoll.runtime.activations import activations_of
@@ -32,7 +32,7 @@ HIDDEN = torch.zeros(SAMPLES, 16)
 @pytest.fixture(scope="module")
 def checks() -> TensorChecks:
     captured = capture_program(job())
-    return TensorChecks(captured, programs_of(captured, BOUNDS))
+    return TensorChecks(captured, programs_of(captured, BOUNDS), [(0, SAMPLES), (SAMPLES, 2 * SAMPLES), (2 * SAMPLES, 2 * SAMPLES + 1)])
 
 
 def forward(stage: int, binding: Any, leaves: Any, values: Any) -> Forward:
@@ -81,6 +81,25 @@ def test_another_part_of_the_batch_does_not_fit(checks: TensorChecks) -> None:
     for wrong in (None, [], {}, {**own, "more": X}, dict.fromkeys(own, X), dict.fromkeys(own, 5)):
         assert checks.why_unfit(arrived(forward(1, [SAMPLES], wrong, [HIDDEN])))
     assert checks.why_unfit(msgspec.structs.replace(forward(1, [], {}, []), payload=7))
+
+
+def test_other_dtypes_of_the_batch_do_not_fit(checks: TensorChecks) -> None:
+    own = leaves(checks, 1)
+    wrong = {name: leaf.double() if leaf.is_floating_point() else leaf.int() for name, leaf in own.items()}
+    for name in own:
+        why = checks.why_unfit(arrived(forward(1, [SAMPLES], {**own, name: wrong[name]}, [HIDDEN])))
+        assert why == f"{name!r} is no tensor of {own[name].dtype} and shape {list(own[name].shape)}"
+
+
+def test_another_number_of_samples_than_the_micro_batch_has_does_not_fit(checks: TensorChecks) -> None:
+    """Though all tensors of the message agree about it."""
+    fewer = {name: leaf[:-1] for name, leaf in leaves(checks, 1).items()}
+    short = arrived(forward(1, [SAMPLES - 1], fewer, [HIDDEN[:-1]]))
+    assert checks.why_unfit(short) == f"its micro-batch has {SAMPLES} samples, and it another number"
+    assert checks.why_unfit(arrived(backward([HIDDEN[:-1]])))
+    one = {name: leaf[:1] for name, leaf in leaves(checks, 1).items()}
+    assert checks.why_unfit(msgspec.structs.replace(arrived(forward(1, [1], one, [HIDDEN[:1]])), micro_batch=2)) is None
+    assert checks.why_unfit(msgspec.structs.replace(arrived(backward([HIDDEN[:1]])), micro_batch=2)) is None
 
 
 def test_what_does_not_fit_is_refused_and_its_sender_named(checks: TensorChecks) -> None:
@@ -135,8 +154,8 @@ def test_a_job_that_cannot_be_computed_ends_the_worker() -> None:
     async def fail(*what: Any) -> Any:
         raise RuntimeError("not enough memory")
 
-    def spoil(swarm: OneProcess, happening: Happening) -> None:
-        if isinstance(happening, StepCommitted) and happening.version == 1:
+    def spoil(swarm: OneProcess, event: AnyEvent) -> None:
+        if isinstance(event, StepFinished) and event.step == 2:
             for compute in swarm.computes.values():
                 compute.turn = fail  # type: ignore[method-assign]
 

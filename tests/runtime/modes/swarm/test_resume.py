@@ -10,10 +10,9 @@ import torch
 
 from atoll.control.journal import Checkpointed, Epoch, Term, encode, read_records, replay
 from atoll.control.messages import Committed
-from atoll.control.notices import Happening, Joined, Left, Repaired, RolledBack, StepCommitted
 from atoll.control.settings import Settings
 from atoll.errors import JobError, JobFailedError
-from atoll.events import CoordinatorStarted, RunStarted
+from atoll.events import AnyEvent, CoordinatorStarted, MemberChanged, RunStarted, StageLost, StepFinished, StepRepaired
 from atoll.runtime.checkpoint.manifest import CheckpointManifest, RunIdentity
 from atoll.runtime.checkpoint.state_file import WholeCheckpoint
 from atoll.runtime.modes.swarm.files import CheckpointFiles, FileJournal, Key
@@ -40,8 +39,8 @@ SETTINGS = Settings(stages=2, micro_batches=1, steps=STEPS)
 
 
 def stop_after(version: int) -> Any:
-    def disturb(swarm: OneProcess, happening: Happening) -> None:
-        if isinstance(happening, StepCommitted) and happening.version == version:
+    def disturb(swarm: OneProcess, event: AnyEvent) -> None:
+        if isinstance(event, StepFinished) and event.step == version + 1:
             assert swarm.coordinator is not None
             swarm.coordinator.stop()
 
@@ -68,7 +67,7 @@ def test_a_stopped_swarm_goes_on_from_its_checkpoint(staleness: int, tmp_path: P
     second.checkpoints = first.checkpoints
     second.journal = FileJournal(path)  # type: ignore[assignment]
     asyncio.run(second.run())
-    assert not any(isinstance(happening, RolledBack) for happening in second.happened)  # nothing had to be waited for
+    assert not any(isinstance(event, StageLost) for event in second.events)  # nothing had to be waited for
     records = read_records(path.read_bytes())[0]
     assert [record.version for record in records if isinstance(record, Committed)] == list(range(STEPS))  # no step twice
     second.journal.records = list(records)
@@ -101,8 +100,8 @@ def test_what_was_told_since_a_start_is_known_from_the_events() -> None:
 def test_a_stop_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
     swarm = OneProcess(job(), [0, 2, 5], 2, 3)
 
-    def disturb(swarm: OneProcess, happening: Happening) -> None:
-        if isinstance(happening, Joined):
+    def disturb(swarm: OneProcess, event: AnyEvent) -> None:
+        if isinstance(event, MemberChanged):
             assert swarm.coordinator is not None
             swarm.coordinator.stop()
 
@@ -115,13 +114,13 @@ def test_who_leaves_politely_takes_nothing_along(staleness: int) -> None:
     it = job()
     swarm = OneProcess(it, [0, 2, 5], 4, 3, staleness=staleness)
 
-    def disturb(swarm: OneProcess, happening: Happening) -> None:
-        if isinstance(happening, StepCommitted) and happening.version == 1:
+    def disturb(swarm: OneProcess, event: AnyEvent) -> None:
+        if isinstance(event, StepFinished) and event.step == 2:
             swarm.workers["worker-0"].leave()
 
     asyncio.run(swarm.run(disturb))
-    assert [happening.name for happening in swarm.happened if isinstance(happening, Left)] == ["worker-0"]
-    assert not any(isinstance(happening, Repaired) for happening in swarm.happened)
+    assert [event.name for event in swarm.events if isinstance(event, MemberChanged) and event.state == "left"] == ["worker-0"]
+    assert not any(isinstance(event, StepRepaired) for event in swarm.events)
     assert swarm.workers["worker-0"].stage == -1
     check(swarm, plain(it, staleness))
 

@@ -52,6 +52,7 @@ __all__ = ["Planning", "RankTraining", "training_among_others", "training_rank"]
 
 _PLAN = "atoll/plan"  # in the store: what rank 0 says of it
 Planning: TypeAlias = Plan | Callable[[Graph], Plan]  # a plan, or who makes one for the captured job
+_CANDIDATES = 10  # plans among which one that uses every process is looked for
 _LOOP = Doing("running the loop around its steps", "user")
 
 
@@ -506,18 +507,28 @@ def _make_plan(job: Job, role: Role, cluster: Cluster | None, graph: Graph) -> P
         return _equal_shares(graph, job.batch_size, job.micro_batch_size, role.world_size)
     from atoll.planner import plan  # it needs scipy, which takes a moment to load
 
-    return plan(graph, cluster, batch_size=job.batch_size, mode=LOCKSTEP.name).candidates[0].plan
+    found = [one.plan for one in plan(graph, cluster, batch_size=job.batch_size, mode=LOCKSTEP.name, top=_CANDIDATES).candidates]
+    for one in found:  # there is a process for every device already: a plan that leaves some out cannot be run, however fast
+        if len({device for stage in one.stages for device in stage.devices}) == role.world_size:
+            return one
+    if len(cluster.devices) != role.world_size:
+        return found[0]
+    names = [device.name for device in cluster.devices]
+    return _equal_shares(graph, job.batch_size, job.micro_batch_size, role.world_size, names, cluster.name)
 
 
-def _equal_shares(graph: Graph, batch_size: int, micro_batch_size: int | None, processes: int) -> Plan:
+def _equal_shares(
+    graph: Graph, batch_size: int, micro_batch_size: int | None, processes: int, names: Sequence[str] = (), cluster: str = "processes"
+) -> Plan:
     """Data parallel over all processes, as equally as the batch allows."""
     if processes > batch_size:
         raise JobError(f"{processes} processes cannot share a batch of {batch_size} samples; start fewer or make batch_size larger")
     shares = apportion(batch_size, [1] * processes)
-    replicas = tuple(Replica(devices=(f"process-{rank}",), samples=(share,)) for rank, share in enumerate(shares))
+    devices = names or [f"process-{rank}" for rank in range(processes)]
+    replicas = tuple(Replica(devices=(device,), samples=(share,)) for device, share in zip(devices, shares, strict=True))
     return Plan(
         graph=graph.name,
-        cluster="processes",
+        cluster=cluster,
         batch_size=batch_size,
         micro_batch_size=min(micro_batch_size or shares[0], shares[0]),
         stages=(Stage(start=0, stop=len(graph.layers), replicas=replicas),),

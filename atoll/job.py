@@ -101,6 +101,8 @@ class Job:
     """Called with every Event (`atoll.events`); raise `atoll.StopTraining` in one to stop after the step."""
     name: str = "job"
     """What the run is called."""
+    capture: bool = True
+    """Whether the model may be captured, so that plans can cut it. False: every device runs it whole, as it is written."""
 
     def __new__(cls, *positional: object, **arguments: object) -> Self:
         """Refuse wrong names before Python does, with the nearest right ones."""

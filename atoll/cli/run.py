@@ -25,7 +25,7 @@ from atoll.cluster.host_name import this_host
 from atoll.codec import CodecChoice
 from atoll.cost import Calibration, Cost, load_calibration
 from atoll.errors import AtollError, JobError, PlanError
-from atoll.events import EventLog, PhaseFinished, PlanChosen
+from atoll.events import EventLog, PhaseFinished, PlanChosen, Warned
 from atoll.plan import Plan, load_plan, validate
 from atoll.plan.link_codecs import PlanCodecs
 from atoll.plan.modes import ModeRules, default_rules, mode_rules
@@ -360,6 +360,8 @@ def _log_plan(prepared: _Prepared, directory: RunDirectory) -> None:
                 reasons=prepared.reasons,
             )
         )
+        if prepared.model is not None and prepared.model.graph.eager:
+            log(Warned(at_seconds=log.seconds(), message=prepared.model.notes[0]))  # it was shown with the plan
 
 
 def _ready(phases: Sequence[PhaseFinished], why_not_forked: str) -> str:

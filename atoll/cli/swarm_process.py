@@ -77,6 +77,7 @@ def _take_part(source: str, address: str, name: str, known: CapturedJob | None, 
     """`source` is the run's directory, or the script on a host that does not see it: then the coordinator describes the job."""
     from atoll.fabric.security import enrol
     from atoll.fabric.shaped import imposed_links
+    from atoll.graph.capture import Captured
     from atoll.runtime.modes.swarm.member_process import run_member
     from atoll.runtime.modes.swarm.spec import OwnDevices, read_spec
     from atoll.runtime.modes.swarm.supervisor import TOKEN
@@ -91,6 +92,7 @@ def _take_part(source: str, address: str, name: str, known: CapturedJob | None, 
     own = msgspec.json.decode(devices, type=OwnDevices)
     spec = _described(credentials, address) if Path(source).is_file() else read_spec(Path(source))
     if known is not None:
+        assert isinstance(known.captured, Captured), "a swarm cuts what it trains"
         job, captured = known.job, known.captured
     else:
         job, captured = load_job(source if Path(source).is_file() else RunDirectory(source).settings().script, spec.arguments), None

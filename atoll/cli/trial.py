@@ -50,7 +50,7 @@ def tried(server: ForkServer | None, plan: Plan, model: Target, cluster: Cluster
     stages = (Stage(start=0, stop=len(model.graph.layers), replicas=(Replica(devices=(devices[0].name,), samples=(samples,)),)),)
     alone = Plan(graph=model.graph.name, cluster=cluster.name, batch_size=samples, micro_batch_size=samples, stages=stages)
     predicted = Evaluator(model.graph, cluster, optimizer=model.optimizer).cost(alone).breakdown
-    if predicted["compute"] > _LONGEST_STEP:
+    if model.graph.eager or not 0.0 < predicted.get("compute", 0.0) <= _LONGEST_STEP:
         return None, ""
     with working("trying the job for a second"):
         found = _measure(server, samples, len(devices))

@@ -47,8 +47,17 @@ def _run(directory: RunDirectory, role: Role, known: CapturedJob | None, script:
 
         def opened(job: "Job", own_loop: bool) -> AbstractContextManager[RankTraining]:
             observers: list[Observer] = [progress, *job.callbacks] if role.rank == 0 else []
-            plan = directory.plan()
-            return training_rank(job, plan, role, directory=directory, settings=settings, observers=observers, own=progress, known=known)
+            return training_rank(
+                job,
+                directory.plan(),
+                role,
+                directory=directory,
+                settings=settings,
+                observers=observers,
+                own=progress,
+                notes_shown=True,
+                known=known,
+            )
 
         if settings.own_loop:
             execute(settings.script, settings.arguments, opened)

@@ -39,7 +39,7 @@ from atoll.graph.loss_check import check_eagerly, check_pieces
 from atoll.graph.loss_weight import LossForm, is_one_number, loss_of, weigh_loss
 from atoll.graph.regions import write_early
 
-__all__ = ["ExportedJob", "TrainingJob", "ambient_precision", "export_job"]
+__all__ = ["ADVICE", "ExportedJob", "TrainingJob", "ambient_precision", "export_job"]
 
 
 @contextlib.contextmanager
@@ -271,8 +271,10 @@ def use_batched_experts(model: nn.Module) -> bool:
     return changed
 
 
-_ADVICE = "See whether the job runs alone; if it does, write the model down with Graph.from_layers to plan it."
+_ADVICE_ON_FAILURE = "See whether the job runs alone; if it does, write the model down with Graph.from_layers to plan it."
 _ADVICE_ON_VALUES = "Rewrite that code without reading values of tensors, or write the model down with Graph.from_layers to plan it."
+_ADVICE_ON_DRAWS = "Switch that off in the model's configuration (layerdrop, stochastic depth: 0)."
+ADVICE = (_ADVICE_ON_FAILURE, _ADVICE_ON_VALUES, _ADVICE_ON_DRAWS)  # what a refusal ends with, where it does
 
 
 class _Attempts:
@@ -307,8 +309,8 @@ class _Attempts:
         self.assumptions = tuple(replayers[-1].assumptions)
         drawn = find_random_assumption(program[0])
         if drawn:
-            advice = "Switch that off in the model's configuration (layerdrop, stochastic depth: 0)."
-            raise CaptureError(f"job {self.job.name!r} cannot be captured: its code branches on a random number, so {drawn}. {advice}")
+            why = f"its code branches on a random number, so {drawn}. {_ADVICE_ON_DRAWS}"
+            raise CaptureError(f"job {self.job.name!r} cannot be captured: {why}")
         return program
 
     def _at_fixed_size(self, first: Exception, mode: Callable[[], Any]) -> tuple[ExportedProgram, nn.Module]:
@@ -317,7 +319,7 @@ class _Attempts:
         except Exception as error:
             if isinstance(error, AtollError):
                 raise
-            advice = _ADVICE_ON_VALUES if _is_data_dependent(error) else _ADVICE
+            advice = _ADVICE_ON_VALUES if _is_data_dependent(error) else _ADVICE_ON_FAILURE
             raise _capture_error(self.job, error, self._last, advice) from error
         self.notes.append(f"captured at one batch size, because: {first_line(first)}")
         return result

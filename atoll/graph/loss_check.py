@@ -18,8 +18,9 @@ from torch.utils import _pytree as pytree
 from atoll.errors import DividedLossError
 from atoll.graph.loss_weight import IGNORED, call_of, given_values, loss_of, spec_is_parameter
 from atoll.job import read_loss
+from atoll.randomness import generator_states
 
-__all__ = ["check_eagerly", "check_pieces"]
+__all__ = ["check_collated", "check_eagerly", "check_pieces"]
 
 
 class CheckedJob(Protocol):
@@ -62,12 +63,40 @@ def check_eagerly(job: CheckedJob, model: nn.Module, batch: Any, growing: Growin
     return _compare(job, found, found, batch, growing, "the loss itself")
 
 
+def check_collated(job: CheckedJob, model: nn.Module, whole: tuple[Any, int], pieces: Sequence[tuple[Any, int]]) -> str:
+    """The same for a job that could not be captured: each piece is a batch of its own, collated by itself, with its number of samples."""
+    parameters = [parameter for parameter in model.eval().parameters() if parameter.requires_grad]
+
+    def found(batch: Any, samples: int) -> _Summed:
+        value, weight = read_loss(job.loss(model, batch))
+        return _summed(_Found(float(value.detach()), None if weight is None else float(weight), _gradient(value, parameters)), samples)
+
+    try:
+        before = generator_states()
+        at_once = found(*whole)
+        if generator_states() != before:
+            return f"{_UNCHECKED}: the loss draws random numbers"
+        divided = [found(*piece) for piece in pieces]
+    except Exception as error:
+        return _not_run(error)
+    return _judge(job, whole[1], at_once, divided, "the loss itself")
+
+
 class _Found(NamedTuple):
     """The loss, or a total with its weight, and the gradient of all parameters in a row."""
 
     value: float
     weight: float | None
     gradient: Tensor
+
+
+_Summed: TypeAlias = tuple[float, float, Tensor]  # a total, its weight and the total's gradient
+
+
+def _summed(found: _Found, samples: int) -> _Summed:
+    if found.weight is not None:
+        return found.value, found.weight, found.gradient
+    return found.value * samples, float(samples), found.gradient * samples
 
 
 def _gradient(value: Tensor, parameters: Sequence[Tensor]) -> Tensor:
@@ -88,20 +117,27 @@ def _compare(job: CheckedJob, whole: _Run, piece: _Run, batch: Any, growing: Gro
         return f"{_UNCHECKED}: it is not known which dimension is that of the samples"
     (count,) = sizes
 
-    def of(run: _Run, start: int, stop: int) -> tuple[float, float, Tensor]:
-        """A total, its weight and the total's gradient."""
+    def of(run: _Run, start: int, stop: int) -> _Summed:
         found = run([leaf[start:stop] if grows else leaf for (_, leaf), grows in zip(leaves, divided, strict=True)])
-        if found.weight is not None:
-            return found.value, found.weight, found.gradient
-        return found.value * (stop - start), float(stop - start), found.gradient * (stop - start)
+        return _summed(found, stop - start)
 
     try:
-        total, weight, gradient = of(whole, 0, count)
+        at_once = of(whole, 0, count)
         pieces = [of(piece, 0, 1), of(piece, 1, count)]
     except Exception as error:
         if IGNORED in str(error):
             raise DividedLossError(f"job {job.name!r}: {IGNORED}") from error
-        return f"{_UNCHECKED}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return _not_run(error)
+    return _judge(job, count, at_once, pieces, operator)
+
+
+def _not_run(error: Exception) -> str:
+    return f"{_UNCHECKED}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _judge(job: CheckedJob, count: int, at_once: _Summed, pieces: Sequence[_Summed], operator: str) -> str:
+    """DividedLossError where the sums of pieces are not those of all their samples at once."""
+    total, weight, gradient = at_once
     weights = sum(one[1] for one in pieces)
     if not weight or not weights:
         return f"{_UNCHECKED}: nothing of the first samples counts"

@@ -22,6 +22,7 @@ from atoll.runtime.supervise.placement import Placement
 
 if TYPE_CHECKING:
     from atoll.graph.capture import Captured
+    from atoll.graph.eager import Uncaptured
     from atoll.job import Job
 
 __all__ = ["CapturedJob", "ModeRuntime", "RunOutcome", "ResumePoint", "RunContext", "mode_runtime", "newest_checkpoint"]
@@ -32,7 +33,7 @@ class CapturedJob:
     """A job that was captured once, for all processes of a run: so all have the same layers."""
 
     job: "Job"
-    captured: "Captured"  # of training, for pieces of a batch
+    captured: "Captured | Uncaptured"  # of training, for pieces of a batch
     evaluated: "Mapping[str, Captured] | None" = None  # of what lockstep evaluates; None: whoever needs it captures it
 
 
@@ -45,7 +46,7 @@ class RunContext:
     plan: Plan
     options: msgspec.Struct  # of the class that the mode's rules name
     job: "Job"
-    captured: "Captured | None"  # None for a mode that needs no devices where none were given
+    captured: "Captured | Uncaptured | None"  # None for a mode that needs no devices where none were given
     cluster: Cluster | None  # the plan's, where it is known
     resumed: bool
     max_restarts: int
@@ -83,7 +84,7 @@ class ModeRuntime(Protocol):
     def resume(self, run: RunContext) -> ResumePoint | None:
         """Prepares the directory for those who go on in it; None where nothing was saved yet, so that the run begins anew."""
 
-    def hand_over(self, job: "Job", captured: "Captured") -> CapturedJob:
+    def hand_over(self, job: "Job", captured: "Captured | Uncaptured") -> CapturedJob:
         """What processes of the run begin with that are forked from the one this is called in; it imports what they need."""
 
     def launch(self, run: RunContext) -> RunOutcome:

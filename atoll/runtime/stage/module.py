@@ -50,6 +50,15 @@ class UnitModule(nn.Module):
         return nullcontext(), self._starting_from(seen) if seen else nullcontext()
 
     @contextmanager
+    def holding(self, whole: Callable[[str], Tensor]) -> Iterator[None]:
+        """While it runs, the parameters are what `whole` says of their names; for units that hold none."""
+        for attribute, name in self.parameter_names.items():
+            setattr(self.graph_module, attribute, whole(name))
+        yield
+        for attribute in self.parameter_names:
+            setattr(self.graph_module, attribute, torch.empty(0, device=getattr(self.graph_module, attribute).device))
+
+    @contextmanager
     def _starting_from(self, seen: list[Tensor]) -> Iterator[None]:
         """Running a unit again reads the buffers as the first run found them, and does not move its running statistics again."""
         buffers = [getattr(self.graph_module, name) for name in self.changes]

@@ -17,6 +17,7 @@ from atoll.runtime.run_directory import RunDirectory, RunSettings, run_lock
 
 if TYPE_CHECKING:
     from atoll.graph.capture import Captured
+    from atoll.graph.eager import Uncaptured
     from atoll.job import Job
     from atoll.script import RunOpener
 
@@ -38,7 +39,7 @@ class AloneRuntime:
         """The newest checkpoint, whoever wrote it."""
         return newest_checkpoint(run.directory)
 
-    def hand_over(self, job: "Job", captured: "Captured") -> CapturedJob:
+    def hand_over(self, job: "Job", captured: "Captured | Uncaptured") -> CapturedJob:
         """It starts no processes."""
         return CapturedJob(job, captured)
 

@@ -7,13 +7,13 @@ that a rank holds only part of is put together, unit by unit, among the ranks of
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from atoll.blame import users_code
 from atoll.data import Batch, Dataset, to_device
@@ -28,13 +28,14 @@ from atoll.runtime.modes.lockstep.agreement import ChangedBuffers
 from atoll.runtime.modes.lockstep.heartbeat import Doing
 from atoll.runtime.modes.lockstep.layout import Layout, RankPlace
 from atoll.runtime.modes.lockstep.sharding import OptimizerShard
-from atoll.runtime.stage.module import EvaluationBuilder, UnitModule
+from atoll.runtime.stage.eager import EagerEvaluation, EagerStage, WholeBatch, eager_program
+from atoll.runtime.stage.module import EvaluationBuilder, StageModule
 from atoll.runtime.stage.program import cut_stage
 from atoll.runtime.stage.rng import DrawKey
 from atoll.runtime.stage.sizes import Sizes
 from atoll.runtime.stage.state import InitialState
 
-__all__ = ["EvaluatedFunction", "Evaluation", "buffers_read", "capture_evaluated", "prepare_evaluation"]
+__all__ = ["EvaluatedFunction", "Evaluation", "buffers_read", "capture_evaluated", "prepare_eager_evaluation", "prepare_evaluation"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class _Measured:
 class _EvalStage(BuiltStage):
     """A stage of one function's program."""
 
+    module: StageModule | EagerEvaluation
     place: RankPlace
 
 
@@ -76,11 +78,20 @@ def capture_evaluated(job: Job, dataset: Dataset | None = None) -> dict[str, Cap
     if dataset is None:
         return {}
     programs = {}
-    for name, function in {"": job.eval_loss or job.loss, **job.metrics}.items():
-        known = name or ("eval_loss" if job.eval_loss else "loss")
+    for name, function in _functions(job).items():
+        known = name or _loss_name(job)
         measured = _Measured(f"{job.name}: {known}", job.model, function, job.precision, job, dataset)
         programs[name] = capture_program(measured, training=False)
     return programs
+
+
+def _functions(job: Job) -> dict[str, LossFunction]:
+    """The evaluation loss, under an empty name, and metrics."""
+    return {"": job.eval_loss or job.loss, **job.metrics}
+
+
+def _loss_name(job: Job) -> str:
+    return "eval_loss" if job.eval_loss else "loss"
 
 
 def prepare_evaluation(
@@ -103,19 +114,36 @@ def prepare_evaluation(
             stage = layout.plan.stages[place.stage]
             program = cut_stage(captured, *(_same_layer(training, captured, index) for index in (stage.start, stage.stop)))
             stages.append(_EvalStage(program=program, module=builder.stage(program), place=place))
-        sizes = Sizes(captured)
-        executor = StageExecutor(
-            {stage.place.stage: stage for stage in stages},
-            sizes=sizes,
-            loss=captured.program.call_spec.out_spec,
-            key=key,
-            autocast=lambda: job.autocast(device),
-            generators=key.lock,
-            gradients=Accumulated(job.batch_size),
-            updater=Updater([], None, None, LossScale(False), steps=job.total_steps),
-        )
-        prepared.append(EvaluatedFunction(name, sizes, stages, executor))
+        prepared.append(_function(job, name, Sizes(captured), stages, captured.program.call_spec.out_spec, device, key))
     return prepared
+
+
+def prepare_eager_evaluation(
+    job: Job, layout: Layout, rank: int, stage: EagerStage, device: torch.device, key: DrawKey
+) -> list[EvaluatedFunction]:
+    """What is evaluated of a model that could not be captured, by the user's own functions."""
+    prepared = []
+    for name, function in _functions(job).items():
+        known = f"metrics[{name!r}]" if name else _loss_name(job)
+        stages = [_EvalStage(program=eager_program(), module=EagerEvaluation(stage, function, known), place=p) for p in layout.places(rank)]
+        prepared.append(_function(job, name, WholeBatch(), stages, pytree.tree_structure(0), device, key))
+    return prepared
+
+
+def _function(
+    job: Job, name: str, sizes: Sizes, stages: list[_EvalStage], loss: pytree.TreeSpec, device: torch.device, key: DrawKey
+) -> EvaluatedFunction:
+    executor = StageExecutor(
+        {stage.place.stage: stage for stage in stages},
+        sizes=sizes,
+        loss=loss,
+        key=key,
+        autocast=lambda: job.autocast(device),
+        generators=key.lock,
+        gradients=Accumulated(job.batch_size),
+        updater=Updater([], None, None, LossScale(False), steps=job.total_steps),
+    )
+    return EvaluatedFunction(name, sizes, stages, executor)
 
 
 def _same_layer(training: Captured, captured: Captured, index: int) -> int:
@@ -269,7 +297,7 @@ class _Turns:
 
     def take(self, stage: _EvalStage, number: int) -> None:
         """Compute a micro-batch, if this rank has one; take part in putting parameters together in any case."""
-        stage.module.around = lambda unit: self._with_parameters(unit, stage.place.stage)
+        stage.module.around = lambda unit: unit.holding(lambda name: self._evaluation.whole(name, stage.place.stage))
         if stage.place.tensor != 0 or number >= len(self._pieces):
             for unit in stage.module.all_units():
                 with stage.module.around(unit):
@@ -282,15 +310,6 @@ class _Turns:
             self._count(made, len(indices))
         else:
             self._pass_on(stage.place.stage, number, made.values)
-
-    @contextmanager
-    def _with_parameters(self, unit: UnitModule, stage: int) -> Iterator[None]:
-        """A unit's parameters are there, whole, while it runs."""
-        for attribute, name in unit.parameter_names.items():
-            setattr(unit.graph_module, attribute, self._evaluation.whole(name, stage))
-        yield
-        for attribute in unit.parameter_names:
-            setattr(unit.graph_module, attribute, torch.empty(0, device=self._evaluation.device))
 
     def _inputs(self, stage: _EvalStage, number: int) -> Activations:
         sizes, program, place = self._function.sizes, stage.program, stage.place

@@ -13,6 +13,7 @@ from atoll.units import plural
 
 if TYPE_CHECKING:
     from atoll.graph.capture import Captured
+    from atoll.graph.eager import Uncaptured
     from atoll.job import Job
 
 __all__ = ["LockstepRuntime"]
@@ -36,11 +37,13 @@ class LockstepRuntime:
         """The newest checkpoint; ranks load it when they start."""
         return newest_checkpoint(run.directory)
 
-    def hand_over(self, job: "Job", captured: "Captured") -> CapturedJob:
+    def hand_over(self, job: "Job", captured: "Captured | Uncaptured") -> CapturedJob:
         """With the programs of what is evaluated."""
         from atoll.runtime.modes.lockstep import worker  # noqa: F401 - for those who are forked from this process
         from atoll.runtime.modes.lockstep.evaluation import capture_evaluated
 
+        if captured.graph.eager:
+            return CapturedJob(job, captured, {})
         try:
             return CapturedJob(job, captured, capture_evaluated(job))
         except AtollError:  # ranks find the same, and tell it

@@ -19,6 +19,7 @@ from atoll.units import plural
 if TYPE_CHECKING:
     from atoll.fabric.security import Authority
     from atoll.graph.capture import Captured
+    from atoll.graph.eager import Uncaptured
     from atoll.job import Job
     from atoll.runtime.modes.swarm.resume import Resumed
     from atoll.runtime.modes.swarm.spec import SwarmSpec
@@ -49,12 +50,13 @@ class SwarmRuntime:
 
     def check(self, run: RunContext) -> None:
         """Losses that cannot be divided, optimizers that staleness would leave behind, a journal that is damaged."""
+        from atoll.graph.capture import Captured
         from atoll.runtime.modes.swarm.member_process import check_divisible  # PyTorch takes seconds to load: mistakes are told before
         from atoll.runtime.modes.swarm.resume import check_journal
         from atoll.runtime.modes.swarm.spec import bounds_of
         from atoll.runtime.modes.swarm.staleness import check_optimizer
 
-        assert run.captured is not None  # as devices are needed
+        assert isinstance(run.captured, Captured)  # as devices are needed, and nothing else passes its rules
         check_divisible(run.captured, bounds_of(run.plan))
         if run.plan.staleness:
             check_optimizer(run.job)
@@ -72,7 +74,7 @@ class SwarmRuntime:
         sentences = (_going_on(found, spec.settings.steps), *found.notes)
         return ResumePoint(found.checkpoint if found.lost else found.committed, "\n".join(sentences))
 
-    def hand_over(self, job: "Job", captured: "Captured") -> CapturedJob:
+    def hand_over(self, job: "Job", captured: "Captured | Uncaptured") -> CapturedJob:
         """For the coordinator, the feeder and workers alike."""
         from atoll.runtime.modes.swarm import coordinator_process, member_process  # noqa: F401 - for those who are forked from this process
 
@@ -133,9 +135,10 @@ def _own(options: msgspec.Struct) -> SwarmOptions:
 
 
 def _spec(run: RunContext) -> "SwarmSpec":
+    from atoll.graph.capture import Captured
     from atoll.runtime.modes.swarm.spec import spec_of
 
-    assert run.captured is not None  # as devices are needed
+    assert isinstance(run.captured, Captured)
     settings, job, plan = run.settings, run.job, run.plan
     every, codec = settings.checkpoint_every, settings.codec
     return spec_of(Path(settings.script), settings.arguments, job, plan, run.captured, every, codec, run.cluster)

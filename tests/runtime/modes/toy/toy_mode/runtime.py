@@ -10,6 +10,7 @@ from toy_mode import ToyOptions
 
 from atoll.errors import JobError
 from atoll.graph.capture import Captured
+from atoll.graph.eager import Uncaptured
 from atoll.job import Job
 from atoll.runtime.mode import CapturedJob, ResumePoint, RunContext, RunOutcome, newest_checkpoint
 from atoll.runtime.report import ModeReport, ReportSection, ReportTable, RunSummary
@@ -42,7 +43,7 @@ class ToyRuntime:
         """From the checkpoint that every mode writes."""
         return newest_checkpoint(run.directory)
 
-    def hand_over(self, job: Job, captured: Captured) -> CapturedJob:
+    def hand_over(self, job: Job, captured: Captured | Uncaptured) -> CapturedJob:
         """Its process is not forked."""
         return CapturedJob(job, captured)
 

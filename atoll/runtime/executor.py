@@ -334,6 +334,8 @@ class StageExecutor:
         """Forward without a backward to come: what leaves the stage, or what the loss or metric at the end of the last one returned."""
         outputs = self._run(work, inputs, inputs.values)
         if self.stages[work.stage].program.last:
+            if len(outputs) == 2 and isinstance(outputs[0], Tensor) and outputs[0].dim() == 1:
+                return LossValue(*outputs)  # the totals and weights of several terms
             return read_loss(pytree.tree_unflatten(list(outputs), self._loss))
         return Activations(inputs.binding, inputs.leaves, list(outputs))
 

@@ -20,7 +20,7 @@ from atoll.runtime.stage.rng import Draw, DrawKey
 from atoll.runtime.stage.shard_spec import ShardSpec
 from atoll.runtime.stage.state import InitialState
 
-__all__ = ["EvaluationBuilder", "StageBuilder", "StageModule", "UnitModule"]
+__all__ = ["EvaluationBuilder", "SharingBuilder", "StageBuilder", "StageModule", "UnitModule"]
 
 aten = torch.ops.aten
 _NOT_KEPT = (torch.ops.higher_order.wrap_with_set_grad_enabled,)  # with False as its first argument: nothing inside is kept for backward
@@ -194,6 +194,18 @@ class StageBuilder:
         if placeholder not in self._buffers:
             self._buffers[placeholder] = self._state.value(placeholder).to(self._device, copy=True)
         return self._buffers[placeholder]
+
+
+class SharingBuilder(StageBuilder):
+    """Makes stages of the model's own parameters and buffers: running them trains the model itself."""
+
+    def _put_parameter(self, root: nn.Module, attribute: str, name: str) -> None:
+        root.register_parameter(attribute, self._state.parameter(name))
+
+    def buffer(self, placeholder: str) -> Tensor:
+        """The model's own; a constant of the program is put on the device."""
+        own = self._state.buffer_name(placeholder) is not None
+        return self._state.value(placeholder) if own else super().buffer(placeholder)
 
 
 class EvaluationBuilder(StageBuilder):

@@ -14,12 +14,8 @@ from atoll.graph import Graph
 from atoll.graph.capture import Captured
 from atoll.graph.eager import Uncaptured
 from atoll.job import Job
-from atoll.runtime.modes.lockstep.evaluation import (
-    EvaluatedFunction,
-    capture_evaluated,
-    prepare_eager_evaluation,
-    prepare_evaluation,
-)
+from atoll.runtime.evaluated_programs import capture_evaluated
+from atoll.runtime.modes.lockstep.evaluation import EvaluatedFunction, prepare_eager_evaluation, prepare_evaluation
 from atoll.runtime.modes.lockstep.layout import Layout
 from atoll.runtime.modes.lockstep.parallelize import CutStage, check_lane_sizes, cut_stages
 from atoll.runtime.stage.eager import EagerStage, WholeBatch, eager_program, loss_structure

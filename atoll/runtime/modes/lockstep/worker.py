@@ -34,10 +34,11 @@ from atoll.runtime.checkpoint.exchange import CheckpointRanks
 from atoll.runtime.checkpoint.gathering import gather_tensors
 from atoll.runtime.checkpoint.manifest import RunIdentity
 from atoll.runtime.checkpoint.training_state import training_state
+from atoll.runtime.evaluated_programs import capture_evaluated
 from atoll.runtime.imposed_speed import pace_of_rank
 from atoll.runtime.mode import CapturedJob
 from atoll.runtime.modes.lockstep.calls import Calls
-from atoll.runtime.modes.lockstep.evaluation import Evaluation, capture_evaluated
+from atoll.runtime.modes.lockstep.evaluation import Evaluation
 from atoll.runtime.modes.lockstep.heartbeat import Doing
 from atoll.runtime.modes.lockstep.layout import Layout
 from atoll.runtime.modes.lockstep.rank import assemble

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from atoll.callbacks import Callback
 from atoll.cli.output import show_what_the_terminal_can
 from atoll.errors import AtollError
-from atoll.events import Observer
 from atoll.runtime.mode import CapturedJob
 from atoll.runtime.modes.lockstep.role import Role, find_role
 from atoll.runtime.run_directory import RunDirectory
@@ -46,7 +46,7 @@ def _run(directory: RunDirectory, role: Role, known: CapturedJob | None, script:
     with Progress() as progress:
 
         def opened(job: "Job", own_loop: bool) -> AbstractContextManager[RankTraining]:
-            observers: list[Observer] = [progress, *job.callbacks] if role.rank == 0 else []
+            observers: list[Callback] = [progress, *job.callbacks] if role.rank == 0 else []
             return training_rank(
                 job,
                 directory.plan(),

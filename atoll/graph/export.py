@@ -69,7 +69,8 @@ def keep_custom_functions() -> Iterator[None]:
             return original.__func__(cls, *args, **kwargs)
         if "<locals>" in cls.__qualname__ or (cls.__module__ == "__main__" and "." in cls.__qualname__):
             raise CaptureError(f"autograd function {cls.__qualname__!r} is defined inside a function; move it to the top of its module")
-        return kept(cls, *args, **kwargs)
+        with _NoDraws(cls.__qualname__):
+            return kept(cls, *args, **kwargs)
 
     apply.__name__ = "apply"
     base.apply = classmethod(apply)
@@ -79,6 +80,24 @@ def keep_custom_functions() -> Iterator[None]:
         base.apply = original
 
 
+class _NoDraws(TorchFunctionMode):
+    """Around a custom function, which is one node of the program: numbers drawn inside of it would be seeded by nobody."""
+
+    def __init__(self, function: str) -> None:
+        super().__init__()
+        self._function = function
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "").strip("_") in _DRAWING:
+            raise CaptureError(
+                f"autograd function {self._function!r} draws random numbers (`{func.__name__}`), which capture does not see; draw them "
+                "before it is called and pass them to it"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_DRAWING = {"bernoulli", "dropout", "exponential", "multinomial", "normal", "poisson", "rand", "rand_like", "randint"}
+_DRAWING |= {"randn", "randn_like", "random", "uniform"}
 SAMPLES = 4  # in the captured batch: not 0 or 1, which torch specialises, and large enough that what is shared by the batch weighs little
 OTHER_SAMPLES = (3, 2, 8)  # in other batches, to see which dimensions grow with the samples, or with the longest of them
 
@@ -182,8 +201,8 @@ class _LossOf(nn.Module):
 
 @contextlib.contextmanager
 def ambient_precision(precision: Precision) -> Iterator[None]:
-    """Autocast as the runtime will have it around the program; nothing for fp32."""
-    if precision == "fp32":
+    """Autocast as the runtime will have it around the program; nothing where all is in one precision."""
+    if precision in ("fp32", "bf16-true"):
         yield
         return
     with torch.autocast("cpu", dtype=torch.bfloat16 if precision == "bf16" else torch.float16, cache_enabled=False):
@@ -293,7 +312,11 @@ def use_batched_experts(model: nn.Module) -> bool:
 _ADVICE_ON_FAILURE = "See whether the job runs alone; if it does, write the model down with Graph.from_layers to plan it."
 _ADVICE_ON_VALUES = "Rewrite that code without reading values of tensors, or write the model down with Graph.from_layers to plan it."
 _ADVICE_ON_DRAWS = "Switch that off in the model's configuration (layerdrop, stochastic depth: 0)."
-ADVICE = (_ADVICE_ON_FAILURE, _ADVICE_ON_VALUES, _ADVICE_ON_DRAWS)  # what a refusal ends with, where it does
+_ADVICE_ON_HOST_DRAWS = (
+    "Draw it as a tensor (torch.rand), multiply or select by it instead of branching on it, or switch it off in the model's configuration "
+    "(layerdrop, stochastic depth, augmentation: 0)."
+)
+ADVICE = (_ADVICE_ON_FAILURE, _ADVICE_ON_VALUES, _ADVICE_ON_DRAWS, _ADVICE_ON_HOST_DRAWS)  # what a refusal ends with, where it does
 
 
 class _Attempts:
@@ -315,8 +338,7 @@ class _Attempts:
                 self._export(self.growing, lambda: line)
             raise CaptureError(
                 f"job {self.job.name!r} cannot be captured: {line} draws a random number of Python's or NumPy's, which the captured "
-                "program would not draw again. Draw it as a tensor (torch.rand), multiply or select by it instead of branching on it, or "
-                "switch it off in the model's configuration (layerdrop, stochastic depth, augmentation: 0)"
+                f"program would not draw again. {_ADVICE_ON_HOST_DRAWS}"
             )
         return program, model
 

@@ -203,7 +203,10 @@ class ThisMachine:
         """A child of this process."""
         environment = {**spec.defaults, **os.environ, **spec.environment}
         if self._server is not None and spec.command[:2] == (self.python, "-m") and spec.command[2] in self._server.programs:
-            return _fork(self._server, spec, environment)
+            try:
+                return _fork(self._server, spec, environment)
+            except (OSError, EOFError):  # it has said why it ended
+                self._server = None
         command = tied(self._command(spec.command))
         output = None if spec.terminal else subprocess.PIPE
         try:
@@ -229,8 +232,6 @@ def _fork(server: ForkServer, spec: ProcessSpec, environment: Mapping[str, str])
     outputs = (pipes[0][1], pipes[1][1]) if pipes else (1, 2)
     try:
         process = server.start(spec.name, spec.command[2], spec.command[3:], environment, outputs)
-    except (OSError, EOFError) as error:
-        raise AtollError(f"cannot start {spec.name}: the process it is forked from is gone ({error})") from error
     finally:
         for _, end in pipes:
             os.close(end)

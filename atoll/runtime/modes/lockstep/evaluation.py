@@ -158,6 +158,7 @@ class Evaluation:
         """`buffers` that evaluation reads and training's exchange after every step does not bring up to date, if there may be some."""
         self._doing, self._step, self._buffers = doing, 0, buffers
         self._dataset: Dataset | None = None  # that is evaluated now
+        self._averages: Mapping[nn.Parameter, Tensor] = {}
         self._notes = tuple(function.note for function in functions if function.note)  # told by the first evaluation
         self._job, self._layout, self.rank, self.device, self._functions = job, layout, rank, device, functions
         self._owned = {part.name: part for part in owned}
@@ -177,8 +178,15 @@ class Evaluation:
                     own[s] = made.get(ranks)
         return own
 
-    def run(self, step: int, moment: Callable[[], float], dataset: Dataset | None = None) -> Evaluated:
-        """The losses and metrics of a whole data set; None: the job's evaluation data."""
+    def run(
+        self,
+        step: int,
+        moment: Callable[[], float],
+        dataset: Dataset | None = None,
+        averages: Mapping[nn.Parameter, Tensor] | None = None,
+    ) -> Evaluated:
+        """The losses and metrics of a whole data set; None: the job's evaluation data. `averages` stand for parameters that have one."""
+        self._averages = averages or {}
         began, self._step = time.perf_counter(), step
         dataset = self._dataset = dataset if dataset is not None else self._job.eval_dataset
         assert dataset is not None
@@ -237,28 +245,31 @@ class Evaluation:
         self._doing("evaluating", self._step)
         return batch
 
+    def _value(self, own: OptimizerShard) -> Tensor:
+        return self._averages.get(own.leaf, own.leaf).detach()
+
     def whole(self, name: str, stage: int) -> Tensor:
         """A parameter, put together by all ranks of the worker where each holds a part."""
         own = self._owned[name]
         if own.holding.dim is None and not own.sharded:
-            return own.leaf.detach()
+            return self._value(own)
         place = next(place for place in self._layout.places(self.rank) if place.stage == stage)
         value = torch.zeros(own.holding.shape, dtype=own.leaf.dtype, device=self.device)
         among_lanes = own.sharded or name in self._lane_divided
         along_lane = own.holding.dim is not None and name not in self._lane_divided
         if (place.lane == 0 or among_lanes) and (place.tensor == 0 or along_lane):
-            _put(own, value)
+            _put(own, self._value(own), value)
         dist.all_reduce(value, group=self._workers[stage])
         return value
 
 
-def _put(own: OptimizerShard, whole: Tensor) -> None:
+def _put(own: OptimizerShard, value: Tensor, whole: Tensor) -> None:
     """Write what a rank owns of a parameter into its place in the whole."""
     if own.flat is None:
-        own.holding.put(whole, own.leaf.detach())
+        own.holding.put(whole, value)
         return
     part = torch.zeros(own.holding.local_shape, dtype=whole.dtype, device=whole.device)
-    part.view(-1)[own.flat[0] : own.flat[1]] = own.leaf.detach().reshape(-1)
+    part.view(-1)[own.flat[0] : own.flat[1]] = value.reshape(-1)
     own.holding.put(whole, part)
 
 

@@ -39,8 +39,8 @@ class LockstepRuntime:
 
     def hand_over(self, job: "Job", captured: "Captured | Uncaptured") -> CapturedJob:
         """With the programs of what is evaluated."""
+        from atoll.runtime.evaluated_programs import capture_evaluated
         from atoll.runtime.modes.lockstep import worker  # noqa: F401 - for those who are forked from this process
-        from atoll.runtime.modes.lockstep.evaluation import capture_evaluated
 
         if captured.graph.eager:
             return CapturedJob(job, captured, {})

@@ -45,6 +45,7 @@ from atoll.plan.modes.swarm import SwarmOptions
 from atoll.runtime.checkpoint.directory import step_path
 from atoll.runtime.checkpoint.manifest import MODEL
 from atoll.runtime.checkpoint.state_file import BUFFER, StateReader, cut
+from atoll.runtime.checkpoint.training_state import EMA_KEY
 from atoll.runtime.evaluation import ModelEvaluator, evaluates_after
 from atoll.runtime.modes.swarm.files import CheckpointFiles, CheckpointService, FileJournal, Key, States
 from atoll.runtime.modes.swarm.jetstream import JetStream, connect_jetstream
@@ -252,7 +253,7 @@ class _Coordinating:
                 self._tell_links()
                 self._tell(self._finished(coordinator.version, records, failed=refused is not None))
                 if refused is not None:
-                    raise refused_step(refused.step, refused.what, float(refused.value))
+                    raise refused_step(refused.step, refused.what, float(refused.value), self.directory.checkpoints)
                 return not coordinator.stopped
             finally:
                 await clock.close()
@@ -459,7 +460,7 @@ def evaluate_state(directory: RunDirectory, job: Job, step: int) -> Evaluated:
     except CheckpointError as error:
         raise JobFailedError(f"the checkpoint of step {step} is not there any more ({error})") from error
     for name, value in named.items():
-        for key in (MODEL + name, BUFFER + name):
+        for key in (MODEL + name, BUFFER + name, *((EMA_KEY + name,) if job.eval_ema else ())):
             if key in saved:
                 saved.fill(key, value)
     dataset = job.eval_dataset

@@ -7,11 +7,8 @@ from importlib import import_module
 from types import TracebackType
 from typing import Any, Self
 
-import msgspec
-
 from atoll.cli.output import show_what_the_terminal_can
 from atoll.cli.target import Target
-from atoll.cli.trial import TRIAL
 from atoll.runtime.mode import CapturedJob, ModeRuntime
 from atoll.runtime.supervise.fork_server import ForkServer, open_files, unsafe
 from atoll.runtime.supervise.hosts import find_lab
@@ -62,7 +59,7 @@ class ForkableStart:
         else:
             self.why_not = "hosts of a lab start their own processes" if find_lab(os.environ) is not None else unsafe(self._opened)
         if not self.why_not:
-            programs = {"atoll.cli.worker": self._rank, "atoll.cli.swarm_process": self._member, TRIAL: self._trial}
+            programs = {"atoll.cli.worker": self._rank, "atoll.cli.swarm_process": self._member}
             self.server = ForkServer(programs, lambda: self._load(model))
         self._restore()
 
@@ -87,13 +84,6 @@ class ForkableStart:
         self._restore()
         if self.server is not None:
             self.server.close()
-
-    def _trial(self, arguments: Sequence[str]) -> int:
-        from atoll.runtime.trial_steps import run_trial
-
-        assert self._known is not None
-        print(msgspec.json.encode(run_trial(self._known.job, int(arguments[0]), float(arguments[1]))).decode(), flush=True)
-        return 0
 
     def _restore(self) -> None:
         for name in self._added:

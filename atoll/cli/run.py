@@ -19,9 +19,7 @@ from atoll.cli.plan import make_plan_for, priced
 from atoll.cli.render import plan_view, show
 from atoll.cli.report import short_view
 from atoll.cli.target import Target, load_target
-from atoll.cli.trial import tried
 from atoll.cluster import Cluster, dump_cluster, load_cluster
-from atoll.cluster.host_name import this_host
 from atoll.codec import CodecChoice
 from atoll.cost import Calibration, Cost, load_calibration
 from atoll.errors import AtollError, JobError, PlanError
@@ -220,15 +218,9 @@ def _prepare(
     _validate(plan, model, matching, given.plan_file)
     PlanCodecs(plan, matching)  # an error where it has some that cannot be found in the cluster
     phases.append(PhaseFinished(phase="plan made", seconds=time.perf_counter() - began))
-    sentence = ""
-    if matching is not None and constants is None:
-        began = time.perf_counter()
-        constants, sentence = tried(start.server, plan, model, matching, this_host())
-        if sentence:
-            phases.append(PhaseFinished(phase="job tried", seconds=time.perf_counter() - began))
     predicted, notes = priced(plan, model, matching, constants) if matching is not None else (None, ())
     assert model.job is not None  # a script always has one
-    notes = (*model.notes, *_other_micro_batches(plan, model), *notes, *filter(None, [sentence]))
+    notes = (*model.notes, *_other_micro_batches(plan, model), *notes)
     return _Prepared(plan, options, model.job, cluster, matching, model, predicted, notes, reasons, model.own_loop, tuple(phases))
 
 

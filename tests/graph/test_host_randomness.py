@@ -87,7 +87,7 @@ def vectors(samples: int) -> Tensor:
     ],
 )
 def test_a_number_drawn_in_python_is_refused_with_its_line(kind: str, line: str) -> None:
-    with pytest.raises(CaptureError, match="cannot be captured") as error:
+    with pytest.raises(CaptureError) as error:
         capture_program(job_of(kind, probability=0.05), check=True)
     assert line in str(error.value)
 

@@ -174,7 +174,7 @@ class StageCompute:
         if self._staleness:
             state.before = self._weights_of(stage, model)
             if read is not None:
-                fill_shards(read, state.before.shards())
+                fill_shards(read, state.before.executor.shards())
         if state.parameters:
             updater = state.executor.updater
             updater.optimizer = self._job.build_part_optimizer(state.trained_by_name(), self._job.group_names(model.named_parameters()))

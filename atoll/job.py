@@ -7,7 +7,7 @@ import copy
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,11 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSampler, default_collate
 
 from atoll.blame import SentenceIfUncaught, showing_lines, users_code
 from atoll.callbacks import BestCheckpoint, Callback, EarlyStopping, takes_run
-from atoll.data import Batch, Dataset, Samples
+from atoll.data import Batch, Dataset, Samples, StreamSamples
+from atoll.data.loaders import evaluation_parts, training_parts
+from atoll.data.order import SampleOrder
+from atoll.data.samples import EVALUATION
+from atoll.data.stream import FromCallable, is_stream
 from atoll.errors import JobError
 from atoll.events import Evaluated
 from atoll.randomness import mix, own_randomness
@@ -99,20 +103,30 @@ class Job:
     Or a built module, which is trained in place."""
     loss: LossFunction
     """`loss(model, batch)`: the mean over the samples, or `(total, weight)` when the mean is over something else, such as tokens."""
-    data: Dataset | Callable[[], Dataset]
-    """Anything with a length and indexing, or a callable that builds it when it is first needed."""
+    data: "Dataset | Iterable[Any] | DataLoader[Any] | Callable[[], Dataset | Iterable[Any]]"
+    """Anything with a length and indexing, or that is read in order (an `IterableDataset`), or a callable that builds it when it is first
+    needed. Or a `torch.utils.data.DataLoader`, which stands for its dataset, batch_size, collate_fn, num_workers, sampler, drop_last."""
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     """From the trainable parameters to an optimizer: `functools.partial(torch.optim.AdamW, lr=3e-4)`, or a class."""
-    batch_size: int
-    """Samples in a step, over all devices."""
+    batch_size: int = cast(int, None)
+    """Samples in a step, over all devices. Left out only where `data` is a DataLoader, which has it."""
     steps: int | None = None
     """How many steps to train: this, or `epochs`."""
     epochs: float | None = None
     """How many times to visit the data; the last batch is filled up from the next epoch."""
     micro_batch_size: int | None = None
     """Samples in one forward pass here; gradients are accumulated up to `batch_size`. None: all at once."""
-    collate: Callable[[list[Any]], Batch] = default_collate
+    collate_fn: Callable[[list[Any]], Batch] = default_collate
     """From a list of samples to a batch."""
+    num_workers: int = 0
+    """Processes that load data ahead of time, for every process that trains; 0: it loads for itself."""
+    sampler: SampleOrder | None = None
+    """The order of the data: a `torch.utils.data.Sampler`, or a callable from the epoch (counted from 0) to its indices. None: shuffled."""
+    drop_last: bool = False
+    """Leave out what an epoch has beyond whole batches; else the next epoch fills its last batch up."""
+    dynamic: Mapping[str, int | Sequence[int]] = field(default_factory=dict)
+    """Dimensions of a batch's tensors whose size varies, beside the number of samples: `{"input_ids": 1}`. Those that differ between the
+    first batches are found without."""
     seed: int = 0
     """Decides the starting weights, the order of the data and dropout: a whole number from 0 to 2⁶⁴ - 1."""
     weights: str | Path | None = None
@@ -130,8 +144,8 @@ class Job:
     """Keep an exponential moving average of the trained weights, such as 0.999: `atoll export --ema`, `run.snapshot().ema`."""
     eval_ema: bool = False
     """Evaluate the averaged weights instead of the weights."""
-    eval_data: Dataset | Callable[[], Dataset] | None = None
-    """Data to evaluate on, in its own order."""
+    eval_data: "Dataset | Iterable[Any] | DataLoader[Any] | Callable[[], Dataset | Iterable[Any]] | None" = None
+    """Data to evaluate on, all of it, in its own order."""
     eval_every: int | None = None
     """Evaluate after every so many steps; always at the end when there is `eval_data`."""
     eval_loss: LossFunction | None = None
@@ -154,26 +168,65 @@ class Job:
 
     def __post_init__(self) -> None:
         with SentenceIfUncaught():
+            self._take_loaders_apart()
             _check_functions(self)
             _check_figures(self)
         if self.precision == "bf16-true":
             object.__setattr__(self, "model", _in_bf16(self.model))
-            object.__setattr__(self, "collate", _in_bf16(self.collate))
+            object.__setattr__(self, "collate_fn", _in_bf16(self.collate_fn))
+
+    def _take_loaders_apart(self) -> None:
+        """A DataLoader is its dataset and arguments of the job from here on."""
+        if isinstance(self.data, DataLoader):
+            for name, value in training_parts(self.data, vars(self)).items():
+                object.__setattr__(self, name, value)
+        if isinstance(self.eval_data, DataLoader):
+            object.__setattr__(self, "eval_data", evaluation_parts(self.eval_data, self.collate_fn))
 
     @cached_property
-    def dataset(self) -> Dataset:
-        """The training data, built on first use."""
+    def dataset(self) -> Any:
+        """The training data, built on first use: with a length and indexing, or to be read in order."""
         return _built_dataset("data", self.data)
 
     @cached_property
-    def eval_dataset(self) -> Dataset | None:
+    def eval_dataset(self) -> Any:
         """The evaluation data, built on first use."""
         return None if self.eval_data is None else _built_dataset("eval_data", self.eval_data)
 
     @cached_property
     def samples(self) -> Samples:
         """The training data in the order it is visited."""
-        return Samples(self.dataset, self.collate, self.seed, self.batch_size)
+        if is_stream(self.dataset):
+            self._check_stream()
+            return StreamSamples(self.dataset, self.collate_fn, self.seed, self.batch_size)
+        return Samples(self.dataset, self.collate_fn, self.seed, self.batch_size, sampler=self.sampler, drop_last=self.drop_last)
+
+    @cached_property
+    def eval_samples(self) -> Samples | None:
+        """The evaluation data in its own order."""
+        return None if self.eval_dataset is None else self._in_sequence(self.eval_dataset)
+
+    def evaluation_samples(self, dataset: Any) -> Samples:
+        """Data to evaluate on, the job's or other, in its own order and in batches of the job's size."""
+        return self.eval_samples if dataset is self.eval_dataset and self.eval_samples is not None else self._in_sequence(dataset)
+
+    def _in_sequence(self, dataset: Any) -> Samples:
+        size = self.micro_batch_size or self.batch_size
+        if is_stream(dataset):
+            stream = StreamSamples(dataset, self.collate_fn, self.seed, size, purpose=EVALUATION)
+            with users_code("Job: eval_data: counting its samples"):
+                stream.count()
+            return stream
+        return Samples(dataset, self.collate_fn, self.seed, size, sampler=SequentialSampler(dataset), purpose=EVALUATION)
+
+    def _check_stream(self) -> None:
+        """What needs to know how much data there is, or to choose from it, cannot be done with a stream."""
+        if self.epochs is not None:
+            _wrong("epochs", "data that is read in order has no length; give steps")
+        if self.sampler is not None:
+            _wrong("sampler", "data that is read in order comes in its own; leave the sampler out")
+        if self.drop_last:
+            _wrong("drop_last", "the last batch of a stream's epoch is filled up from the next; leave drop_last out")
 
     @property
     def total_steps(self) -> int:
@@ -181,7 +234,22 @@ class Job:
         if self.steps is not None:
             return self.steps
         assert self.epochs is not None
-        return math.ceil(self.epochs * len(self.dataset) / self.batch_size)
+        return math.ceil(self.epochs * self.samples.length / self.batch_size)
+
+    def remarks(self, steps_done: int = 0) -> list[str]:
+        """What is worth knowing of the data before training goes on after so many steps."""
+        samples, found = self.samples, []
+        if 0 < samples.length < self.batch_size:
+            sizes = f"the data has {samples.length} samples, fewer than a batch of {self.batch_size}"
+            found.append(f"{sizes}: every step sees some of them more than once")
+        if samples.most_workers is not None and self.num_workers > samples.most_workers:
+            found.append(f"the data is read in order by one process: of num_workers={self.num_workers}, one is used")
+        skipped = samples.reads_before(steps_done * self.batch_size)
+        if skipped:
+            found.append(
+                f"{skipped:,} samples are read and left out, to go on where the run was: the data has no state_dict, or none was saved"
+            )
+        return found
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -199,6 +267,10 @@ class Job:
         if samples < 1:
             raise JobError(f"example_batch: samples must be at least 1, got {samples}")
         return self.samples.at(range(first, first + samples))
+
+    def more_examples(self, samples: int) -> list[Batch]:
+        """Batches of that many of the samples that follow those of `example_batch`, so that lengths that vary are seen."""
+        return [self.samples.at(range(start, start + samples)) for start in range(samples, 4 * samples, samples)]
 
     def build_model(self, device: torch.device | str = "cpu") -> nn.Module:
         """The model with the weights it starts from, in training mode: the same weights on every host and device.
@@ -349,9 +421,9 @@ class Job:
 
     def load_model(self, run: str | Path, step: int | None = None) -> nn.Module:
         """The model with the weights of a run's last checkpoint, or that of a step, on the CPU; whichever mode and plan wrote it."""
-        from atoll.runtime.checkpoint.trained import load_trained
+        from atoll.loop import load_trained_model
 
-        return load_trained(self, Path(run), step)[0]
+        return load_trained_model(self, Path(run), step)
 
 
 class _InBf16:
@@ -405,7 +477,10 @@ def _check_names(cls: type[Job], positional: Sequence[object], arguments: Mappin
             near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
             hint = f"did you mean {' or '.join(near)}?" if near else f"it takes {', '.join(known)}"
             raise JobError(f"Job has no argument '{name}'; {hint}")
-    missing = [name for name, parameter in known.items() if parameter.default is parameter.empty and name not in arguments]
+    needed = [name for name, parameter in known.items() if parameter.default is parameter.empty]
+    if not isinstance(arguments.get("data"), DataLoader):
+        needed.append("batch_size")
+    missing = [name for name in needed if name not in arguments or (name == "batch_size" and arguments[name] is None)]
     if missing:
         raise JobError(f"Job needs {' and '.join(missing)}: Job({', '.join(f'{name}=…' for name in missing)})")
 
@@ -414,6 +489,8 @@ def _check_figures(job: Job) -> None:
     """Numbers and words are what they should be, and agree."""
     for name in ("batch_size", "steps", "micro_batch_size", "eval_every"):
         _check_number(name, getattr(job, name), whole=True)
+    if not isinstance(job.num_workers, int) or isinstance(job.num_workers, bool) or job.num_workers < 0:
+        _wrong("num_workers", f"must be a whole number, 0 or more, got {job.num_workers!r}")
     for name in ("epochs", "max_grad_norm"):
         _check_number(name, getattr(job, name), whole=False)
     if (job.steps is None) == (job.epochs is None):
@@ -445,9 +522,13 @@ def _check_functions(job: Job) -> None:
         _wrong("weights", "a built module has weights already; give a callable that builds the model")
     _check_callable("loss", job.loss, 2, "a function loss(model, batch)")
     _check_callable("optimizer", job.optimizer, 1, "a callable from parameters to an optimizer, such as torch.optim.AdamW")
-    _check_callable("collate", job.collate, 1, "a callable from a list of samples to a batch")
     if job.parameter_groups is not None:
         _check_callable("parameter_groups", job.parameter_groups, 2, "a function of a parameter's name and the parameter")
+    _check_callable("collate_fn", job.collate_fn, 1, "a callable from a list of samples to a batch")
+    if not isinstance(job.dynamic, Mapping) or not all(isinstance(name, str) for name in job.dynamic):
+        _wrong("dynamic", f"must be a mapping from names of a batch's tensors to dimensions, got {_kind_of(job.dynamic)}")
+    if job.sampler is not None and not isinstance(job.sampler, Sampler):
+        _check_callable("sampler", job.sampler, 1, "a torch.utils.data.Sampler or a callable from the epoch to its indices")
     if job.scheduler is not None:
         _check_callable("scheduler", job.scheduler, 1, "a callable from an optimizer to a learning-rate scheduler")
     if job.eval_loss is not None:
@@ -469,13 +550,14 @@ def _check_functions(job: Job) -> None:
             _check_callable(f"callbacks[{i}]", callback, 1, "a callable that takes an event, or an event and the run")
     for name in ("data", "eval_data"):
         data = getattr(job, name)
-        if data is not None and not _is_dataset(data):
-            _check_callable(name, data, 0, "map-style data with __len__ and __getitem__, or a callable without arguments that builds it")
+        if data is not None and not _is_dataset(data) and not is_stream(data):
+            wanted = "data with __len__ and __getitem__, an IterableDataset, a DataLoader, or a callable without arguments that builds data"
+            _check_callable(name, data, 0, wanted)
+    if is_stream(job.data):
+        job._check_stream()
 
 
 def _check_callable(name: str, value: object, arguments: int, wanted: str) -> None:
-    if isinstance(value, IterableDataset):
-        _wrong(name, "an IterableDataset cannot be visited in a seeded order; wrap it in data with __len__ and __getitem__")
     if not callable(value):
         _wrong(name, f"must be {wanted}, got {_kind_of(value)}")
     try:
@@ -507,14 +589,28 @@ def _steps_without_arguments(steps: object) -> bool:
 
 
 def _is_dataset(value: object) -> bool:
-    return not isinstance(value, type) and hasattr(value, "__len__") and hasattr(value, "__getitem__")
+    return (
+        not isinstance(value, IterableDataset)
+        and not isinstance(value, type)
+        and hasattr(value, "__len__")
+        and hasattr(value, "__getitem__")
+    )
 
 
-def _built_dataset(name: str, data: Dataset | Callable[[], Dataset]) -> Dataset:
-    with users_code(f"Job: {name}: building it"):
-        built: object = data if _is_dataset(data) else cast(Callable[[], object], data)()
+def _built_dataset(name: str, data: object) -> Any:
+    if _is_dataset(data) or is_stream(data):
+        built = data
+    else:
+        with users_code(f"Job: {name}: building it"):
+            built = cast(Callable[[], object], data)()
+        if isinstance(built, Iterator):
+            built = FromCallable(cast(Callable[[], Iterator[Any]], data))
+    if isinstance(built, DataLoader):
+        _wrong(name, "the callable returned a DataLoader; give the DataLoader itself, or a callable that returns its dataset")
+    if is_stream(built):
+        return built
     if not _is_dataset(built):
-        _wrong(name, f"the callable must return data with __len__ and __getitem__, it returned {_kind_of(built)}")
+        _wrong(name, f"the callable must return data with __len__ and __getitem__ or with __iter__, it returned {_kind_of(built)}")
     with users_code(f"Job: {name}: its length"):
         length = len(cast(Dataset, built))
     if length == 0:

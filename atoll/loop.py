@@ -9,6 +9,7 @@ with atoll.step(model, loss=loss, optimizer=optimizer, data=data, batch_size=32,
 ```
 """
 
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -30,6 +31,7 @@ from atoll.events import Evaluated, EventLog
 from atoll.job import Job, LossFunction, RunResult, local_device
 from atoll.plan import Plan
 from atoll.randomness import mix, own_randomness
+from atoll.runtime.checkpoint.trained import load_trained
 from atoll.runtime.modes.alone.runtime import opened_run
 from atoll.runtime.modes.alone.trainer import training_alone
 from atoll.runtime.modes.lockstep.role import Role, find_role
@@ -37,7 +39,7 @@ from atoll.runtime.training import STEP, Training, train
 from atoll.script import run_opener, when_script_ends
 from atoll.watch.progress import Progress
 
-__all__ = ["ClusterSource", "GlobalBatch", "PlanSource", "RunArguments", "TrainingStep", "run_job", "step"]
+__all__ = ["ClusterSource", "GlobalBatch", "PlanSource", "RunArguments", "TrainingStep", "load_trained_model", "run_job", "step"]
 
 PlanSource: TypeAlias = Plan | str | Path
 ClusterSource: TypeAlias = Cluster | str | Path
@@ -72,6 +74,11 @@ class RunArguments:
         return None if path is None else Path(path)
 
 
+def load_trained_model(job: Job, run: Path, step: int | None) -> nn.Module:
+    """The model with the weights of a run's checkpoint, on the CPU."""
+    return load_trained(job, run, step)[0]
+
+
 def run_job(job: Job, arguments: RunArguments) -> RunResult:
     """All of a job's steps: what `Job.run` does."""
     role = find_role(os.environ)
@@ -86,6 +93,11 @@ def run_job(job: Job, arguments: RunArguments) -> RunResult:
 
 def _opened(job: Job, arguments: RunArguments, role: Role | None, *, own_loop: bool) -> AbstractContextManager[Training]:
     """The job, ready for its first step: as the command that executes the script will have it; else alone, or among other processes."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise JobError(
+            "Job: num_workers: a process that loads data imports the script, which would train again there; "
+            'put what trains under `if __name__ == "__main__":`'
+        )
     opener = run_opener()
     if opener is not None:
         return opener(job, own_loop)

@@ -55,6 +55,8 @@ def report_view(found: "RunReport") -> RenderableType:
         parts.append(Text.assemble(("Logged  ", "bold"), ", ".join(lines) + "\n"))
     if found.events:
         parts.append(Text.assemble(("Events  ", "bold"), ", ".join(f"{count} {kind}" for kind, count in found.events.items()) + "\n"))
+    if found.data is not None and found.data.in_words():
+        parts.append(Text(found.data.in_words() + "\n"))
     if found.conclusion:
         parts.append(Text(found.conclusion + "\n"))
     if found.missing:
@@ -87,6 +89,8 @@ def short_view(found: "RunReport", directory: Path) -> RenderableType:
     for section in found.sections:
         if section.brief:
             parts += [*map(Text, section.lines), *(Padding(_table(table), (0, 0, 0, 2)) for table in section.tables)]
+    if found.data is not None and found.data.in_words():
+        parts.append(Text(found.data.in_words()))
     if found.conclusion:
         parts.append(Text(found.conclusion))
     trace = "; trace.json there is for ui.perfetto.dev" if (directory / "trace.json").exists() else ""

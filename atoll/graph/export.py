@@ -7,7 +7,7 @@ import contextlib
 import copy
 import io
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
@@ -114,7 +114,8 @@ class TrainingJob(Protocol):
     @property
     def precision(self) -> Precision: ...
     def example_batch(self, samples: int) -> Any:
-        """A collated batch of that many samples."""
+        """A collated batch of that many samples. With a method `more_examples`, batches of other samples are looked at as well, and with
+        `dynamic`, dimensions that are declared to vary."""
         ...
 
 
@@ -230,9 +231,9 @@ def _growing(batch: Any, other: Any) -> dict[str, tuple[int, ...]]:
     others = pytree.tree_flatten_with_path(other)[0]
     text = [pytree.keystr(path[:-1]) for path, leaf in leaves if isinstance(leaf, str)]
     if text:
-        raise CaptureError(f"batch{text[0]} holds text, a piece for every sample; only tensors are captured: leave it out in `collate`")
+        raise CaptureError(f"batch{text[0]} holds text, a piece for every sample; only tensors are captured: leave it out in `collate_fn`")
     if [path for path, _ in leaves] != [path for path, _ in others]:
-        raise CaptureError("batches of different sizes have different structure; the collate function must always return the same keys")
+        raise CaptureError("batches of different sizes have different structure; collate_fn must always return the same keys")
     growing = {}
     for (path, leaf), (_, second) in zip(leaves, others, strict=True):
         if isinstance(leaf, torch.Tensor):
@@ -240,6 +241,25 @@ def _growing(batch: Any, other: Any) -> dict[str, tuple[int, ...]]:
                 raise CaptureError(f"batch{pytree.keystr(path)} has {leaf.dim()} dimensions in one batch and {second.dim()} in another")
             growing[pytree.keystr(path)] = tuple(d for d in range(leaf.dim()) if leaf.shape[d] != second.shape[d])
     return growing
+
+
+def _with_declared(
+    growing: dict[str, tuple[int, ...]], batch: Any, declared: Mapping[str, int | Sequence[int]]
+) -> dict[str, tuple[int, ...]]:
+    """Beside the dimensions that were seen to differ, those that the job says may (`Job.dynamic`), by name or path of the tensor."""
+    shapes = {pytree.keystr(path): leaf.shape for path, leaf in pytree.tree_flatten_with_path(batch)[0] if isinstance(leaf, torch.Tensor)}
+    found = dict(growing)
+    for name, dims in declared.items():
+        paths = [path for path in shapes if path in (name, f"[{name!r}]", f".{name}") or path.endswith((f"[{name!r}]", f".{name}"))]
+        if not paths:
+            raise CaptureError(f"Job: dynamic: the batch has no tensor {name!r}; it has {', '.join(f'batch{path}' for path in shapes)}")
+        for path in paths:
+            wanted = (dims,) if isinstance(dims, int) else tuple(dims)
+            wrong = [dim for dim in wanted if not 0 <= dim < len(shapes[path])]
+            if wrong:
+                raise CaptureError(f"Job: dynamic: batch{path} has {len(shapes[path])} dimensions; there is no dimension {wrong[0]}")
+            found[path] = tuple(sorted({*found.get(path, ()), *wanted}))
+    return found
 
 
 def _dynamic_shapes(batch: Any, growing: dict[str, tuple[int, ...]]) -> Any:
@@ -476,11 +496,14 @@ def export_job(job: TrainingJob, *, training: bool = True, divided: bool = False
     with _running_the_users_code(job, "loading a batch"):
         batch = plain_batch(job.example_batch(SAMPLES))
         others = [plain_batch(job.example_batch(samples)) for samples in OTHER_SAMPLES]
+        if hasattr(job, "more_examples"):
+            others += map(plain_batch, job.more_examples(SAMPLES))
     growing = _growing(batch, others[0])
     for other in others[1:]:
         growing = {path: tuple(sorted({*dims, *growing[path]})) for path, dims in _growing(batch, other).items()}
+    growing = _with_declared(growing, batch, getattr(job, "dynamic", {}))
     if not any(growing.values()):
-        raise CaptureError(f"job {job.name!r}: no tensor of the batch grows with the number of samples; check the collate function")
+        raise CaptureError(f"job {job.name!r}: no tensor of the batch grows with the number of samples; check collate_fn")
     attempts = _Attempts(job, model, batch, growing, training)
     with _running_the_users_code(job, "running the model and its loss"):
         program, fake = attempts.run()

@@ -217,7 +217,7 @@ def _advice(node: object) -> str:
         )
     return (
         "Return (total, weight) from the loss, each a sum over the samples, leave out what compares samples with one another (a "
-        f"contrastive loss), pad to one length in `collate` where padding counts, {alone}"
+        f"contrastive loss), pad to one length in `collate_fn` where padding counts, {alone}"
     )
 
 

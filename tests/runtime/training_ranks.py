@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from atoll.graph.capture import Captured, capture_program
 from atoll.plan import Plan, validate
-from atoll.runtime.modes.lockstep.evaluation import capture_evaluated
+from atoll.runtime.evaluated_programs import capture_evaluated
 from atoll.runtime.modes.lockstep.layout import Layout
 from atoll.runtime.modes.lockstep.rendezvous import joined
 from atoll.runtime.modes.lockstep.worker import RankTraining

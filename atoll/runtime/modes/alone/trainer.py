@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -37,13 +37,14 @@ from atoll.job import Job, LossValue, RunResult, read_loss
 from atoll.model_identity import identify, tied_names
 from atoll.plan.modes.alone import ALONE
 from atoll.randomness import mix, own_randomness, seed_everything
+from atoll.runtime.batch_loader import BatchLoader, LoadedBatch
 from atoll.runtime.checkpoint.checkpointer import Checkpointer, SavePolicy
 from atoll.runtime.checkpoint.gathering import gather_snapshot
 from atoll.runtime.checkpoint.loading import Loaded
 from atoll.runtime.checkpoint.manifest import RunIdentity
 from atoll.runtime.checkpoint.safetensors_file import dtype_name
 from atoll.runtime.checkpoint.trained import held_tensors
-from atoll.runtime.checkpoint.training_state import restore_training, training_state
+from atoll.runtime.checkpoint.training_state import data_state, restore_data, restore_training, training_state
 from atoll.runtime.evaluation import ModelEvaluator, evaluates_after
 from atoll.runtime.executor import Accumulated, LossScale, Update, Updater, WorkItem, loss_share, scaled
 from atoll.runtime.loss_weights import StepWeights
@@ -96,6 +97,8 @@ def training_alone(
             with suppress(Exception):  # an observer that failed may fail again; the first error is the one to show
                 trainer.finish("failed", f"{type(error).__name__}: {error}")
             raise
+        finally:
+            trainer.close()
         trainer.finish(trainer.reason or "stopped", "")
 
 
@@ -141,6 +144,10 @@ class AloneTrainer:
         self.mode = ALONE.name  # or of the run whose process this is
         self.steps = job.total_steps
         self.data_length = job.samples.length
+        self.loader = BatchLoader(job.samples, job.num_workers)
+        self.batches: Iterator[LoadedBatch] | None = None
+        self.data_state: dict[str, Any] | None = None  # of a stream, after the last step
+        self.data_seconds = self.loading_seconds = 0.0  # of the step: waiting for data, and what loading it took whoever did
         self.model = _on_device(job, device)
         self.optimizer = job.build_model_optimizer(self.model)
         self.parameters: list[nn.Parameter] = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -173,6 +180,13 @@ class AloneTrainer:
             self.losses = restore_training(loaded.extra, loaded.step, self.scheduler, self.updater.scale)
             self.random = bool(loaded.extra.get("draws", True))
             restore_callbacks(self.job.callbacks, loaded.extra.get("callbacks", {}))
+            restore_data(loaded.extra, self.job.samples)
+
+    def close(self) -> None:
+        """End the processes that load data."""
+        self.loader.close()
+        if self.evaluator is not None:
+            self.evaluator.close()
 
     def elapsed(self) -> float:
         return time.perf_counter() - self.began
@@ -197,6 +211,8 @@ class AloneTrainer:
         """Tell that the run has begun, or goes on."""
         with self._stoppable():
             self.emit(self._started())
+            for remark in self.job.remarks(len(self.losses)):
+                self.emit(Note(at_seconds=self.moment(), message=remark))
             if self.resumed is not None:
                 self.emit(self.resumed.event(self.moment()))
             note = self.job.weights_note(self.model) if self.resumed is None else None
@@ -302,8 +318,8 @@ class AloneTrainer:
 
     def _save(self, checkpoints: Checkpointer, policy: SavePolicy, *, final: bool = False, keep: str | None = None) -> None:
         step = len(self.losses)
-        extra = training_state(self.scheduler, self.updater.scale, self.losses) | {"draws": self.random}
-        extra["callbacks"] = callback_states(self.job.callbacks)
+        extra = training_state(self.scheduler, self.updater.scale, self.losses)
+        extra |= {"draws": self.random, "data": data_state(self.data_state), "callbacks": callback_states(self.job.callbacks)}
         policy.begun(step)
         checkpoints.save(step, held_tensors(self.model), optimizers=[self.optimizer], extra=extra, final=final, keep=keep)
 
@@ -343,11 +359,13 @@ class AloneTrainer:
             seed=self.job.seed,
             unix_seconds=time.time(),
             frozen_parameters=sum(parameter.numel() for parameter in self.model.parameters() if not parameter.requires_grad),
+            num_workers=self.job.num_workers,
         )
 
     def _step(self, step: int) -> StepFinished:
         """One step of the optimizer on one global batch. Nothing is applied unless loss and gradient are finite."""
         began = time.perf_counter()
+        self.data_seconds = self.loading_seconds = 0.0
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.zero_grad()
         loss, weight = self._accumulate_gradient(step)
@@ -366,6 +384,8 @@ class AloneTrainer:
             gradient_norm=gradient_norm,
             memory_bytes=peak_memory_bytes(self.device),
             applied=applied,
+            data_seconds=self.data_seconds,
+            loading_seconds=self.loading_seconds,
         )
 
     def _accumulate_gradient(self, step: int) -> tuple[float, float]:
@@ -424,7 +444,7 @@ class AloneTrainer:
         assert self.weights is not None
         total, weight = torch.zeros((), device=self.device), 0.0
         for number, (start, stop) in enumerate(self.job.micro_batches):
-            batch, weights = to_device((self._batch(step, start, stop), self.weights.of(step)), self.device)
+            batch, weights = to_device((self._next_batch(step), self.weights.of(step)), self.device)
             seed_everything(mix(self.job.seed, 5, step, number), devices=self.device.type != "cpu")
             with users_code(f"step {step}: the loss", JobFailedError):
                 found = pieces.train(WorkItem(0, step, number, start, stop - start), batch, weights)
@@ -433,7 +453,7 @@ class AloneTrainer:
 
     def _accumulate_counted(self, counts: PieceCounts, step: int) -> tuple[float, float]:
         """A micro-batch in which nothing counts has no loss, and adds nothing."""
-        batches = [self._batch(step, start, stop) for start, stop in self.job.micro_batches]
+        batches = [self._next_batch(step) for _ in self.job.micro_batches]
         with users_code(f"step {step}: the batch", JobFailedError):
             shares, weight = counts.shares(batches)
         total = torch.zeros((), device=self.device)
@@ -448,10 +468,10 @@ class AloneTrainer:
 
     def _batch(self, step: int, start: int, stop: int) -> Batch:
         with users_code(f"step {step}: loading the batch", JobFailedError):
-            return self.job.samples.batch(step - 1, start, stop)
+            return self.loader.load(self.job.samples.part(step - 1, start, stop, last=False)).batch
 
     def _forward(self, step: int, number: int, start: int, stop: int) -> LossValue:
-        return self._loss_of(step, number, start, self._batch(step, start, stop))
+        return self._loss_of(step, number, start, self._next_batch(step))
 
     def _loss_of(self, step: int, number: int, start: int, loaded: Batch) -> LossValue:
         batch = to_device(loaded, self.device)
@@ -461,6 +481,20 @@ class AloneTrainer:
         if not value.value.requires_grad:
             raise JobError("Job: loss: no gradient flows from it to the model; is it computed under no_grad, or detached?")
         return value
+
+    def _next_batch(self, step: int) -> Batch:
+        """The next micro-batch. The first that is asked for is a step's first, wherever the run goes on."""
+        if self.batches is None:
+            samples, parts = self.job.samples, self.job.micro_batches
+            rows = ((s - 1, part) for s in range(step, self.steps + 1) for part in parts)
+            self.batches = self.loader.batches(samples.part(s, *part, last=part == parts[-1]) for s, part in rows)
+        began = time.perf_counter()
+        with users_code(f"step {step}: loading the batch", JobFailedError):
+            loaded = next(self.batches)
+        self.data_state = loaded.state
+        self.data_seconds += time.perf_counter() - began
+        self.loading_seconds += loaded.seconds
+        return loaded.batch
 
     @contextmanager
     def _draws(self, step: int, first_sample: int) -> Iterator[None]:
@@ -499,6 +533,8 @@ class AloneTrainer:
     def _evaluate(self, dataset: Dataset, *, planned: bool = False) -> None:
         """A schedule that waits for a plateau hears of evaluations that the job planned."""
         if self.evaluator is None or self.evaluator.dataset is not dataset:
+            if self.evaluator is not None:
+                self.evaluator.close()
             self.evaluator = ModelEvaluator(self.job, self.model, self.device, dataset)
         with self._averaged_weights() if self.job.eval_ema else nullcontext():
             found = self.evaluator.run(len(self.losses))

@@ -30,7 +30,12 @@ from atoll.weights import MatchedWeights
 __all__ = ["Bundle", "ChangedBuffers", "Said", "SaidOfBuffers", "agree", "bundles", "difference", "digest_of_weights"]
 
 _SAMPLED = 64  # numbers of each tensor that are compared
-_WORDS = {"samples": "the length of its data", "optimizer": "the optimizer's settings", "weights": "the weights the model starts from"}
+_WORDS = {
+    "samples": "the length of its data",
+    "order": "the samples of the first batch",
+    "optimizer": "the optimizer's settings",
+    "weights": "the weights the model starts from",
+}
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +45,7 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
     batch_size: int
     seed: int
     samples: int
+    order: str  # of the first samples, in words
     precision: str
     max_grad_norm: float | None
     eval_every: int | None
@@ -85,6 +91,7 @@ def agree(job: Job, weights: str) -> tuple[bool, bool]:
         batch_size=job.batch_size,
         seed=job.seed,
         samples=job.samples.length,
+        order=", ".join(str(index) for index in job.samples.request(range(min(_SAMPLED, job.batch_size))).indices),
         precision=job.precision,
         max_grad_norm=job.max_grad_norm,
         eval_every=job.eval_every,

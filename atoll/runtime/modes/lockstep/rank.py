@@ -24,6 +24,7 @@ from atoll.graph.capture import Captured
 from atoll.graph.eager import Uncaptured
 from atoll.job import Job, ParameterGroup
 from atoll.model_identity import ModelIdentity, identify
+from atoll.runtime.batch_loader import BatchLoader
 from atoll.runtime.checkpoint.exchange import CheckpointRanks
 from atoll.runtime.checkpoint.loading import fill_shards
 from atoll.runtime.checkpoint.local_shard import LocalShard
@@ -126,23 +127,11 @@ def assemble(
     _check_optimizer(rank, groups)
     recorder = Recorder(device)
     gradients = _gradients(rank, held, groups, recorder, bucket_bytes)
-    stages = [
-        StageWork(
-            program=stage.program,
-            module=module,
-            turn_to=_tell(stage.lanes, layout),
-            place=stage.place,
-            parameters=list(module.parameters_by_name().values()),
-            before_backward=BackwardPhases(module),
-            after_backwards=_after_backwards(module, rank),
-        )
-        for stage, module in zip(cut, parts.modules, strict=True)
-    ]
+    stages = [_stage_work(rank, stage, module) for stage, module in zip(cut, parts.modules, strict=True)]
     schedule, activity = make_plan_schedule(layout), Activity(doing)
     actions = schedule[layout.worker_of(rank.number)]
-    feed = ShardLoader(
-        job.samples, layout, actions, stages, source.sizes, device, last_step=job.total_steps, ahead=_AHEAD, lock=rank.key.lock
-    )
+    loader = BatchLoader(job.samples, job.num_workers, rank.key.lock)
+    feed = ShardLoader(loader, layout, actions, stages, source.sizes, device, last_step=job.total_steps, ahead=_AHEAD)
     executor = _executor(rank, stages, parts, held, Generators(rank.key.lock, feed.reading, activity))
     runner = ScheduleRunner(
         layout,
@@ -159,7 +148,9 @@ def assemble(
     )
     buffers = _changed_buffers(rank, cut, parts, parts.evaluated)
     divided = _lane_divided(cut)
-    evaluation = Evaluation(job, layout, rank.number, device, parts.evaluated, held.owned, divided, doing) if parts.evaluated else None
+    evaluation = None
+    if parts.evaluated:
+        evaluation = Evaluation(job, layout, rank.number, device, parts.evaluated, held.owned, divided, doing, rank.key.lock)
     return RankWork(
         layout=layout,
         rank=rank.number,
@@ -214,6 +205,18 @@ class _Parts:
     identity: ModelIdentity
     weights_read: MatchedWeights | None  # from files, by whoever holds a part of them
     evaluated: list[EvaluatedFunction]
+
+
+def _stage_work(rank: _Rank, stage: CutStage, module: TrainedStage) -> StageWork:
+    return StageWork(
+        program=stage.program,
+        module=module,
+        turn_to=_tell(stage.lanes, rank.layout),
+        place=stage.place,
+        parameters=list(module.parameters_by_name().values()),
+        before_backward=BackwardPhases(module),
+        after_backwards=_after_backwards(module, rank),
+    )
 
 
 def turns(hosts: list[str], free_bytes: list[float], model_bytes: float) -> list[int]:
@@ -428,7 +431,9 @@ def _evaluation_on(
     build = rank.source.evaluation_on(dataset, parts.modules, rank.layout, rank.number, rank.device, rank.key)
     functions = _build_in_turn(build, 4.0 * rank.source.graph.parameters)
     changed = _changed_buffers(rank, cut, parts, functions)
-    return Evaluation(rank.job, rank.layout, rank.number, rank.device, functions, held.owned, _lane_divided(cut), doing, changed)
+    return Evaluation(
+        rank.job, rank.layout, rank.number, rank.device, functions, held.owned, _lane_divided(cut), doing, rank.key.lock, changed
+    )
 
 
 def _changed_buffers(rank: _Rank, cut: Sequence[CutStage], parts: _Parts, evaluated: Sequence[EvaluatedFunction]) -> ChangedBuffers:

@@ -48,6 +48,8 @@ class _Totals(NamedTuple):
     squares: float  # of the gradient, before it is divided by anything
     interrupt: bool  # a signal asked somebody to stop after this step
     stopping: bool  # the loop around the steps asked for it
+    data_seconds: float  # waited for data, the mean of the ranks that read any
+    loading_seconds: float  # that loading it took, likewise
 
 
 class _Handle:
@@ -153,6 +155,8 @@ class Trainer:
         """Tell that the run has begun, or goes on."""
         self.reason = "done" if self.last_step >= self.job.total_steps else None
         self.tell(self._started())
+        for remark in self.job.remarks(self.last_step):
+            self.tell(Note(at_seconds=self.moment(), message=remark))
         if self.resumed is not None:
             self.tell(self.resumed.event(self.moment()))
         for note in self.work.notes if self.resumed is None else ():
@@ -204,6 +208,8 @@ class Trainer:
             gradient_norm=gradient_norm,
             memory_bytes=peak_memory_bytes(self.device),
             applied=applied,
+            data_seconds=totals.data_seconds,
+            loading_seconds=totals.loading_seconds,
         )
         return event, totals
 
@@ -211,10 +217,13 @@ class Trainer:
         """One small exchange a step: nobody may apply a gradient before all know that it is whole and finite."""
         wanted = self.job.max_grad_norm is not None or self.updater.scale.enabled
         squares = squared_norm(self.work.counted) if wanted else 0.0
-        vector = torch.tensor([total, weight, squares, float(stop_asked), float(self.stopping)], dtype=torch.float64)
+        feed = self.work.feed
+        own = [total, weight, squares, float(stop_asked), float(self.stopping), float(feed.reads), *feed.take_times()]
+        vector = torch.tensor(own, dtype=torch.float64)
         dist.all_reduce(vector)
-        loss, weight, squares, interrupt, stopping = vector.tolist()
-        return _Totals(loss, weight, squares, interrupt > 0, stopping > 0)
+        loss, weight, squares, interrupt, stopping, reading, waited, loading = vector.tolist()
+        reading = max(1.0, reading)
+        return _Totals(loss, weight, squares, interrupt > 0, stopping > 0, waited / reading, loading / reading)
 
     def _apply(self, step: int, totals: _Totals) -> tuple[float, float | None, bool]:
         """Divide, clip and apply; returns the loss, the gradient's norm if it was wanted, and whether anything was applied."""
@@ -298,6 +307,7 @@ class Trainer:
             seed=self.job.seed,
             unix_seconds=time.time(),
             frozen_parameters=self.work.frozen_parameters,
+            num_workers=self.job.num_workers,
         )
 
     def finish(self, reason: "Reason | Literal['failed']", message: str = "") -> None:

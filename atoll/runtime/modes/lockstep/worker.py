@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
@@ -17,7 +17,7 @@ from atoll.cluster import Cluster, load_cluster
 from atoll.cluster.memory import host_memory, keep_freed_memory, memory_to_try
 from atoll.cost import Evaluator
 from atoll.cost.evaluate import DEFAULT_BUCKET_BYTES, bucket_bytes
-from atoll.data import Dataset
+from atoll.data import Dataset, StreamSamples
 from atoll.errors import AtollError, CaptureError, DividedLossError, JobError, PlanError
 from atoll.events import CheckpointBegun, Evaluated, EventLog, Observer, Warned
 from atoll.graph import Graph
@@ -33,7 +33,7 @@ from atoll.runtime.checkpoint.exchange import CheckpointRanks
 from atoll.runtime.checkpoint.gathering import gather_tensors
 from atoll.runtime.checkpoint.manifest import RunIdentity
 from atoll.runtime.checkpoint.trained import load_trained
-from atoll.runtime.checkpoint.training_state import training_state
+from atoll.runtime.checkpoint.training_state import data_state, restore_data, training_state
 from atoll.runtime.evaluated_programs import capture_evaluated
 from atoll.runtime.imposed_speed import pace_of_rank
 from atoll.runtime.modes.lockstep.calls import Calls
@@ -208,6 +208,7 @@ class RankTraining:
         """From the last checkpoint, if there is one, to the last step: inside, steps are made; leaving saves and tells how it ended."""
         with ExitStack() as stack:
             stack.callback(self.work.feed.close)
+            stack.callback(self._close_evaluations)
             self._open(stack, observers)
             for message in warnings:
                 self.trainer.tell(Warned(at_seconds=self.trainer.moment(), message=message))
@@ -227,6 +228,11 @@ class RankTraining:
                 raise
             self.trainer.finish(self.reason or "stopped")
             self._conclude()
+
+    def _close_evaluations(self) -> None:
+        for evaluation in (self.work.evaluation, self._evaluation):
+            if evaluation is not None:
+                evaluation.close()
 
     def _open(self, stack: ExitStack, observers: Sequence[Callback]) -> None:
         self.checkpoints = self._checkpoints(stack)
@@ -361,11 +367,18 @@ class RankTraining:
 
     def _save(self, checkpoints: Checkpointer, step: int, *, final: bool = False, keep: str | None = None) -> None:
         extra = training_state(self.trainer.scheduler, self.trainer.updater.scale, self.trainer.losses)
-        extra["callbacks"] = callback_states(self.job.callbacks)
+        extra |= {"callbacks": callback_states(self.job.callbacks), "data": self._data_state(step)}
         checkpoints.save(step, self.work.executor.shards(), optimizers=self.trainer.optimizers, extra=extra, final=final, keep=keep)
 
     def _keep(self, checkpoints: Checkpointer, name: str) -> None:
         self._save(checkpoints, self.trainer.last_step, keep=name)
+
+    def _data_state(self, step: int) -> Any:
+        """Of a stream, said by the first rank that reads it; all take part."""
+        if not isinstance(self.job.samples, StreamSamples):
+            return None
+        own = data_state(self.work.feed.state_after(step))
+        return next((said for said in CheckpointRanks(dist.group.WORLD).gather(own, Any) if said is not None), None)
 
     def _load(self, checkpoints: Checkpointer) -> None:
         self.run.doing("reading the checkpoint")
@@ -374,6 +387,7 @@ class RankTraining:
             return
         restore_callbacks(self.job.callbacks, loaded.extra.get("callbacks", {}))
         self.trainer.resume(loaded.step, loaded.extra)
+        restore_data(loaded.extra, self.job.samples)
         self.run.saved(loaded.step)
         self.trainer.resumed = loaded
 

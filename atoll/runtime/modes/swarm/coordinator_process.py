@@ -11,6 +11,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import NamedTuple
 
 import msgspec
@@ -314,6 +315,8 @@ class _Coordinating:
         told = since_start(tuple(read_events(self.directory.events)), self._start)
         if not told:
             self._tell(self._started())
+            for remark in self.job.remarks():
+                self._emit(Note(message=remark))
             return True
         for observer in self.observers:
             observer(self._started())
@@ -338,6 +341,7 @@ class _Coordinating:
             steps=job.total_steps,
             batch_size=job.batch_size,
             samples=job.samples.length,
+            num_workers=job.num_workers,
             parameters=self.spec.parameters,
             devices=(),
             precision=job.precision,
@@ -454,9 +458,9 @@ def evaluate_state(directory: RunDirectory, job: Job, step: int) -> Evaluated:
         for key in (MODEL + name, BUFFER + name, *((EMA_KEY + name,) if job.eval_ema else ())):
             if key in saved:
                 saved.fill(key, value)
-    dataset = job.eval_dataset
-    assert dataset is not None
-    return ModelEvaluator(job, model, torch.device("cpu"), dataset).run(step)
+    assert job.eval_dataset is not None
+    with closing(ModelEvaluator(job, model, torch.device("cpu"), job.eval_dataset)) as evaluator:
+        return evaluator.run(step)
 
 
 async def evaluate_elsewhere(directory: RunDirectory, step: int) -> Evaluated:

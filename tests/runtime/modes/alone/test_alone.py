@@ -310,7 +310,7 @@ def test_a_callback_that_fails_fails_the_run_with_its_own_error(tmp_path: Path) 
         ({"loss": lambda m, b: mean_loss(m, b) * 1j}, "loss: it must return a floating-point number, it returned torch.complex64"),
         ({"optimizer": list}, "optimizer: the callable must return a torch.optim.Optimizer, it returned list"),
         ({"scheduler": id}, "scheduler: the callable must return a learning-rate scheduler, it returned int"),
-        ({"data": lambda: 3}, "data: the callable must return data with __len__ and __getitem__, it returned int 3"),
+        ({"data": lambda: 3}, "data: the callable must return data with __len__ and __getitem__ or with __iter__, it returned int 3"),
         ({"data": []}, "data: it is empty"),
     ],
 )

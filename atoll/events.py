@@ -54,6 +54,7 @@ __all__ = [
     "PeerChanged",
     "PeerRefused",
     "PeerRetried",
+    "PhaseFinished",
     "PlanChosen",
     "ProcessEnded",
     "ProcessStarted",
@@ -98,6 +99,14 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=_k
 
 
 # ---- the run
+
+
+class PhaseFinished(Event, frozen=True, kw_only=True):
+    """A part of a run's start is over, such as loading PyTorch, capturing, planning or building."""
+
+    phase: str  # what is done by then: "model captured"
+    seconds: float
+    source: str = ""  # the process it was in; empty: the one that starts the others
 
 
 class RunStarted(Event, frozen=True, kw_only=True):

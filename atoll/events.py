@@ -128,6 +128,7 @@ class StepFinished(Event, frozen=True, kw_only=True):
     applied: bool = True  # False: fp16 gradients overflowed, the step was skipped and the loss scale lowered
     epoch: int = 0  # of a swarm: how often it went back to a checkpoint before
     rounds: int = 1  # of a swarm: how often the step was sealed until nothing was missing
+    losses: dict[str, float] = {}  # of a job with several: by name; `loss` is their sum
 
 
 class Evaluated(Event, frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ from atoll.runtime.checkpoint.safetensors_file import DTYPES
 from atoll.runtime.checkpoint.values import from_plain, to_plain
 from atoll.runtime.executor import LossScale
 from atoll.runtime.stage.shard_spec import ShardSpec
+from atoll.runtime.turns import SeveralSchedules
 
 __all__ = ["OptimizerState", "allocate_state", "optimizer_state", "restore_groups", "restore_training", "training_state"]
 
@@ -138,7 +139,7 @@ def restore_groups(optimizers: Sequence[torch.optim.Optimizer], held: Sequence[L
                 group.update({key: from_plain(value, f"optimizer: {key}") for key, value in options.items()})
 
 
-def training_state(scheduler: LRScheduler | None, scale: LossScale, losses: Sequence[float]) -> dict[str, Any]:
+def training_state(scheduler: LRScheduler | SeveralSchedules | None, scale: LossScale, losses: Sequence[float]) -> dict[str, Any]:
     """As a checkpoint keeps it, in `extra`. Functions of a schedule are left out: the script makes them again."""
     schedule = None
     if scheduler is not None:
@@ -146,7 +147,9 @@ def training_state(scheduler: LRScheduler | None, scale: LossScale, losses: Sequ
     return {"scheduler": schedule, "loss_scale": scale.state(), "losses": list(losses)}
 
 
-def restore_training(extra: Mapping[str, Any], step: int, scheduler: LRScheduler | None, scale: LossScale) -> list[float]:
+def restore_training(
+    extra: Mapping[str, Any], step: int, scheduler: LRScheduler | SeveralSchedules | None, scale: LossScale
+) -> list[float]:
     """Schedule and scale as they were after `step` steps; returns the losses until then."""
     scale.restore(extra["loss_scale"])
     if scheduler is not None and extra["scheduler"] is not None:

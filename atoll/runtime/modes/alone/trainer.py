@@ -8,9 +8,11 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple
 
 import msgspec
 import torch
@@ -49,6 +51,7 @@ from atoll.runtime.stage.rng import DrawKey, EagerDraws
 from atoll.runtime.stage.shard_spec import ShardSpec
 from atoll.runtime.stage.state import model_config, tied_names
 from atoll.runtime.training import Reason, train
+from atoll.runtime.turns import optimizer_names, schedule_of, training_only
 
 __all__ = ["AloneTrainer", "train_alone", "training_alone"]
 
@@ -113,11 +116,13 @@ class AloneTrainer:
         self.steps = job.total_steps
         self.data_length = job.samples.length
         self.model = _on_device(job, device)
-        self.optimizer = job.build_optimizer(self.model.parameters())
-        self.parameters: list[nn.Parameter] = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.scheduler = job.build_scheduler(self.optimizer)
-        scale = LossScale(job.precision == "fp16")
-        self.updater = Updater(self.parameters, self.optimizer, self.scheduler, scale, steps=self.steps)
+        self.turns = _make_turns(job, self.model)
+        self.optimizers = [turn.optimizer for turn in self.turns]
+        self.optimizer = self.optimizers[0]
+        self.parameters: list[nn.Parameter] = [parameter for turn in self.turns for parameter in turn.updater.parameters]
+        self.scheduler = schedule_of({turn.name: turn.updater.scheduler for turn in self.turns})
+        self.scale = self.turns[0].updater.scale
+        self.key = DrawKey(job.seed)
         self.gradients = Accumulated(job.batch_size)
         self.random = True  # until a forward has shown that it draws no random numbers
         self._reason: Reason | None = None
@@ -129,15 +134,15 @@ class AloneTrainer:
             directory, settings = saved_in
             self.mode = settings.mode
             self.seconds_before = directory.last_moment()
-            checkpoints = _checkpointer(directory, settings, job, self.model, self.optimizer)
-            self._resume(checkpoints.load(_held_tensors(self.model), optimizers=[self.optimizer]))
+            checkpoints = _checkpointer(directory, settings, job, self.model, self.optimizers)
+            self._resume(checkpoints.load(_held_tensors(self.model), optimizers=self.optimizers))
             self.saving = checkpoints, SavePolicy(settings.checkpoint_every, step=len(self.losses), moment=self.moment())
 
     def _resume(self, loaded: Loaded | None) -> None:
         """Go on where the run's checkpoint is, if it has one."""
         self.resumed = loaded
         if loaded is not None:
-            self.losses = restore_training(loaded.extra, loaded.step, self.scheduler, self.updater.scale)
+            self.losses = restore_training(loaded.extra, loaded.step, self.scheduler, self.scale)
             self.random = bool(loaded.extra.get("draws", True))
 
     def elapsed(self) -> float:
@@ -222,6 +227,7 @@ class AloneTrainer:
             seconds=self.elapsed(),
             model=self.model,
             optimizer=self.optimizer,
+            optimizers={turn.name: turn.optimizer for turn in self.turns if turn.name},
         )
 
     def finish(self, reason: Reason | Literal["failed"], message: str) -> None:
@@ -262,9 +268,9 @@ class AloneTrainer:
 
     def _save(self, checkpoints: Checkpointer, policy: SavePolicy, *, final: bool = False) -> None:
         step = len(self.losses)
-        extra = training_state(self.scheduler, self.updater.scale, self.losses) | {"draws": self.random}
+        extra = training_state(self.scheduler, self.scale, self.losses) | {"draws": self.random}
         policy.begun(step)
-        checkpoints.save(step, _held_tensors(self.model), optimizers=[self.optimizer], extra=extra, final=final)
+        checkpoints.save(step, _held_tensors(self.model), optimizers=self.optimizers, extra=extra, final=final)
 
     def _tell_of_saves(self, checkpoints: Checkpointer, policy: SavePolicy) -> None:
         outcomes = checkpoints.finished()
@@ -295,75 +301,82 @@ class AloneTrainer:
         """One step of the optimizer on one global batch. Nothing is applied unless loss and gradient are finite."""
         began = time.perf_counter()
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        self.optimizer.zero_grad()
-        loss, weight = self._accumulate_gradient(step)
-        overflowed = self.updater.unscale()
-        gradient_norm = self._clip(step, overflowed)
-        applied = self.updater.apply(Update(step, overflowed=overflowed))
+        made = [self._take(step, turn) for turn in self.turns]
+        loss, norms = sum(one.loss for one in made), [one.norm for one in made if one.norm is not None]
         self.losses.append(loss)
         return StepFinished(
             at_seconds=self.moment(),
             step=step,
             loss=loss,
             samples=self.job.batch_size,
-            weight=weight,
+            weight=made[0].weight,
             seconds=time.perf_counter() - began,
             learning_rate=learning_rate,
-            gradient_norm=gradient_norm,
+            gradient_norm=math.hypot(*norms) if norms else None,
             memory_bytes=peak_memory_bytes(self.device),
-            applied=applied,
+            applied=made[0].applied,
+            losses={turn.name: one.loss for turn, one in zip(self.turns, made, strict=True) if turn.name},
         )
 
-    def _accumulate_gradient(self, step: int) -> tuple[float, float]:
+    def _take(self, step: int, turn: "_Turn") -> "_Taken":
+        """One loss, its gradient and the step of its optimizer."""
+        self.key.step, self.key.turn = step, turn.number
+        turn.optimizer.zero_grad()
+        with turn.training():
+            loss, weight = self._accumulate_gradient(step, turn)
+        overflowed = turn.updater.unscale()
+        norm = self._clip(step, turn, overflowed)
+        return _Taken(loss, weight, norm, turn.updater.apply(Update(step, overflowed=overflowed)))
+
+    def _accumulate_gradient(self, step: int, turn: "_Turn") -> tuple[float, float]:
         """The gradient of the global batch's loss, left in `.grad`; returns the loss and what it was divided by."""
         parts = self.job.micro_batches
         total = torch.zeros((), device=self.device)
         weight = torch.zeros((), device=self.device, dtype=torch.float64)
         deferred = False
         for number, (start, stop) in enumerate(parts):
-            value = self._forward(step, number, start, stop)
+            value = self._forward(turn, number, start, stop)
             deferred = value.weight is not None and len(parts) > 1
             share = loss_share(value, stop - start, self.gradients) if deferred or value.weight is None else value.value / value.weight
             with users_code(f"step {step}: backward", JobFailedError):
-                scaled(share, self.gradients.scaled_by(self.updater.scale)).backward()  # type: ignore[no-untyped-call]
+                scaled(share, self.gradients.scaled_by(self.scale)).backward()  # type: ignore[no-untyped-call]
             total += share.detach()
             weight += (stop - start) if value.weight is None else value.weight
         divisor = checked_weight(f"step {step}", float(weight))
         if deferred:  # the weight of a batch is known only after its last micro-batch
-            torch._foreach_div_([p.grad for p in self.parameters if p.grad is not None], divisor)
+            torch._foreach_div_([p.grad for p in turn.updater.parameters if p.grad is not None], divisor)
         loss = float(total) / (divisor if deferred else 1.0)
         if not math.isfinite(loss):
             self._not_finite(step, "loss", loss)
         return loss, divisor
 
-    def _forward(self, step: int, number: int, start: int, stop: int) -> LossValue:
+    def _forward(self, turn: "_Turn", number: int, start: int, stop: int) -> LossValue:
+        step, self.key.first_sample = self.key.step, start
         with users_code(f"step {step}: loading the batch", JobFailedError):
             batch = to_device(self.job.samples.batch(step - 1, start, stop), self.device)
-        seed_everything(mix(self.job.seed, 5, step, number), devices=self.device.type != "cpu")
-        with self.job.autocast(self.device), users_code(f"step {step}: the loss", JobFailedError), self._draws(step, start):
-            value = read_loss(self.job.loss(self.model, batch))
+        seed_everything(mix(self.job.seed, 5, step, number, *self.key.of_turn), devices=self.device.type != "cpu")
+        with self.job.autocast(self.device), users_code(f"step {step}: {turn.words}", JobFailedError), self._draws():
+            value = read_loss(turn.job.loss(self.model, batch))
         if not value.value.requires_grad:
             raise JobError("Job: loss: no gradient flows from it to the model; is it computed under no_grad, or detached?")
         return value
 
     @contextmanager
-    def _draws(self, step: int, first_sample: int) -> Iterator[None]:
+    def _draws(self) -> Iterator[None]:
         """Random calls of the forward are seeded one by one, as distributed modes do; a model that makes none at first is left alone."""
         if not self.random:
             yield
             return
-        key = DrawKey(self.job.seed)
-        key.step, key.first_sample = step, first_sample
-        with EagerDraws(key) as draws:
+        with EagerDraws(self.key) as draws:
             yield
-        self.random = draws.count > 0
+        self.random = draws.count > 0 or len(self.turns) > 1
 
-    def _clip(self, step: int, overflowed: bool) -> float | None:
+    def _clip(self, step: int, turn: "_Turn", overflowed: bool) -> float | None:
         """By PyTorch's own function, as anyone would. In fp16 overflow is ordinary: the step is skipped."""
         if self.job.max_grad_norm is None or overflowed:
             return None
-        norm = float(nn.utils.clip_grad_norm_(self.parameters, self.job.max_grad_norm))
-        if not math.isfinite(norm) and not self.updater.scale.enabled:
+        norm = float(nn.utils.clip_grad_norm_(turn.updater.parameters, self.job.max_grad_norm))
+        if not math.isfinite(norm) and not self.scale.enabled:
             self._not_finite(step, "gradient", norm)
         return norm if math.isfinite(norm) else None
 
@@ -382,14 +395,52 @@ class AloneTrainer:
         self.emit(self.evaluations[-1])
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """One of a step's losses with its optimizer; most jobs have one."""
+
+    name: str
+    number: int
+    job: Job  # of this loss alone
+    optimizer: torch.optim.Optimizer
+    updater: Updater
+    training: Callable[[], AbstractContextManager[None]]  # around its forwards and backwards
+
+    @property
+    def words(self) -> str:
+        return f"the loss of {self.name!r}" if self.name else "the loss"
+
+
+class _Taken(NamedTuple):
+    """What a turn found and did."""
+
+    loss: float
+    weight: float
+    norm: float | None
+    applied: bool
+
+
+def _make_turns(job: Job, model: nn.Module) -> list[_Turn]:
+    trained, turns, scale = dict(model.named_parameters()), list[_Turn](), LossScale(job.precision == "fp16")
+    names = job.trained_in(model)
+    everything = {name: trained[name] for row in names.values() for name in row}
+    for number, (name, part) in enumerate(job.turns.items()):
+        optimizer = part.build_optimizer([trained[own] for own in names[name]])
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        updater = Updater(parameters, optimizer, part.build_scheduler(optimizer), scale, steps=job.total_steps)
+        around = partial(training_only, names[name], everything) if name else nullcontext
+        turns.append(_Turn(name, number, part, optimizer, updater, around))
+    return turns
+
+
 def _checkpointer(
-    directory: RunDirectory, settings: RunSettings, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer
+    directory: RunDirectory, settings: RunSettings, job: Job, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> Checkpointer:
     for held in _held_tensors(model):
         dtype_name(held.tensor.dtype, f"{held.name!r}")  # what cannot be saved is refused before it is trained
     identity = RunIdentity(
         job=job.name,
-        optimizer=type(optimizer).__name__,
+        optimizer=optimizer_names(optimizers),
         seed=job.seed,
         batch_size=job.batch_size,
         tied=tied_names(model),

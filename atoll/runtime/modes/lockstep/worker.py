@@ -44,6 +44,7 @@ from atoll.runtime.modes.lockstep.role import Role
 from atoll.runtime.modes.lockstep.trainer import Trainer
 from atoll.runtime.run_directory import SPEEDS, RunDirectory, RunSettings, run_lock
 from atoll.runtime.training import STEP, Reason
+from atoll.runtime.turns import optimizer_names
 
 __all__ = ["Planning", "RankTraining", "training_among_others", "training_rank"]
 
@@ -331,7 +332,7 @@ class RankTraining:
         group = dist.new_group(backend="gloo")
         identity = RunIdentity(
             job=self.job.name,
-            optimizer=type(self.trainer.optimizer).__name__,
+            optimizer=optimizer_names(self.trainer.optimizers),
             seed=self.job.seed,
             batch_size=self.job.batch_size,
             plan=str(self.plan),
@@ -341,7 +342,7 @@ class RankTraining:
         return stack.enter_context(Checkpointer(self.directory.checkpoints, group, identity=identity, keep_last=self.settings.keep_last))
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        return [self.trainer.optimizer] if self.trainer.trainable else []  # else it has nothing of the model's
+        return self.trainer.optimizers if self.trainer.trainable else []  # else it has nothing of the model's
 
     def _save(self, checkpoints: Checkpointer, step: int, *, final: bool = False) -> None:
         extra = training_state(self.trainer.scheduler, self.trainer.updater.scale, self.trainer.losses)

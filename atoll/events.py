@@ -112,6 +112,7 @@ class RunStarted(Event, frozen=True, kw_only=True):
     precision: str
     seed: int
     unix_seconds: float  # when, by the clock on the wall
+    frozen_parameters: int = 0  # that are not trained
 
 
 class StepFinished(Event, frozen=True, kw_only=True):
@@ -139,6 +140,14 @@ class Evaluated(Event, frozen=True, kw_only=True):
     metrics: dict[str, float | None]
     samples: int
     seconds: float
+    notes: tuple[str, ...] = ()  # what could not be made exact
+
+
+class Logged(Event, frozen=True, kw_only=True):
+    """A callback logged numbers after `step` steps."""
+
+    step: int
+    numbers: dict[str, float]
 
 
 class EvaluationFailed(Event, frozen=True, kw_only=True):

@@ -16,29 +16,40 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Self, Type
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import IterableDataset, default_collate
 
 from atoll.blame import SentenceIfUncaught, showing_lines, users_code
+from atoll.callbacks import BestCheckpoint, Callback, EarlyStopping, takes_run
 from atoll.data import Batch, Dataset, Samples
 from atoll.errors import JobError
-from atoll.events import Evaluated, Observer
+from atoll.events import Evaluated
 from atoll.randomness import mix, own_randomness
+from atoll.weights import InitialWeights, MatchedWeights, without_memory
 
 if TYPE_CHECKING:
     from atoll.loop import ClusterSource, PlanSource
 
-__all__ = ["Job", "LossFunction", "LossValue", "RunResult", "local_device", "read_loss"]
+__all__ = ["Job", "LossFunction", "LossValue", "ParameterGroup", "RunResult", "local_device", "read_loss"]
 
 LossFunction: TypeAlias = Callable[[Any, Batch], Tensor | tuple[Tensor, Tensor | float]]
 OptimizerBuilder: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 SchedulerBuilder: TypeAlias = Callable[[torch.optim.Optimizer], LRScheduler]
 _SEEDS = 2**64  # what the mixing of seeds tells apart
-_PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_PRECISIONS: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "bf16-true": torch.bfloat16,
+}
 
 
 class LossValue(NamedTuple):
-    """What a loss function returned: a mean over samples (`weight` is None), or a total and the weight it is to be divided by."""
+    """What a loss function returned: a mean over samples (`weight` is None), or a total and the weight it is to be divided by.
+
+    Of an evaluation's program these may be rows: the totals and weights of terms that are added up.
+    """
 
     value: Tensor
     weight: Tensor | float | None
@@ -52,9 +63,29 @@ class RunResult:
     losses: tuple[float, ...]  # per step
     evaluations: tuple[Evaluated, ...]
     seconds: float
-    model: nn.Module | None  # None where several processes trained it: its weights are in the run's checkpoints
-    optimizer: torch.optim.Optimizer | None  # the first, where there are several
-    optimizers: Mapping[str, torch.optim.Optimizer] = field(default_factory=dict)  # of a job with several, by name
+    trained: Callable[[], tuple[nn.Module | None, torch.optim.Optimizer | None]] = field(repr=False)
+
+    @cached_property
+    def _trained(self) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
+        return self.trained()
+
+    @property
+    def model(self) -> nn.Module | None:
+        """With the trained weights. Where several processes trained it, in one piece on the CPU: read from the run's checkpoint when it
+        is first asked for; without a directory, on rank 0 only (None on the others)."""
+        return self._trained[0]
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """Of that model; None where several processes trained it without a directory."""
+        return self._trained[1]
+
+
+class ParameterGroup(NamedTuple):
+    """Parameters with the same options of the optimizer, by their names."""
+
+    options: dict[str, Any]
+    names: list[str]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -88,12 +119,22 @@ class Job:
     """From a list of samples to a batch."""
     seed: int = 0
     """Decides the starting weights, the order of the data and dropout: a whole number from 0 to 2⁶⁴ - 1."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """What matrix products are computed in (autocast); the weights stay fp32. fp16 scales the loss as it needs."""
+    weights: str | Path | None = None
+    """Where the weights begin: a Hugging Face directory, or a safetensors file, that every host sees. Each process reads its own part."""
+    precision: Literal["fp32", "bf16", "fp16", "bf16-true"] = "fp32"
+    """What matrix products are computed in (autocast); the weights stay fp32. fp16 scales the loss as it needs. `"bf16-true"`: weights,
+    gradients, optimizer and inputs are bfloat16 too, as after `model.to(torch.bfloat16)`."""
     max_grad_norm: float | None = None
     """Clip the norm of the whole gradient to this."""
     scheduler: SchedulerBuilder | Mapping[str, SchedulerBuilder] | None = None
-    """From the optimizer to a learning-rate schedule, stepped after every step. With several losses: one for all, or by their names."""
+    """From the optimizer to a learning-rate schedule, stepped after every step; `ReduceLROnPlateau`, at every evaluation with its loss.
+    With several losses: one for all, or by their names."""
+    parameter_groups: Callable[[str, nn.Parameter], Mapping[str, Any]] | None = None
+    """From a parameter's name and itself (whole, maybe without values) to options of its group, such as `{"weight_decay": 0.0}`."""
+    ema_decay: float | None = None
+    """Keep an exponential moving average of the trained weights, such as 0.999: `atoll export --ema`, `run.snapshot().ema`."""
+    eval_ema: bool = False
+    """Evaluate the averaged weights instead of the weights."""
     eval_data: Dataset | Callable[[], Dataset] | None = None
     """Data to evaluate on, in its own order."""
     eval_every: int | None = None
@@ -102,8 +143,9 @@ class Job:
     """The loss for evaluation; None: `loss`."""
     metrics: Mapping[str, LossFunction] = field(default_factory=dict)
     """More to evaluate: names, and functions like `loss`, which may also return plain numbers."""
-    callbacks: Sequence[Observer] = ()
-    """Called with every Event (`atoll.events`); raise `atoll.StopTraining` in one to stop after the step."""
+    callbacks: Sequence[Callback] = ()
+    """Called with every Event (`atoll.events`), and with the run if they take two arguments (`atoll.callbacks`); raise
+    `atoll.StopTraining` in one to stop after the step."""
     name: str = "job"
     """What the run is called."""
     capture: bool = True
@@ -119,6 +161,9 @@ class Job:
         with SentenceIfUncaught():
             _check_functions(self)
             _check_figures(self)
+        if self.precision == "bf16-true":
+            object.__setattr__(self, "model", _in_bf16(self.model))
+            object.__setattr__(self, "collate", _in_bf16(self.collate))
 
     @cached_property
     def turns(self) -> "dict[str, Job]":
@@ -188,11 +233,11 @@ class Job:
         size = self.micro_batch_size or self.batch_size
         return tuple((start, min(start + size, self.batch_size)) for start in range(0, self.batch_size, size))
 
-    def example_batch(self, samples: int) -> Batch:
-        """The first samples that training will see, collated: the same on every host."""
+    def example_batch(self, samples: int, first: int = 0) -> Batch:
+        """The first samples that training will see, or those from `first` on, collated: the same on every host."""
         if samples < 1:
             raise JobError(f"example_batch: samples must be at least 1, got {samples}")
-        return self.samples.at(range(samples))
+        return self.samples.at(range(first, first + samples))
 
     def build_model(self, device: torch.device | str = "cpu") -> nn.Module:
         """The model with the weights it starts from, in training mode: the same weights on every host and device.
@@ -201,20 +246,69 @@ class Job:
         """
         if isinstance(self.model, nn.Module):
             return _meta_copy(self.model).train() if torch.device(device).type == "meta" else self.model.to(device).train()
-        meta = torch.device(device).type == "meta"
-        building = users_code("Job: model: building it")
-        with building, own_randomness(mix(self.seed, 0)), torch.device("meta") if meta else nullcontext():
-            model = cast(object, self.model())
+        if torch.device(device).type == "meta":
+            with torch.device("meta"):
+                return self._made()
+        model = self._made()
+        if self.weights is not None:
+            self.initial_weights.match(model).fill_model(model)
+        return model.to(device)
+
+    def _made(self, build: Callable[..., object] | None = None) -> nn.Module:
+        """What the callable builds with the job's seed, in training mode."""
+        with users_code("Job: model: building it"), own_randomness(mix(self.seed, 0)):
+            model = (build or cast(Callable[[], object], self.model))()
         if not isinstance(model, nn.Module):
             raise JobError(f"Job: model: the callable must return a torch.nn.Module, it returned {_kind_of(model)}")
-        return model.train() if meta else model.to(device).train()
+        return model.train()
 
-    def build_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The job's optimizer for those of the parameters that are trained."""
-        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    @property
+    def initial_weights(self) -> InitialWeights:
+        """The files that `weights` names."""
+        assert self.weights is not None
+        return InitialWeights(Path(self.weights))
+
+    def weights_note(self, model: nn.Module) -> str | None:
+        """What of the model is not in `weights`, and of them not in the model: a sentence, if there is something to say."""
+        return None if self.weights is None else self.initial_weights.match(model).note()
+
+    def build_to_take_parts_from(self) -> tuple[nn.Module, MatchedWeights | None]:
+        """The model on the CPU for who needs only parts of it, and where its `weights` are to be read from.
+
+        Without `weights` it is what `build_model` gives. With them, what is to be read has no memory of its own and no values.
+        """
+        if self.weights is None:
+            return self.build_model("cpu"), None
+        made = self.model.make if isinstance(self.model, _InBf16) else self.model
+        dtype = torch.bfloat16 if isinstance(self.model, _InBf16) else None
+        return without_memory(lambda: self._made(made), self.initial_weights.match, dtype)
+
+    def group_names(self, named: Iterable[tuple[str, nn.Parameter]]) -> list[ParameterGroup]:
+        """The groups of a whole model's trained parameters, by name: one without options where the job makes none."""
+        found: list[ParameterGroup] = []
+        for name, parameter in named:
+            if not parameter.requires_grad:
+                continue
+            options: dict[str, Any] = {}
+            if self.parameter_groups is not None:
+                with users_code(f"Job: parameter_groups: of {name}"):
+                    options = dict(self.parameter_groups(name, parameter))
+            known = next((group for group in found if group.options == options), None)
+            if known is None:
+                found.append(known := ParameterGroup(options, []))
+            known.names.append(name)
+        return found
+
+    def build_optimizer(
+        self, parameters: Iterable[nn.Parameter], groups: Sequence[tuple[Mapping[str, Any], Sequence[nn.Parameter]]] = ()
+    ) -> torch.optim.Optimizer:
+        """The job's optimizer for those of the parameters that are trained; in `groups`, if they are given: options, and parameters."""
+        trainable: list[Any] = [parameter for parameter in parameters if parameter.requires_grad]
         if not trainable:
             raise JobError("Job: model: it has no trainable parameter; set requires_grad on what is to be trained")
         assert not isinstance(self.optimizer, Mapping), "each turn has its own"
+        if groups:
+            trainable = [{"params": list(own), **options} for options, own in groups]
         with users_code("Job: optimizer: making it"):
             optimizer = cast(object, self.optimizer(trainable))
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -226,6 +320,17 @@ class Job:
             )
         return optimizer
 
+    def build_model_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The job's optimizer for a whole model, in the job's groups of parameters."""
+        return self.build_part_optimizer(dict(model.named_parameters()), self.group_names(model.named_parameters()))
+
+    def build_part_optimizer(self, parameters: Mapping[str, nn.Parameter], groups: Sequence[ParameterGroup]) -> torch.optim.Optimizer:
+        """The job's optimizer for some parameters of a model, in the groups of the whole: each is there, in the same order, if empty."""
+        if self.parameter_groups is None:
+            return self.build_optimizer(parameters.values())
+        own = [(group.options, [parameters[name] for name in group.names if name in parameters]) for group in groups]
+        return self.build_optimizer(parameters.values(), own)
+
     def build_scheduler(self, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
         """The job's learning-rate schedule, if it has one, long enough for all its steps."""
         if self.scheduler is None:
@@ -236,6 +341,10 @@ class Job:
         if not hasattr(scheduler, "step"):
             raise JobError(f"Job: scheduler: the callable must return a learning-rate scheduler, it returned {_kind_of(scheduler)}")
         name = type(scheduler).__name__
+        if isinstance(scheduler, ReduceLROnPlateau):
+            if self.eval_data is None:
+                raise JobError(f"Job: scheduler: {name} is told the loss of evaluations; give eval_data, and how often with eval_every")
+            return scheduler
         if not _steps_without_arguments(scheduler):
             raise JobError(f"Job: scheduler: {name} must be told a metric at every step; take a schedule that depends on the step alone")
         length = getattr(scheduler, "total_steps", None)
@@ -245,7 +354,7 @@ class Job:
 
     def autocast(self, device: torch.device | str) -> AbstractContextManager[Any]:
         """The context forward passes run in, so that matrix products are computed in the job's precision."""
-        if self.precision == "fp32":
+        if self.precision in ("fp32", "bf16-true"):
             return nullcontext()
         return torch.autocast(torch.device(device).type, dtype=self.compute_dtype)
 
@@ -278,6 +387,35 @@ class Job:
                 out=out, device=device, progress=progress, plan=plan, cluster=cluster, resume=resume, checkpoint_every=checkpoint_every
             )
             return run_job(self, arguments)
+
+    def load_model(self, run: str | Path, step: int | None = None) -> nn.Module:
+        """The model with the weights of a run's last checkpoint, or that of a step, on the CPU; whichever mode and plan wrote it."""
+        from atoll.runtime.checkpoint.trained import load_trained
+
+        return load_trained(self, Path(run), step)[0]
+
+
+class _InBf16:
+    """A callable whose result, a module or a batch, is in bfloat16 wherever it has floating numbers."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self.make = make
+
+    def __call__(self, *arguments: Any) -> Any:
+        return _in_bf16(self.make(*arguments))
+
+
+def _in_bf16(value: Any) -> Any:
+    """A module or what a batch holds, converted; a callable that makes one, such that it will be."""
+    if isinstance(value, nn.Module):
+        return value.to(torch.bfloat16)
+    if isinstance(value, Tensor):
+        return value.to(torch.bfloat16) if value.is_floating_point() else value
+    if isinstance(value, _InBf16):
+        return value
+    if callable(value):
+        return _InBf16(value)
+    return tree_map_only(Tensor, _in_bf16, value)
 
 
 def read_loss(result: object, name: str = "loss") -> LossValue:
@@ -325,8 +463,12 @@ def _check_figures(job: Job) -> None:
         _wrong("micro_batch_size", f"must not exceed batch_size ({job.batch_size}), got {job.micro_batch_size}")
     if not isinstance(job.seed, int) or isinstance(job.seed, bool) or not 0 <= job.seed < _SEEDS:
         _wrong("seed", f"must be a whole number from 0 to 2**64 - 1, got {job.seed!r}")
+    if job.ema_decay is not None and not (isinstance(job.ema_decay, (int, float)) and 0 <= job.ema_decay < 1):
+        _wrong("ema_decay", f"must be from 0 to 1, such as 0.999, got {job.ema_decay!r}")
+    if job.eval_ema and (job.ema_decay is None or job.eval_data is None):
+        _wrong("eval_ema", "needs ema_decay and eval_data")
     if job.precision not in _PRECISIONS:
-        _wrong("precision", f"must be 'fp32', 'bf16' or 'fp16', got {job.precision!r}")
+        _wrong("precision", f"must be 'fp32', 'bf16', 'fp16' or 'bf16-true', got {job.precision!r}")
     if not isinstance(job.name, str) or not job.name:
         _wrong("name", f"must be a word or two, got {job.name!r}")
     for name in ("eval_every", "eval_loss", "metrics"):
@@ -338,12 +480,18 @@ def _check_functions(job: Job) -> None:
     """Everything callable is callable, with as many arguments as it will be given."""
     if not isinstance(job.model, nn.Module):
         _check_callable("model", job.model, 0, "a torch.nn.Module or a callable without arguments that builds one")
+    if job.weights is not None and not isinstance(job.weights, (str, Path)):
+        _wrong("weights", f"must be a path, got {_kind_of(job.weights)}")
+    if job.weights is not None and isinstance(job.model, nn.Module):
+        _wrong("weights", "a built module has weights already; give a callable that builds the model")
     _check_turns(job)
     for name, loss in _named("loss", job.loss).items():
         _check_callable(name, loss, 2, "a function loss(model, batch)")
     for name, optimizer in _named("optimizer", job.optimizer).items():
         _check_callable(name, optimizer, 1, "a callable from parameters to an optimizer, such as torch.optim.AdamW")
     _check_callable("collate", job.collate, 1, "a callable from a list of samples to a batch")
+    if job.parameter_groups is not None:
+        _check_callable("parameter_groups", job.parameter_groups, 2, "a function of a parameter's name and the parameter")
     for name, scheduler in _named("scheduler", job.scheduler).items() if job.scheduler is not None else ():
         _check_callable(name, scheduler, 1, "a callable from an optimizer to a learning-rate scheduler")
     if job.eval_loss is not None:
@@ -359,7 +507,10 @@ def _check_functions(job: Job) -> None:
     if not isinstance(job.callbacks, Sequence):
         _wrong("callbacks", f"must be a list of callables, got {_kind_of(job.callbacks)}")
     for i, callback in enumerate(job.callbacks):
-        _check_callable(f"callbacks[{i}]", callback, 1, "a callable that takes an event")
+        if isinstance(callback, (BestCheckpoint, EarlyStopping)) and job.eval_data is None:
+            _wrong(f"callbacks[{i}]", f"{type(callback).__name__} needs eval_data to evaluate on")
+        if not callable(callback) or not takes_run(callback):
+            _check_callable(f"callbacks[{i}]", callback, 1, "a callable that takes an event, or an event and the run")
     for name in ("data", "eval_data"):
         data = getattr(job, name)
         if data is not None and not _is_dataset(data):
@@ -386,6 +537,9 @@ def _check_turns(job: Job) -> None:
             _wrong(name, f"give one for each loss, by the same names ({', '.join(job.loss)}), got {', '.join(map(str, names)) or 'one'}")
     if job.precision == "fp16":
         _wrong("precision", "fp16 scales one loss, and there are several; take bf16")
+    for name in ("ema_decay", "parameter_groups"):
+        if getattr(job, name) is not None:
+            _wrong(name, "is not made for several losses yet; leave it out")
     if job.eval_data is not None and job.eval_loss is None:
         _wrong("eval_loss", "there are several losses: say which to evaluate")
 

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from atoll.blame import SentenceIfUncaught, in_words, showing_lines
 from atoll.built_optimizer import UntouchedOptimizer, builder_of
+from atoll.callbacks import Callback
 from atoll.cluster import Cluster
 from atoll.data import Batch, Dataset
 from atoll.errors import AtollError, JobError, JobFailedError
-from atoll.events import Evaluated, EventLog, Observer
+from atoll.events import Evaluated, EventLog
 from atoll.job import Job, LossFunction, RunResult, local_device
 from atoll.plan import Plan
 from atoll.randomness import mix, own_randomness
@@ -79,6 +80,7 @@ def run_job(job: Job, arguments: RunArguments) -> RunResult:
             stack.enter_context(own_randomness(mix(job.seed, 4)))
         training = stack.enter_context(_opened(job, arguments, role, own_loop=False))
         train(training)
+        training.bring_model()
     return training.result()
 
 
@@ -97,7 +99,7 @@ def _opened_alone(job: Job, arguments: RunArguments) -> Iterator[Training]:
     if arguments.checkpoint_every is not None and arguments.directory is None:
         raise JobError("Job: run: checkpoint_every: there is nowhere to save; give a directory with out")
     with ExitStack() as stack:
-        observers: list[Observer] = []
+        observers: list[Callback] = []
         saved_in = None
         if arguments.directory is not None:
             resume, every = arguments.resume is not None, arguments.checkpoint_every
@@ -114,7 +116,7 @@ def _opened_among_others(job: Job, arguments: RunArguments, role: Role) -> Itera
     from atoll.runtime.modes.lockstep.worker import training_among_others  # what one process alone need not load
 
     with Progress(quiet=not arguments.progress) as shown:
-        observers: list[Observer] = [shown] if arguments.progress and role.rank == 0 else []
+        observers: list[Callback] = [shown] if arguments.progress and role.rank == 0 else []
         with training_among_others(
             job,
             role,
@@ -170,6 +172,8 @@ def step(
     says where the run is written and what runs where.
     """
     with SentenceIfUncaught(), showing_lines():
+        if isinstance(optimizer, torch.optim.Optimizer) and arguments.get("parameter_groups") is not None:
+            raise JobError("atoll.step: parameter_groups: this optimizer is built and has groups already; leave out one of them")
         build = builder_of(optimizer, model) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         job = Job(model=model, loss=loss, data=data, optimizer=build, **arguments)
         about = RunArguments(

@@ -62,7 +62,7 @@ class Endless(IterableDataset[int]):
         ({"metrics": {"loss": loss}, "eval_data": range(3)}, "metrics: 'loss' is what the evaluation loss is called"),
         ({"metrics": {"": loss}, "eval_data": range(3)}, "metrics: names must be words, got ''"),
         ({"metrics": {3: loss}, "eval_data": range(3)}, "metrics: names must be words, got 3"),
-        ({"precision": "fp8"}, "precision: must be 'fp32', 'bf16' or 'fp16', got 'fp8'"),
+        ({"precision": "fp8"}, "precision: must be 'fp32', 'bf16', 'fp16' or 'bf16-true', got 'fp8'"),
         ({"name": ""}, "name: must be a word or two"),
         ({"max_grad_norm": "1"}, "max_grad_norm: must be a positive number, got '1'"),
         ({"eval_every": 3}, "eval_every: needs eval_data"),
@@ -73,7 +73,7 @@ class Endless(IterableDataset[int]):
             r"metrics\['accuracy'\]: must be a function metric\(model, batch\), got int 3",
         ),
         ({"callbacks": print}, "callbacks: must be a list of callables"),
-        ({"callbacks": [3]}, r"callbacks\[0\]: must be a callable that takes an event, got int 3"),
+        ({"callbacks": [3]}, r"callbacks\[0\]: must be a callable that takes an event, or an event and the run, got int 3"),
         (
             {"model": nn.Linear},
             r"model: must be a torch.nn.Module or a callable .* missing a required argument: 'in_features'; give .* functools.partial",

@@ -50,6 +50,9 @@ def report_view(found: "RunReport") -> RenderableType:
     parts: list[RenderableType] = [_heading(found)]
     for section in found.sections:
         parts += section_view(section)
+    if found.logged:
+        lines = [f"{name} {values[0]:.4g} → {values[-1]:.4g}" for name, values in found.logged.items()]
+        parts.append(Text.assemble(("Logged  ", "bold"), ", ".join(lines) + "\n"))
     if found.events:
         parts.append(Text.assemble(("Events  ", "bold"), ", ".join(f"{count} {kind}" for kind, count in found.events.items()) + "\n"))
     if found.conclusion:

@@ -15,6 +15,7 @@ from atoll.errors import PlanError
 from atoll.events import (
     AnyEvent,
     CheckpointSaved,
+    Logged,
     NonFinite,
     Restarted,
     RunFinished,
@@ -68,6 +69,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: StepSeconds
     steps_since_start: int  # made since the run was last started: none where nothing was left to do
     events: dict[str, int]  # by kind
+    logged: dict[str, list[float]] = {}  # numbers that callbacks logged, by name, one a step, the last that was logged
     conclusion: str = ""
     missing: list[str] = []  # what could not be reported, and why
     sections: tuple[ReportSection, ...] = ()  # of its mode
@@ -134,7 +136,17 @@ def _story(events: list[AnyEvent], state: str, message: str) -> RunReport:
         steps_since_start=len(starts[-1]),
         samples_per_second=_rate(steps_after_the_first(events) if started and starts_in_first_step(started[-1].mode) else steps),
         events=dict(sorted(Counter(event.kind for event in events).items())),
+        logged=_logged(events),
     )
+
+
+def _logged(events: list[AnyEvent]) -> dict[str, list[float]]:
+    found: dict[str, dict[int, float]] = {}
+    for event in events:
+        if isinstance(event, Logged):
+            for name, value in event.numbers.items():
+                found.setdefault(name, {})[event.step] = value
+    return {name: [values[step] for step in sorted(values)] for name, values in sorted(found.items())}
 
 
 def _rate(steps: list[StepFinished]) -> float | None:

@@ -19,13 +19,14 @@ from atoll.runtime.checkpoint.local_shard import Keyed, LocalShard
 from atoll.runtime.checkpoint.manifest import Index, SmallState, number_of
 from atoll.runtime.checkpoint.safetensors_file import DTYPES
 from atoll.runtime.checkpoint.values import from_plain, to_plain
-from atoll.runtime.executor import LossScale
+from atoll.runtime.executor import EMA, LossScale
 from atoll.runtime.stage.shard_spec import ShardSpec
 from atoll.runtime.turns import SeveralSchedules
 
-__all__ = ["OptimizerState", "allocate_state", "optimizer_state", "restore_groups", "restore_training", "training_state"]
+__all__ = ["EMA_KEY", "OptimizerState", "allocate_state", "optimizer_state", "restore_groups", "restore_training", "training_state"]
 
 _PREFIX = "optimizer/"  # then the state's name, a slash, and the parameter's name
+EMA_KEY = f"{_PREFIX}{EMA}/"  # what keys of averaged weights begin with
 
 
 class OptimizerState(NamedTuple):

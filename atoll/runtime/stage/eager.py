@@ -31,11 +31,11 @@ class WholeBatch(Sizes):
     """The batch as it is, under one name: no size of it is known, and none has to be."""
 
     def __init__(self) -> None:
-        self.names, self.symbols, self.fixed = [_BATCH], [], None
-        self._shapes, self._samples, self._known, self._paths = {}, set(), {}, []
+        self.names, self.symbols, self.fixed, self.weights = [_BATCH], [], None, None
+        self.dtypes, self._shapes, self._samples, self._known, self._paths = {}, {}, set(), {}, []
 
-    def leaves(self, batch: Any) -> dict[str, Any]:
-        """Whatever `collate` returned."""
+    def leaves(self, batch: Any, weights: Tensor | None = None) -> dict[str, Any]:
+        """Whatever `collate` returned; a loss that could not be captured has no terms to weigh."""
         return {_BATCH: batch}
 
 
@@ -71,7 +71,10 @@ class EagerStage(nn.Module):
         step, number = self._key.step, self._numbers[self._key.first_sample]
         seed_everything(mix(self._key.seed, 5, step, number, *self._key.of_turn), devices=self._device.type != "cpu")
         before = generator_states()
-        with users_code(f"step {step}: the loss", JobFailedError), EagerDraws(self._key) if self._uncaptured.draws else nullcontext():
+        with (
+            users_code(f"step {step}: the loss", JobFailedError),
+            EagerDraws(self._key, self.model) if self._uncaptured.draws else nullcontext(),
+        ):
             value, weight = read_loss(self._losses[self._key.turn](self.model, values[_BATCH]))
         self._drew = generator_states() != before
         if not value.requires_grad:

@@ -19,39 +19,43 @@ import torch
 from torch import Tensor, nn
 
 from atoll.blame import users_code
+from atoll.callbacks import Callback, Snapshot, callback_states, logged, restore_callbacks, with_run
 from atoll.cluster.memory import keep_freed_memory
-from atoll.data import Dataset, to_device
-from atoll.errors import CheckpointError, JobError, JobFailedError
+from atoll.data import Batch, Dataset, to_device
+from atoll.errors import JobError, JobFailedError
 from atoll.events import (
     AnyEvent,
     CheckpointBegun,
     Evaluated,
     NonFinite,
-    Observer,
+    Note,
     RunFinished,
     RunStarted,
     StepFinished,
     StopTraining,
+    Warned,
 )
 from atoll.job import Job, LossValue, RunResult, read_loss
+from atoll.model_identity import identify, tied_names
 from atoll.plan.modes.alone import ALONE
 from atoll.randomness import mix, own_randomness, seed_everything
 from atoll.runtime.checkpoint.checkpointer import Checkpointer, SavePolicy
+from atoll.runtime.checkpoint.gathering import gather_snapshot
 from atoll.runtime.checkpoint.loading import Loaded
-from atoll.runtime.checkpoint.local_shard import LocalShard
 from atoll.runtime.checkpoint.manifest import RunIdentity
 from atoll.runtime.checkpoint.safetensors_file import dtype_name
+from atoll.runtime.checkpoint.trained import held_tensors
 from atoll.runtime.checkpoint.training_state import restore_training, training_state
-from atoll.runtime.evaluation import evaluate, evaluates_after
-from atoll.runtime.executor import Accumulated, LossScale, Update, Updater, loss_share, scaled
+from atoll.runtime.evaluation import ModelEvaluator, evaluates_after
+from atoll.runtime.executor import Accumulated, LossScale, Update, Updater, WorkItem, loss_share, scaled
+from atoll.runtime.loss_weights import StepWeights
 from atoll.runtime.nonfinite import checked_weight, not_finite
 from atoll.runtime.peak import peak_memory_bytes
 from atoll.runtime.run_directory import RunDirectory, RunSettings
 from atoll.runtime.stage.rng import DrawKey, EagerDraws
-from atoll.runtime.stage.shard_spec import ShardSpec
-from atoll.runtime.stage.state import model_config, tied_names
 from atoll.runtime.training import Reason, train
 from atoll.runtime.turns import optimizer_names, schedule_of, training_only
+from atoll.runtime.whole_program import PieceCounts, WholeProgram, divided_program
 
 __all__ = ["AloneTrainer", "train_alone", "training_alone"]
 
@@ -60,7 +64,7 @@ def train_alone(
     job: Job,
     *,
     device: torch.device,
-    observers: Sequence[Observer],
+    observers: Sequence[Callback],
     saved_in: tuple[RunDirectory, RunSettings] | None = None,
 ) -> RunResult:
     """Train the job on one device and tell the observers what happens."""
@@ -74,7 +78,7 @@ def training_alone(
     job: Job,
     *,
     device: torch.device,
-    observers: Sequence[Observer],
+    observers: Sequence[Callback],
     saved_in: tuple[RunDirectory, RunSettings] | None = None,
 ) -> Iterator["AloneTrainer"]:
     """The job on one device, ready for its first step; leaving the block ends the run.
@@ -98,6 +102,30 @@ def training_alone(
         trainer.finish(trainer.reason or "stopped", "")
 
 
+class _Handle:
+    """The run as callbacks see it."""
+
+    def __init__(self, trainer: "AloneTrainer") -> None:
+        self._trainer = trainer
+
+    @property
+    def step(self) -> int:
+        """Steps made."""
+        return len(self._trainer.losses)
+
+    def snapshot(self) -> Snapshot:
+        """Copies of weights and optimizer."""
+        return self._trainer.snapshot()
+
+    def log(self, **numbers: float) -> None:
+        """As an event."""
+        self._trainer.emit(logged(self._trainer.moment(), self.step, numbers))
+
+    def keep(self, name: str = "best") -> None:
+        """Save this step and keep it."""
+        self._trainer.keep(name)
+
+
 class AloneTrainer:
     """A run under way: model, optimizer and what has been seen so far."""
 
@@ -105,11 +133,12 @@ class AloneTrainer:
         self,
         job: Job,
         device: torch.device,
-        observers: Sequence[Observer],
+        observers: Sequence[Callback],
         saved_in: tuple[RunDirectory, RunSettings] | None,
         interrupt: threading.Event,
     ) -> None:
-        self.job, self.device, self.observers, self._interrupt = job, device, observers, interrupt
+        self.job, self.device, self._interrupt = job, device, interrupt
+        self.observers = [with_run(observer, _Handle(self)) for observer in observers]
         self._stopping = False  # somebody asked for it
         self.began, self.seconds_before = time.perf_counter(), 0.0
         self.mode = ALONE.name  # or of the run whose process this is
@@ -122,8 +151,13 @@ class AloneTrainer:
         self.parameters: list[nn.Parameter] = [parameter for turn in self.turns for parameter in turn.updater.parameters]
         self.scheduler = schedule_of({turn.name: turn.updater.scheduler for turn in self.turns})
         self.scale = self.turns[0].updater.scale
+        self.updater = self.turns[0].updater  # of jobs with one loss
         self.key = DrawKey(job.seed)
         self.gradients = Accumulated(job.batch_size)
+        self.counts: PieceCounts | None = None  # what micro-batches weigh, where it is not their samples
+        self.pieces: WholeProgram | None = None  # what computes micro-batches whose losses have several terms
+        self.weights: StepWeights | None = None
+        self.evaluator: ModelEvaluator | None = None
         self.random = True  # until a forward has shown that it draws no random numbers
         self._reason: Reason | None = None
         self.losses: list[float] = []
@@ -135,7 +169,7 @@ class AloneTrainer:
             self.mode = settings.mode
             self.seconds_before = directory.last_moment()
             checkpoints = _checkpointer(directory, settings, job, self.model, self.optimizers)
-            self._resume(checkpoints.load(_held_tensors(self.model), optimizers=self.optimizers))
+            self._resume(checkpoints.load(held_tensors(self.model), optimizers=self.optimizers))
             self.saving = checkpoints, SavePolicy(settings.checkpoint_every, step=len(self.losses), moment=self.moment())
 
     def _resume(self, loaded: Loaded | None) -> None:
@@ -144,6 +178,7 @@ class AloneTrainer:
         if loaded is not None:
             self.losses = restore_training(loaded.extra, loaded.step, self.scheduler, self.scale)
             self.random = bool(loaded.extra.get("draws", True))
+            restore_callbacks(self.job.callbacks, loaded.extra.get("callbacks", {}))
 
     def elapsed(self) -> float:
         return time.perf_counter() - self.began
@@ -170,6 +205,10 @@ class AloneTrainer:
             self.emit(self._started())
             if self.resumed is not None:
                 self.emit(self.resumed.event(self.moment()))
+            note = self.job.weights_note(self.model) if self.resumed is None else None
+            if note is not None:
+                self.emit(Note(at_seconds=self.moment(), message=note))
+            self._find_pieces()
 
     @contextmanager
     def _stoppable(self) -> Iterator[None]:
@@ -225,10 +264,11 @@ class AloneTrainer:
             losses=tuple(self.losses),
             evaluations=tuple(self.evaluations),
             seconds=self.elapsed(),
-            model=self.model,
-            optimizer=self.optimizer,
-            optimizers={turn.name: turn.optimizer for turn in self.turns if turn.name},
+            trained=lambda: (self.model, self.optimizer),
         )
+
+    def bring_model(self) -> None:
+        """It is here."""
 
     def finish(self, reason: Reason | Literal["failed"], message: str) -> None:
         """Tell how the run ended."""
@@ -266,11 +306,24 @@ class AloneTrainer:
             with suppress(StopTraining):
                 self._tell_of_saves(*self.saving)
 
-    def _save(self, checkpoints: Checkpointer, policy: SavePolicy, *, final: bool = False) -> None:
+    def _save(self, checkpoints: Checkpointer, policy: SavePolicy, *, final: bool = False, keep: str | None = None) -> None:
         step = len(self.losses)
         extra = training_state(self.scheduler, self.scale, self.losses) | {"draws": self.random}
+        extra["callbacks"] = callback_states(self.job.callbacks)
         policy.begun(step)
-        checkpoints.save(step, _held_tensors(self.model), optimizers=self.optimizers, extra=extra, final=final)
+        checkpoints.save(step, held_tensors(self.model), optimizers=self.optimizers, extra=extra, final=final, keep=keep)
+
+    def keep(self, name: str) -> None:
+        """Save now, under a name that keeps it."""
+        if self.saving is None:
+            raise JobError("run.keep: there is nowhere to save; give a directory with out")
+        self._save(*self.saving, keep=name)
+
+    def snapshot(self) -> Snapshot:
+        """Copies of weights and optimizer."""
+        found = gather_snapshot(len(self.losses), held_tensors(self.model), self.optimizers, tied_names(self.model), None)
+        assert found is not None  # on rank 0
+        return found
 
     def _tell_of_saves(self, checkpoints: Checkpointer, policy: SavePolicy) -> None:
         outcomes = checkpoints.finished()
@@ -295,6 +348,7 @@ class AloneTrainer:
             precision=self.job.precision,
             seed=self.job.seed,
             unix_seconds=time.time(),
+            frozen_parameters=sum(parameter.numel() for parameter in self.model.parameters() if not parameter.requires_grad),
         )
 
     def _step(self, step: int) -> StepFinished:
@@ -331,29 +385,90 @@ class AloneTrainer:
     def _accumulate_gradient(self, step: int, turn: "_Turn") -> tuple[float, float]:
         """The gradient of the global batch's loss, left in `.grad`; returns the loss and what it was divided by."""
         parts = self.job.micro_batches
+        if self.pieces is not None:
+            return self._accumulate_pieces(self.pieces, step)
+        if self.counts is not None:
+            return self._accumulate_counted(self.counts, step)
         total = torch.zeros((), device=self.device)
         weight = torch.zeros((), device=self.device, dtype=torch.float64)
         deferred = False
         for number, (start, stop) in enumerate(parts):
-            value = self._forward(turn, number, start, stop)
+            value = self._forward(step, turn, number, start, stop)
             deferred = value.weight is not None and len(parts) > 1
             share = loss_share(value, stop - start, self.gradients) if deferred or value.weight is None else value.value / value.weight
             with users_code(f"step {step}: backward", JobFailedError):
                 scaled(share, self.gradients.scaled_by(self.scale)).backward()  # type: ignore[no-untyped-call]
             total += share.detach()
             weight += (stop - start) if value.weight is None else value.weight
-        divisor = checked_weight(f"step {step}", float(weight))
+        return self._divided(step, turn, float(total), float(weight), deferred)
+
+    def _divided(self, step: int, turn: "_Turn", total: float, weight: float, deferred: bool) -> tuple[float, float]:
+        divisor = checked_weight(f"step {step}", weight)
         if deferred:  # the weight of a batch is known only after its last micro-batch
             torch._foreach_div_([p.grad for p in turn.updater.parameters if p.grad is not None], divisor)
-        loss = float(total) / (divisor if deferred else 1.0)
+        loss = total / (divisor if deferred else 1.0)
         if not math.isfinite(loss):
             self._not_finite(step, "loss", loss)
         return loss, divisor
 
-    def _forward(self, turn: "_Turn", number: int, start: int, stop: int) -> LossValue:
-        step, self.key.first_sample = self.key.step, start
+    def _find_pieces(self) -> None:
+        """Micro-batches add up to the batch's loss as the user's code has it: by their samples, or else as the captured program tells."""
+        if len(self.job.micro_batches) == 1 or len(self.turns) > 1 or self.steps <= len(self.losses) or self._returns_weight():
+            return
+        found = divided_program(self.job, self.model)
+        for note in found.notes:
+            self.emit(Warned(message=note))
+        self.counts = found.counts
+        if found.program is not None:
+            self.pieces = WholeProgram(self.job, found.program, self.model, self.device, self.updater)
+            self.weights = StepWeights(self.pieces.sizes, self.job.micro_batches, self._batch)
+
+    @torch.no_grad()
+    def _returns_weight(self) -> bool:
+        """Whether the loss is `(total, weight)`; the model stays as it was."""
+        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        batch = to_device(self._batch(len(self.losses) + 1, *self.job.micro_batches[0]), self.device)
+        with self.job.autocast(self.device), users_code(f"step {len(self.losses) + 1}: the loss", JobFailedError):
+            value = read_loss(self.job.loss(self.model, batch))
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(before[name])
+        return value.weight is not None
+
+    def _accumulate_pieces(self, pieces: WholeProgram, step: int) -> tuple[float, float]:
+        assert self.weights is not None
+        total, weight = torch.zeros((), device=self.device), 0.0
+        for number, (start, stop) in enumerate(self.job.micro_batches):
+            batch, weights = to_device((self._batch(step, start, stop), self.weights.of(step)), self.device)
+            seed_everything(mix(self.job.seed, 5, step, number), devices=self.device.type != "cpu")
+            with users_code(f"step {step}: the loss", JobFailedError):
+                found = pieces.train(WorkItem(0, step, number, start, stop - start), batch, weights)
+            total, weight = total + found.total, weight + float(found.weight)
+        return self._divided(step, self.turns[0], float(total), weight, pieces.deferred)
+
+    def _accumulate_counted(self, counts: PieceCounts, step: int) -> tuple[float, float]:
+        """A micro-batch in which nothing counts has no loss, and adds nothing."""
+        batches = [self._batch(step, start, stop) for start, stop in self.job.micro_batches]
+        with users_code(f"step {step}: the batch", JobFailedError):
+            shares, weight = counts.shares(batches)
+        total = torch.zeros((), device=self.device)
+        for number, (share, (start, _)) in enumerate(zip(shares, self.job.micro_batches, strict=True)):
+            value = self._loss_of(step, self.turns[0], number, start, batches[number])
+            if share:
+                loss = value.value * share
+                with users_code(f"step {step}: backward", JobFailedError):
+                    scaled(loss, self.gradients.scaled_by(self.scale)).backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
+        return self._divided(step, self.turns[0], float(total), weight, deferred=False)
+
+    def _batch(self, step: int, start: int, stop: int) -> Batch:
         with users_code(f"step {step}: loading the batch", JobFailedError):
-            batch = to_device(self.job.samples.batch(step - 1, start, stop), self.device)
+            return self.job.samples.batch(step - 1, start, stop)
+
+    def _forward(self, step: int, turn: "_Turn", number: int, start: int, stop: int) -> LossValue:
+        return self._loss_of(step, turn, number, start, self._batch(step, start, stop))
+
+    def _loss_of(self, step: int, turn: "_Turn", number: int, start: int, loaded: Batch) -> LossValue:
+        batch, self.key.first_sample = to_device(loaded, self.device), start
         seed_everything(mix(self.job.seed, 5, step, number, *self.key.of_turn), devices=self.device.type != "cpu")
         with self.job.autocast(self.device), users_code(f"step {step}: {turn.words}", JobFailedError), self._draws():
             value = read_loss(turn.job.loss(self.model, batch))
@@ -367,7 +482,7 @@ class AloneTrainer:
         if not self.random:
             yield
             return
-        with EagerDraws(self.key) as draws:
+        with EagerDraws(self.key, self.model) as draws:
             yield
         self.random = draws.count > 0 or len(self.turns) > 1
 
@@ -382,17 +497,41 @@ class AloneTrainer:
 
     def _not_finite(self, step: int, what: Literal["loss", "gradient"], value: float) -> None:
         self.emit(NonFinite(at_seconds=self.moment(), step=step, what=what, value=str(value)))
-        raise not_finite(step, what, value)
+        checkpoints = None
+        if self.saving is not None:
+            self.saving[0].wait()
+            checkpoints = self.saving[0].directory
+        raise not_finite(step, what, value, checkpoints)
 
     def _evaluate_when_due(self, step: int) -> None:
         dataset = self.job.eval_dataset
         if dataset is not None and evaluates_after(self.job, step, self.steps):
-            self._evaluate(dataset)
+            self._evaluate(dataset, planned=True)
 
-    def _evaluate(self, dataset: Dataset) -> None:
-        found = evaluate(self.job, self.model, self.device, len(self.losses), dataset)
+    def _evaluate(self, dataset: Dataset, *, planned: bool = False) -> None:
+        """A schedule that waits for a plateau hears of evaluations that the job planned."""
+        if self.evaluator is None or self.evaluator.dataset is not dataset:
+            self.evaluator = ModelEvaluator(self.job, self.model, self.device, dataset)
+        with self._averaged_weights() if self.job.eval_ema else nullcontext():
+            found = self.evaluator.run(len(self.losses))
+        if planned:
+            for turn in self.turns:
+                turn.updater.evaluated(len(self.losses), found.loss)
         self.evaluations.append(msgspec.structs.replace(found, at_seconds=self.moment()))
         self.emit(self.evaluations[-1])
+
+    @contextmanager
+    def _averaged_weights(self) -> Iterator[None]:
+        """The model has its averages meanwhile, which change places with the weights."""
+        averages = self.updater.averages()
+        weights = {parameter: parameter.data for parameter in averages}
+        for parameter, average in averages.items():
+            parameter.data = average
+        try:
+            yield
+        finally:
+            for parameter, weight in weights.items():
+                parameter.data = weight
 
 
 @dataclass(frozen=True)
@@ -425,9 +564,9 @@ def _make_turns(job: Job, model: nn.Module) -> list[_Turn]:
     names = job.trained_in(model)
     everything = {name: trained[name] for row in names.values() for name in row}
     for number, (name, part) in enumerate(job.turns.items()):
-        optimizer = part.build_optimizer([trained[own] for own in names[name]])
+        optimizer = part.build_optimizer([trained[own] for own in names[name]]) if name else job.build_model_optimizer(model)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        updater = Updater(parameters, optimizer, part.build_scheduler(optimizer), scale, steps=job.total_steps)
+        updater = Updater(parameters, optimizer, part.build_scheduler(optimizer), scale, steps=job.total_steps, ema_decay=job.ema_decay)
         around = partial(training_only, names[name], everything) if name else nullcontext
         turns.append(_Turn(name, number, part, optimizer, updater, around))
     return turns
@@ -436,31 +575,11 @@ def _make_turns(job: Job, model: nn.Module) -> list[_Turn]:
 def _checkpointer(
     directory: RunDirectory, settings: RunSettings, job: Job, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> Checkpointer:
-    for held in _held_tensors(model):
+    for held in held_tensors(model):
         dtype_name(held.tensor.dtype, f"{held.name!r}")  # what cannot be saved is refused before it is trained
-    identity = RunIdentity(
-        job=job.name,
-        optimizer=optimizer_names(optimizers),
-        seed=job.seed,
-        batch_size=job.batch_size,
-        tied=tied_names(model),
-        model_config=model_config(model),
-    )
+    names = optimizer_names(optimizers)
+    identity = RunIdentity.of(identify(model), job=job.name, optimizer=names, seed=job.seed, batch_size=job.batch_size)
     return Checkpointer(directory.checkpoints, identity=identity, keep_last=settings.keep_last)
-
-
-def _held_tensors(model: nn.Module) -> list[LocalShard]:
-    """Parameters and persistent buffers, each under its first name; the optimizer knows parameters as these very objects.
-
-    Asked anew for every save: a model may put another tensor in a buffer's place.
-    """
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers(remove_duplicate=False))
-    names = [name for name in model.state_dict() if name not in parameters and name not in tied_names(model)]
-    for name in names:
-        if name not in buffers:
-            raise CheckpointError(f"{name!r}: state that is neither a parameter nor a buffer cannot be saved; register it as a buffer")
-    found = parameters | {name: buffers[name] for name in names}
-    return [LocalShard(ShardSpec(name=name, shape=tuple(value.shape)), value) for name, value in found.items()]
 
 
 def _on_device(job: Job, device: torch.device) -> nn.Module:

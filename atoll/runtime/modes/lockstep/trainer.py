@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,12 +12,14 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
 from atoll.blame import users_code
+from atoll.callbacks import Callback, Snapshot, logged, with_run
 from atoll.control.clipping import clip_coefficient
 from atoll.data import Dataset
-from atoll.errors import JobFailedError
-from atoll.events import AnyEvent, CodecChosen, Evaluated, NonFinite, Observer, RunFinished, RunStarted, StepFinished, StopTraining
+from atoll.errors import JobError, JobFailedError
+from atoll.events import AnyEvent, CodecChosen, Evaluated, NonFinite, Note, RunFinished, RunStarted, StepFinished, StopTraining
 from atoll.job import Job
 from atoll.plan.modes.lockstep import LOCKSTEP
+from atoll.runtime.checkpoint.gathering import gather_snapshot
 from atoll.runtime.checkpoint.loading import Loaded
 from atoll.runtime.checkpoint.training_state import restore_training
 from atoll.runtime.evaluation import evaluates_after
@@ -25,6 +28,7 @@ from atoll.runtime.modes.lockstep.evaluation import Evaluation
 from atoll.runtime.modes.lockstep.heartbeat import Doing
 from atoll.runtime.modes.lockstep.rank import RankTurn, RankWork
 from atoll.runtime.modes.lockstep.recorder import counted
+from atoll.runtime.modes.lockstep.requests import Requests
 from atoll.runtime.modes.lockstep.sharding import squared_norm
 from atoll.runtime.nonfinite import checked_weight, not_finite
 from atoll.runtime.peak import peak_memory_bytes
@@ -47,11 +51,40 @@ class _Totals(NamedTuple):
     stopping: bool  # the loop around the steps asked for it
 
 
+class _Handle:
+    """The run as callbacks on rank 0 see it."""
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self._trainer = trainer
+
+    @property
+    def step(self) -> int:
+        """Steps made."""
+        return len(self._trainer.losses)
+
+    def snapshot(self) -> Snapshot:
+        """Weights and optimizer of all ranks."""
+        return self._trainer.requests.snapshot()
+
+    def log(self, **numbers: float) -> None:
+        """As an event."""
+        if self._trainer.tell(logged(self._trainer.moment(), self.step, numbers)):
+            raise StopTraining
+
+    def keep(self, name: str = "best") -> None:
+        """Save this step and keep it."""
+        self._trainer.requests.keep(name)
+
+
 class Trainer:
     """A lockstep run as one rank sees it. Whatever ends it, the weights are those after a whole step."""
 
-    def __init__(self, job: Job, work: RankWork, device: torch.device, observers: Sequence[Observer] = ()) -> None:
-        self.job, self.work, self.device, self.observers = job, work, device, observers
+    def __init__(self, job: Job, work: RankWork, device: torch.device, observers: Sequence[Callback] = ()) -> None:
+        self.job, self.work, self.device = job, work, device
+        self.saved_in: Path | None = None  # where checkpoints are
+        self.save_kept: Callable[[str], None] | None = None  # saves this step under a name; None: there is nowhere to save
+        self.requests = Requests(self.gather, self._keep)
+        self.observe(observers)
         self.began, self.seconds_before = time.perf_counter(), 0.0
         self._trainable = {turn.name: turn.trainable for turn in work.turns}
         self.trainable = [owned for owned in work.owned if owned.leaf.requires_grad]
@@ -62,16 +95,30 @@ class Trainer:
         self.reason: Reason | None = None  # why no step follows
         self.stopping = False  # the loop around the steps asks all ranks to end it after the next one
 
+    def observe(self, observers: Sequence[Callback]) -> None:
+        """Who is told of events on this rank."""
+        self.observers = [with_run(observer, _Handle(self)) for observer in observers]
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """What there is to save of optimizers: nothing, where this rank trains nothing of the model."""
+        return [turn.optimizer for turn in self.work.turns] if self.trainable else []
+
+    def gather(self) -> Snapshot | None:
+        """Weights and optimizer, whole, on rank 0. All ranks take part."""
+        self.work.doing("putting the model together on rank 0", len(self.losses))
+        return gather_snapshot(len(self.losses), self.work.executor.shards(), self.optimizers, self.work.identity.tied, dist.group.WORLD)
+
+    def _keep(self, name: str) -> None:
+        if self.save_kept is None:
+            raise JobError("run.keep: there is nowhere to save; give a directory with out")
+        self.save_kept(name)
+
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """Of what the rank owns; of a stand-in without numbers where it trains nothing."""
         assert self.updater.optimizer is not None
         return self.updater.optimizer
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Of all turns of a step."""
-        return [turn.executor.updater.optimizer for turn in self.work.turns if turn.executor.updater.optimizer is not None]
 
     @property
     def scheduler(self) -> LRScheduler | SeveralSchedules | None:
@@ -111,6 +158,8 @@ class Trainer:
         self.tell(self._started())
         if self.resumed is not None:
             self.tell(self.resumed.event(self.moment()))
+        for note in self.work.notes if self.resumed is None else ():
+            self.tell(Note(at_seconds=self.moment(), message=note))
         for link, codec in self.work.layout.plan.codecs.items():
             if codec != "none":
                 reason = "the plan names it; losses are near those of one process, not equal to float tolerance"
@@ -201,7 +250,7 @@ class Trainer:
     def _not_finite(self, step: int, what: Literal["loss", "gradient"], value: float) -> None:
         with suppress(StopTraining):
             self.tell(NonFinite(at_seconds=self.moment(), step=step, what=what, value=str(value)))
-        raise not_finite(step, what, value)
+        raise not_finite(step, what, value, self.saved_in)
 
     def tell(self, event: AnyEvent) -> bool:
         """Tell this rank's observers; whether one of them asked to stop."""
@@ -218,9 +267,14 @@ class Trainer:
 
     def _tell_together(self, event: AnyEvent) -> bool:
         """Tell the observers, and all ranks what they asked for; without callbacks nobody can ask."""
-        stop = self.tell(event)
         if not self.work.callbacks:
-            return stop
+            return self.tell(event)
+        if self.work.requests:
+            self.requests.begin()
+        stop = self.tell(event)
+        if self.work.requests:
+            self.work.doing(Doing("doing what callbacks ask for", "others"), len(self.losses))
+            self.requests.end()
         flag = torch.tensor([float(stop)])
         self.work.doing(_AGREEING, len(self.losses))
         dist.all_reduce(flag)
@@ -234,8 +288,12 @@ class Trainer:
         return self.evaluate(evaluation, None)
 
     def evaluate(self, evaluation: Evaluation, dataset: Dataset | None) -> bool:
-        """Evaluate on the job's own data or other; whether an observer asked to stop."""
-        self.evaluations.append(evaluation.run(self.last_step, self.moment, dataset))
+        """Evaluate on the job's own data, as it planned, or other; whether an observer asked to stop."""
+        averages = self.updater.averages() if self.job.eval_ema else {}
+        self.evaluations.append(evaluation.run(self.last_step, self.moment, dataset, averages))
+        if dataset is None:
+            for turn in self.work.turns:
+                turn.executor.updater.evaluated(self.last_step, self.evaluations[-1].loss)
         return self._tell_together(self.evaluations[-1])
 
     def _started(self) -> RunStarted:
@@ -251,6 +309,7 @@ class Trainer:
             precision=self.job.precision,
             seed=self.job.seed,
             unix_seconds=time.time(),
+            frozen_parameters=self.work.frozen_parameters,
         )
 
     def finish(self, reason: "Reason | Literal['failed']", message: str = "") -> None:

@@ -45,7 +45,8 @@ from atoll.plan.modes.swarm import SwarmOptions
 from atoll.runtime.checkpoint.directory import step_path
 from atoll.runtime.checkpoint.manifest import MODEL
 from atoll.runtime.checkpoint.state_file import BUFFER, StateReader, cut
-from atoll.runtime.evaluation import evaluate, evaluates_after
+from atoll.runtime.checkpoint.training_state import EMA_KEY
+from atoll.runtime.evaluation import ModelEvaluator, evaluates_after
 from atoll.runtime.modes.swarm.files import CheckpointFiles, CheckpointService, FileJournal, Key, States
 from atoll.runtime.modes.swarm.jetstream import JetStream, connect_jetstream
 from atoll.runtime.modes.swarm.measurement import MeasureService
@@ -252,7 +253,7 @@ class _Coordinating:
                 self._tell_links()
                 self._tell(self._finished(coordinator.version, records, failed=refused is not None))
                 if refused is not None:
-                    raise refused_step(refused.step, refused.what, float(refused.value))
+                    raise refused_step(refused.step, refused.what, float(refused.value), self.directory.checkpoints)
                 return not coordinator.stopped
             finally:
                 await clock.close()
@@ -450,12 +451,12 @@ def evaluate_state(directory: RunDirectory, job: Job, step: int) -> Evaluated:
     except CheckpointError as error:
         raise JobFailedError(f"the checkpoint of step {step} is not there any more ({error})") from error
     for name, value in named.items():
-        for key in (MODEL + name, BUFFER + name):
+        for key in (MODEL + name, BUFFER + name, *((EMA_KEY + name,) if job.eval_ema else ())):
             if key in saved:
                 saved.fill(key, value)
     dataset = job.eval_dataset
     assert dataset is not None
-    return evaluate(job, model, torch.device("cpu"), step, dataset)
+    return ModelEvaluator(job, model, torch.device("cpu"), dataset).run(step)
 
 
 async def evaluate_elsewhere(directory: RunDirectory, step: int) -> Evaluated:

@@ -304,7 +304,7 @@ def test_a_callback_that_fails_fails_the_run_with_its_own_error(tmp_path: Path) 
         ({"optimizer": lambda p: torch.optim.SGD(p, lr=-1)}, "Job: optimizer: making it failed: ValueError: Invalid learning rate: -1"),
         ({"scheduler": lambda o: OneCycleLR(o, 1.0, total_steps=5)}, "OneCycleLR ends after 5 steps and the job has 10; make them equal"),
         ({"scheduler": lambda o: OneCycleLR(o, 1.0)}, "Job: scheduler: making it failed: ValueError"),
-        ({"scheduler": ReduceLROnPlateau}, "ReduceLROnPlateau must be told a metric at every step"),
+        ({"scheduler": ReduceLROnPlateau}, "ReduceLROnPlateau is told the loss of evaluations; give eval_data"),
         ({"data": lambda: [][0]}, "Job: data: building it failed: IndexError"),
         ({"model": lambda: nn.Linear("a", 1)}, "Job: model: building it failed: TypeError"),
         ({"loss": lambda m, b: mean_loss(m, b) * 1j}, "loss: it must return a floating-point number, it returned torch.complex64"),

@@ -324,6 +324,13 @@ class Job:
         """The job's optimizer for a whole model, in the job's groups of parameters."""
         return self.build_part_optimizer(dict(model.named_parameters()), self.group_names(model.named_parameters()))
 
+    def build_optimizers(self, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
+        """Of all turns of a step, by their names: one without a name, unless the job has several losses."""
+        if "" in self.turns:
+            return {"": self.build_model_optimizer(model)}
+        named, names = dict(model.named_parameters()), self.trained_in(model)
+        return {turn: part.build_optimizer([named[name] for name in names[turn]]) for turn, part in self.turns.items()}
+
     def build_part_optimizer(self, parameters: Mapping[str, nn.Parameter], groups: Sequence[ParameterGroup]) -> torch.optim.Optimizer:
         """The job's optimizer for some parameters of a model, in the groups of the whole: each is there, in the same order, if empty."""
         if self.parameter_groups is None:

@@ -52,8 +52,8 @@ def generator_loss(model: Gan, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def distance(model: Gan, batch: tuple[Tensor, Tensor]) -> Tensor:
     """How far generated points are from the ring, on average."""
-    made: Tensor = model.generator(batch[1])
-    return (made.norm(dim=1) - 1).abs().mean()
+    away: Tensor = model.generator(batch[1]).norm(dim=1) - 1
+    return away.abs().mean()
 
 
 adam = partial(torch.optim.Adam, lr=2e-3, betas=(0.5, 0.9))

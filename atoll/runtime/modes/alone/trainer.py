@@ -563,8 +563,8 @@ def _make_turns(job: Job, model: nn.Module) -> list[_Turn]:
     trained, turns, scale = dict(model.named_parameters()), list[_Turn](), LossScale(job.precision == "fp16")
     names = job.trained_in(model)
     everything = {name: trained[name] for row in names.values() for name in row}
-    for number, (name, part) in enumerate(job.turns.items()):
-        optimizer = part.build_optimizer([trained[own] for own in names[name]]) if name else job.build_model_optimizer(model)
+    for number, (name, optimizer) in enumerate(job.build_optimizers(model).items()):
+        part = job.turns[name]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         updater = Updater(parameters, optimizer, part.build_scheduler(optimizer), scale, steps=job.total_steps, ema_decay=job.ema_decay)
         around = partial(training_only, names[name], everything) if name else nullcontext

@@ -142,6 +142,7 @@ class StepFinished(Event, frozen=True, kw_only=True):
     rounds: int = 1  # of a swarm: how often the step was sealed until nothing was missing
     data_seconds: float | None = None  # of `seconds`, spent waiting for data: the mean of the processes that read any
     loading_seconds: float | None = None  # that loading the data took them or their workers, added up: the mean of these processes
+    losses: dict[str, float] = {}  # of a job with several: by name; `loss` is their sum
 
 
 class Evaluated(Event, frozen=True, kw_only=True):

@@ -98,7 +98,7 @@ def _optimizer(job: "Job") -> tuple[str, tuple[str, ...]]:
     import torch
 
     parameter = torch.nn.Parameter(torch.zeros(64, 64))
-    optimizer = job.build_optimizer([parameter])
+    optimizer = next(iter(job.turns.values())).build_optimizer([parameter])
     name = type(optimizer).__name__.lower()
     if name in OPTIMIZERS and name != "sgd":
         return name, ()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from atoll.blame import users_code
 from atoll.data import Batch, Dataset, to_device
-from atoll.errors import AtollError, JobFailedError
+from atoll.errors import AtollError, JobError, JobFailedError
 from atoll.events import Evaluated
 from atoll.job import Job, LossFunction, LossValue, read_loss
 from atoll.runtime.batch_loader import BatchLoader
@@ -32,6 +32,8 @@ def evaluates_after(job: Job, step: int, steps: int) -> bool:
 
 def evaluated_functions(job: Job) -> dict[str, LossFunction]:
     """The evaluation loss, under an empty name, and the metrics."""
+    if len(job.turns) > 1 and job.eval_loss is None:
+        raise JobError("Job: eval_loss: there are several losses: say which to evaluate, and give eval_data")
     return {"": job.eval_loss or job.loss, **job.metrics}
 
 

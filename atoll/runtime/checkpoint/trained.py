@@ -12,6 +12,7 @@ from atoll.runtime.checkpoint.exchange import CheckpointRanks
 from atoll.runtime.checkpoint.loading import load_from
 from atoll.runtime.checkpoint.local_shard import LocalShard, whole_shards
 from atoll.runtime.checkpoint.manifest import RunIdentity
+from atoll.runtime.turns import optimizer_names
 
 __all__ = ["held_tensors", "load_trained"]
 
@@ -30,11 +31,11 @@ def held_tensors(model: nn.Module) -> list[LocalShard]:
 
 
 def load_trained(job: Job, run: Path, step: int | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Model and optimizer as the run's last checkpoint, or that of a step, has them, whichever mode and plan wrote it."""
+    """Model and (first) optimizer as the run's last checkpoint, or that of a step, has them, whichever mode and plan wrote it."""
     model = job.build_model("cpu")
-    optimizer = job.build_model_optimizer(model)
-    name = type(optimizer).__name__
+    optimizers = list(job.build_optimizers(model).values())
+    name = optimizer_names(optimizers)
     identity = RunIdentity.of(identify(model), job=job.name, optimizer=name, seed=job.seed, batch_size=job.batch_size)
-    if load_from(CheckpointRanks(None), run / "checkpoints", identity, held_tensors(model), [optimizer], step) is None:
+    if load_from(CheckpointRanks(None), run / "checkpoints", identity, held_tensors(model), optimizers, step) is None:
         raise CheckpointError(f"{run}: no checkpoint there; a run saves at its end, and while it trains")
-    return model, optimizer
+    return model, optimizers[0]

@@ -22,6 +22,7 @@ from atoll.runtime.checkpoint.safetensors_file import DTYPES
 from atoll.runtime.checkpoint.values import from_plain, to_plain
 from atoll.runtime.executor import EMA, LossScale
 from atoll.runtime.stage.shard_spec import ShardSpec
+from atoll.runtime.turns import SeveralSchedules
 
 __all__ = [
     "EMA_KEY",
@@ -150,7 +151,7 @@ def restore_groups(optimizers: Sequence[torch.optim.Optimizer], held: Sequence[L
                 group.update({key: from_plain(value, f"optimizer: {key}") for key, value in options.items()})
 
 
-def training_state(scheduler: LRScheduler | None, scale: LossScale, losses: Sequence[float]) -> dict[str, Any]:
+def training_state(scheduler: LRScheduler | SeveralSchedules | None, scale: LossScale, losses: Sequence[float]) -> dict[str, Any]:
     """As a checkpoint keeps it, in `extra`. Functions of a schedule are left out: the script makes them again."""
     schedule = None
     if scheduler is not None:
@@ -170,7 +171,9 @@ def restore_data(extra: Mapping[str, Any], samples: Samples) -> None:
         samples.go_on_from(state)
 
 
-def restore_training(extra: Mapping[str, Any], step: int, scheduler: LRScheduler | None, scale: LossScale) -> list[float]:
+def restore_training(
+    extra: Mapping[str, Any], step: int, scheduler: LRScheduler | SeveralSchedules | None, scale: LossScale
+) -> list[float]:
     """Schedule and scale as they were after `step` steps; returns the losses until then."""
     scale.restore(extra["loss_scale"])
     if scheduler is not None and extra["scheduler"] is not None:

@@ -51,6 +51,7 @@ from atoll.runtime.modes.lockstep.role import Role
 from atoll.runtime.modes.lockstep.trainer import Trainer
 from atoll.runtime.run_directory import SPEEDS, RunDirectory, RunSettings, run_lock
 from atoll.runtime.training import STEP, Reason
+from atoll.runtime.turns import optimizer_names
 
 __all__ = ["Planning", "RankTraining", "training_among_others", "training_rank"]
 
@@ -406,7 +407,7 @@ class RankTraining:
         identity = RunIdentity.of(
             self.work.identity,
             job=self.job.name,
-            optimizer=type(self.trainer.optimizer).__name__,
+            optimizer=optimizer_names([turn.optimizer for turn in self.work.turns]),
             seed=self.job.seed,
             batch_size=self.job.batch_size,
             plan=str(self.plan),

@@ -132,7 +132,7 @@ class ModelEvaluator:
     def _measure(self, name: str, function: LossFunction, step: int, *, divided: bool) -> "Callable[[range, Batch], LossValue]":
         """What says something of a piece: the user's own code, or the program whose results add up."""
         if divided and name not in self._divided:
-            self._divided[name] = self._found(name, function, step)
+            self._divided[name] = self._found(step, name, function)
         found = self._divided.get(name)
         if found is None or (found.program is None and found.counts is None):
             return lambda indices, batch: self._eagerly(step, name, function, batch)
@@ -151,12 +151,12 @@ class ModelEvaluator:
         found = self._divided.get(name)
         return 1 if found is None or found.program is None else found.program.loss_form.terms
 
-    def _found(self, name: str, function: LossFunction, step: int) -> "Divided":
+    def _found(self, step: int, name: str, function: LossFunction) -> "Divided":
         from atoll.runtime.evaluated_programs import capture_function
         from atoll.runtime.whole_program import Divided
 
         samples = self._loader.samples
-        with users_code("evaluation: loading its first samples", JobFailedError):
+        with users_code(f"evaluation after step {step}: loading its first samples", JobFailedError):
             batch = to_device(samples.at(range(min(samples.length, 2))), self._device)
         if self._eagerly(step, name, function, batch).weight is not None:
             return Divided()

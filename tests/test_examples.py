@@ -21,7 +21,8 @@ def unchanged_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_trains(path: Path) -> None:
+def test_an_example_trains(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [str(path)])  # examples may read files that are named there
     job = load_job(path)
     short = replace(
         job, steps=8, batch_size=4, micro_batch_size=2, eval_data=None, eval_every=None, eval_loss=None, metrics={}, scheduler=None

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from atoll.plan import parse_plan
-from atoll.runtime.modes.lockstep.evaluation import Evaluation, _mean, _put
+from atoll.runtime.evaluation import EvaluationSums
+from atoll.runtime.modes.lockstep.evaluation import Evaluation, _put
 from atoll.runtime.modes.lockstep.layout import Layout
 from atoll.runtime.modes.lockstep.sharding import OptimizerShard
 from atoll.runtime.stage.shard_spec import ShardSpec
@@ -59,9 +60,9 @@ def test_every_micro_batch_is_computed_once_by_the_rank_everybody_expects(name: 
 
 
 def test_what_is_not_finite_is_none() -> None:
-    assert _mean(6.0, 4.0) == 1.5
-    assert _mean(math.nan, 4.0) is None
-    assert _mean(1.0, 0.0) is None
+    assert EvaluationSums(torch.tensor([6.0, 4.0])).mean() == 1.5
+    assert EvaluationSums(torch.tensor([math.nan, 4.0])).mean() is None
+    assert EvaluationSums(torch.tensor([1.0, 0.0])).mean() is None
 
 
 def test_parts_and_shards_are_put_where_they_belong() -> None:

@@ -166,7 +166,7 @@ def assemble(
     feed = ShardLoader(loader, layout, actions, stages, source.sizes, device, last_step=job.total_steps, ahead=_AHEAD)
     generators, channels, buckets = Generators(rank.key.lock, feed.reading, activity), Channels(rank.number, device), list[Bucket]()
     turns, counted = [], _counted(rank, held, groups)
-    for number, (name, names) in enumerate(_names_of_turns(rank, parts, held).items()):
+    for number, (name, names) in enumerate(_names_of_turns(rank, parts).items()):
         mine = held.of(names)
         executor = _executor(rank, number, stages, parts, mine, held, generators)
         runner = ScheduleRunner(
@@ -443,10 +443,10 @@ def _counted(rank: _Rank, held: _HeldParameters, groups: Sequence[GradientGroup]
     return counted
 
 
-def _names_of_turns(rank: _Rank, parts: _Parts, held: _HeldParameters) -> dict[str, Collection[str]]:
-    """What each turn of a step trains; the first also has what nobody does."""
+def _names_of_turns(rank: _Rank, parts: _Parts) -> dict[str, Collection[str]]:
+    """What each turn of a step trains, of the whole model: all ranks make the same groups. The first also has what nobody trains."""
     if list(rank.job.turns) == [""]:
-        return {"": held.parameters.keys()}
+        return {"": set(parts.order)}
     (stage,) = parts.modules
     assert isinstance(stage, EagerStage)  # nothing else has several turns
     return {name: set(names) for name, names in stage.trained_in.items()}

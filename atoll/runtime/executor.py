@@ -20,6 +20,7 @@ from atoll.blame import users_code
 from atoll.errors import JobFailedError
 from atoll.job import LossValue, read_loss
 from atoll.runtime.activations import Activations
+from atoll.runtime.checkpoint.manifest import EMA
 from atoll.runtime.stage.program import StageProgram
 from atoll.runtime.stage.rng import DrawKey
 from atoll.runtime.stage.sizes import Sizes
@@ -28,7 +29,6 @@ if TYPE_CHECKING:  # loads PyTorch's distributed checkpoint, which takes seconds
     from atoll.runtime.checkpoint.local_shard import LocalShard
 
 __all__ = [
-    "EMA",
     "Accumulated",
     "Contributed",
     "GradientSink",
@@ -44,9 +44,6 @@ __all__ = [
     "loss_share",
     "scaled",
 ]
-
-
-EMA = "ema"  # what the averages of a parameter are called among the optimizer's state
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,8 @@ from atoll.fabric.shaped import LinkChoice
 from atoll.job import Job
 from atoll.plan.modes.swarm import SwarmOptions
 from atoll.runtime.checkpoint.directory import step_path
-from atoll.runtime.checkpoint.manifest import MODEL
+from atoll.runtime.checkpoint.manifest import EMA_KEY, MODEL
 from atoll.runtime.checkpoint.state_file import BUFFER, StateReader, cut
-from atoll.runtime.checkpoint.training_state import EMA_KEY
 from atoll.runtime.evaluation import ModelEvaluator, evaluates_after
 from atoll.runtime.modes.swarm.files import CheckpointFiles, CheckpointService, FileJournal, Key, States
 from atoll.runtime.modes.swarm.jetstream import JetStream, connect_jetstream

@@ -17,6 +17,7 @@ from atoll.graph.loss_weight import BatchWeights
 from atoll.job import Job, LossValue
 from atoll.runtime.activations import Activations
 from atoll.runtime.executor import Accumulated, BuiltStage, Loss, StageExecutor, Updater, WorkItem
+from atoll.runtime.stage.compilation import Compiler
 from atoll.runtime.stage.module import SharingBuilder
 from atoll.runtime.stage.program import cut_stage
 from atoll.runtime.stage.rng import DrawKey
@@ -77,7 +78,9 @@ def divided_program(job: Job, model: nn.Module) -> Divided:
 class WholeProgram:
     """All layers of a program on one device; training leaves gradients in the model's `.grad`."""
 
-    def __init__(self, job: Job, captured: Captured, model: nn.Module, device: torch.device, updater: Updater) -> None:
+    def __init__(
+        self, job: Job, captured: Captured, model: nn.Module, device: torch.device, updater: Updater, compiler: Compiler | None = None
+    ) -> None:
         key = DrawKey(job.seed)
         builder = SharingBuilder(InitialState(captured, model), device=device, key=key)
         program = cut_stage(captured, 0, len(captured.graph.layers))
@@ -91,6 +94,7 @@ class WholeProgram:
             generators=key.lock,
             gradients=Accumulated(job.batch_size),
             updater=updater,
+            compiler=compiler,
         )
 
     @property

@@ -96,7 +96,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     data: DataWaits | None = None  # None: nobody measured it
     compile_seconds: dict[
         str, float
-    ] = {}  # that torch.compile took, by process (empty where there is one); none where nothing was compiled
+    ] = {}  # that torch.compile took, by process; of the only one under no name
     conclusion: str = ""
     missing: list[str] = []  # what could not be reported, and why
     sections: tuple[ReportSection, ...] = ()  # of its mode

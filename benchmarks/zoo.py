@@ -279,7 +279,8 @@ def refusals(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
         by_sentence: dict[str, list[str]] = {}
         for way, outcome in row.ways.items():
             if outcome.kind in ("refused", "failed", "different"):
-                by_sentence.setdefault(outcome.sentence.strip().splitlines()[-1], []).append(way)
+                told_in = outcome.sentence.strip().splitlines() or [""]
+                by_sentence.setdefault(told_in[-1 if outcome.kind == "failed" else 0], []).append(way)
         told += [(row.name, "all" if len(ways) >= 4 else ", ".join(ways), sentence) for sentence, ways in by_sentence.items()]
     return told
 

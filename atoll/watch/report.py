@@ -94,9 +94,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     codecs: list[str] = []  # how tensors went over links, where not as they are: "oslo-rome: int8", and what `--codec` said of others
     logged: dict[str, list[float]] = {}  # numbers that callbacks logged, by name, one a step, the last that was logged
     data: DataWaits | None = None  # None: nobody measured it
-    compile_seconds: dict[
-        str, float
-    ] = {}  # that torch.compile took, by process; of the only one under no name
+    compile_seconds: dict[str, float] = {}  # that torch.compile took, by process; of the only one under no name
     conclusion: str = ""
     missing: list[str] = []  # what could not be reported, and why
     sections: tuple[ReportSection, ...] = ()  # of its mode

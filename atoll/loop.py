@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.blame import SentenceIfUncaught, in_words, showing_lines
-from atoll.built_optimizer import UntouchedOptimizer, builder_of
+from atoll.built_optimizer import UntouchedOptimizer, built_anew
 from atoll.cluster import Cluster
 from atoll.data import Batch, Dataset
 from atoll.errors import AtollError, JobError, JobFailedError
@@ -170,8 +170,8 @@ def step(
     says where the run is written and what runs where.
     """
     with SentenceIfUncaught(), showing_lines():
-        build = builder_of(optimizer, model) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-        job = Job(model=model, loss=loss, data=data, optimizer=build, **arguments)
+        own = built_anew(optimizer, model).arguments() if isinstance(optimizer, torch.optim.Optimizer) else {"optimizer": optimizer}
+        job = Job(model=model, loss=loss, data=data, **{**own, **arguments})
         about = RunArguments(
             out=out, device=device, progress=progress, plan=plan, cluster=cluster, resume=resume, checkpoint_every=checkpoint_every
         )

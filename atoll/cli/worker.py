@@ -11,7 +11,7 @@ import msgspec
 from atoll.cli.output import show_what_the_terminal_can
 from atoll.errors import AtollError
 from atoll.events import Observer
-from atoll.runtime.modes.lockstep.role import Role, find_role
+from atoll.runtime.modes.lockstep.role import Role, find_role, hidden_role
 from atoll.runtime.run_directory import RunDirectory
 from atoll.watch.progress import Progress
 
@@ -48,7 +48,8 @@ def _run(directory: RunDirectory, role: Role, script: str | None = None) -> int:
         if settings.own_loop:
             execute(settings.script, settings.arguments, opened)
             return 0
-        job = load_job(settings.script, settings.arguments)
+        with hidden_role(os.environ):
+            job = load_job(settings.script, settings.arguments)
         with seen_arguments(settings.script, settings.arguments), opened(job, False) as training:
             train(training)
     return 0

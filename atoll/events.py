@@ -138,6 +138,7 @@ class Evaluated(Event, frozen=True, kw_only=True):
     metrics: dict[str, float | None]
     samples: int
     seconds: float
+    notes: tuple[str, ...] = ()  # what could not be made exact
 
 
 class EvaluationFailed(Event, frozen=True, kw_only=True):

@@ -36,7 +36,10 @@ _PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bflo
 
 
 class LossValue(NamedTuple):
-    """What a loss function returned: a mean over samples (`weight` is None), or a total and the weight it is to be divided by."""
+    """What a loss function returned: a mean over samples (`weight` is None), or a total and the weight it is to be divided by.
+
+    Of an evaluation's program these may be rows: the totals and weights of terms that are added up.
+    """
 
     value: Tensor
     weight: Tensor | float | None
@@ -101,6 +104,8 @@ class Job:
     """Called with every Event (`atoll.events`); raise `atoll.StopTraining` in one to stop after the step."""
     name: str = "job"
     """What the run is called."""
+    capture: bool = True
+    """Whether the model may be captured, so that plans can cut it. False: every device runs it whole, as it is written."""
 
     def __new__(cls, *positional: object, **arguments: object) -> Self:
         """Refuse wrong names before Python does, with the nearest right ones."""
@@ -147,11 +152,11 @@ class Job:
         size = self.micro_batch_size or self.batch_size
         return tuple((start, min(start + size, self.batch_size)) for start in range(0, self.batch_size, size))
 
-    def example_batch(self, samples: int) -> Batch:
-        """The first samples that training will see, collated: the same on every host."""
+    def example_batch(self, samples: int, first: int = 0) -> Batch:
+        """The first samples that training will see, or those from `first` on, collated: the same on every host."""
         if samples < 1:
             raise JobError(f"example_batch: samples must be at least 1, got {samples}")
-        return self.samples.at(range(samples))
+        return self.samples.at(range(first, first + samples))
 
     def build_model(self, device: torch.device | str = "cpu") -> nn.Module:
         """The model with the weights it starts from, in training mode: the same weights on every host and device.

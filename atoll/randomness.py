@@ -8,12 +8,12 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import overload
+from typing import Any, overload
 
 import numpy
 import torch
 
-__all__ = ["Order", "mix", "own_randomness", "seed_everything"]
+__all__ = ["Order", "generator_states", "mix", "own_randomness", "seed_everything"]
 
 _MASK = 2**64 - 1
 _ROUNDS = 6
@@ -89,6 +89,13 @@ def seed_everything(key: int, *, devices: bool = True) -> None:
         torch.default_generator.manual_seed(key)
     numpy.random.seed(key & 0xFFFFFFFF)
     random.seed(key)
+
+
+def generator_states() -> tuple[object, ...]:
+    """Of Python's, NumPy's and PyTorch's CPU generators: equal as long as nobody draws from them or seeds them."""
+    of_numpy: Any = numpy.random.get_state(legacy=False)
+    keys = of_numpy["state"]["key"].tobytes(), of_numpy["state"]["pos"], of_numpy["has_gauss"]
+    return random.getstate(), keys, torch.default_generator.get_state().numpy().tobytes()
 
 
 @contextmanager

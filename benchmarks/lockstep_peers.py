@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from atoll import Job
 from atoll.graph.capture import Captured
+from atoll.graph.eager import Uncaptured
 from atoll.plan import Plan
 from atoll.runtime.imposed_speed import Pace
 from atoll.runtime.modes.lockstep.layout import Layout
@@ -174,7 +175,7 @@ class Pipeline(_Mine):
 class Atoll:
     """A plan of the same layout under Atoll's trainer."""
 
-    def __init__(self, job: Job, captured: Captured, plan: Plan, pace: Pace | None = None) -> None:
+    def __init__(self, job: Job, captured: Captured | Uncaptured, plan: Plan, pace: Pace | None = None) -> None:
         self.name = "; ".join(str(plan).splitlines()[1:])
         self.work = assemble(job, Layout(plan), captured, device=_CPU, pace=pace)
         self.done = 0

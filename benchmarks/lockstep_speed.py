@@ -1,16 +1,18 @@
 """A step of Atoll against hand-written PyTorch of the same layout: DDP, FSDP2 and 1F1B pipelining, on two processes.
 
-    python benchmarks/lockstep_speed.py [--json] [--layouts data sharded pipeline] [--shapes narrow medium wide] [--rounds 15] [--steps 1]
+    python benchmarks/lockstep_speed.py [--json] [--layouts data eager …] [--shapes narrow …] [--rounds 15] [--steps 1]
 
 All contestants live in the same two processes (Gloo, one thread each) and train the same model on the same data with the same optimizer;
 their losses must agree. In a round every contestant does some steps, in an order that turns from round to round, so that whatever else the
 machine is doing touches all alike. Peers are tried with several settings first and compete with their fastest.
+The layouts are data, sharded, pipeline, and eager: data parallelism of the model as it is written, as for what cannot be captured.
 
 A step's time is that of the slower process. The ratio is the median over rounds of Atoll's time by the peer's in the same round; beside it
 stands the ratio of processor time, which other programs hardly touch. Limit: 1.05.
 """
 
 import argparse
+import dataclasses
 import os
 import statistics
 import sys
@@ -27,18 +29,20 @@ from lockstep_processes import is_rank, joined, start_ranks
 from report import print_json, print_table
 
 from atoll import Job
+from atoll.cluster.memory import memory_to_try
 from atoll.graph.capture import Captured, capture_program
+from atoll.graph.eager import Uncaptured, capture_or_run
 from atoll.plan import Plan, Replica, Stage
 
 LIMIT = 1.05
-LAYOUTS = ("data", "sharded", "pipeline")
+LAYOUTS = ("data", "sharded", "pipeline", "eager")
 _RANKS = 2
 _LOSS_TOLERANCE = 1e-4  # relative, after all rounds: fp32 sums in another order
 _TRIAL_ROUNDS = 2
 _WARM_UP = 2
 
 
-def data_plan(captured: Captured, job: Job) -> Plan:
+def data_plan(captured: Captured | Uncaptured, job: Job) -> Plan:
     """Two replicas."""
     half = job.batch_size // _RANKS
     replicas = tuple(Replica(devices=(name,), samples=(half,)) for name in "ab")
@@ -60,18 +64,19 @@ def pipeline_plan(captured: Captured, job: Job, cut: int, micro_batches: int) ->
     return _plan(captured, job, job.batch_size // micro_batches, (first, second))
 
 
-def _plan(captured: Captured, job: Job, micro_batch: int, stages: tuple[Stage, ...]) -> Plan:
+def _plan(captured: Captured | Uncaptured, job: Job, micro_batch: int, stages: tuple[Stage, ...]) -> Plan:
     return Plan(graph=captured.graph.name, cluster="here", batch_size=job.batch_size, micro_batch_size=micro_batch, stages=stages)
 
 
 def contestants(layout: str, job: Job, shape: Shape, captured: Captured) -> tuple[list[Callable[[], Runner]], Callable[[], Runner]]:
     """Makers of the peer with each setting worth trying, and of Atoll."""
-    if layout == "data":
+    if layout in ("data", "eager"):
         sizes = ((5, False), (25, False), (25, True), (1000, True))
         peers: list[Callable[[], Runner]] = [
             lambda size=size, static=static: Ddp(job, bucket_mb=size, static_graph=static) for size, static in sizes
         ]
-        return peers, lambda: Atoll(job, captured, data_plan(captured, job))
+        code = captured if layout == "data" else capture_or_run(dataclasses.replace(job, capture=False), most_bytes=memory_to_try())
+        return peers, lambda: Atoll(job, code, data_plan(code, job))
     if layout == "sharded":
         return [lambda kept=kept: Fsdp(job, root_resharded=not kept) for kept in (True, False)], lambda: Atoll(
             job, captured, sharded_plan(captured, job)

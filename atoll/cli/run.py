@@ -21,7 +21,7 @@ from atoll.cluster import Cluster, dump_cluster, load_cluster
 from atoll.codec import CodecChoice
 from atoll.cost import Calibration, Cost, load_calibration
 from atoll.errors import AtollError, JobError, PlanError
-from atoll.events import EventLog, PlanChosen
+from atoll.events import EventLog, PlanChosen, Warned
 from atoll.plan import Plan, load_plan, validate
 from atoll.plan.link_codecs import PlanCodecs
 from atoll.plan.modes import ModeRules, default_rules, mode_rules
@@ -319,6 +319,8 @@ def _log_plan(prepared: _Prepared, directory: RunDirectory) -> None:
                 reasons=prepared.reasons,
             )
         )
+        if prepared.model is not None and prepared.model.graph.eager:
+            log(Warned(at_seconds=log.seconds(), message=prepared.model.notes[0]))  # it was shown with the plan
 
 
 def _launch(runtime: ModeRuntime, run: RunContext) -> None:

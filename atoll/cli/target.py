@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 from atoll.blame import located, users_code
 from atoll.cli.output import stdout_to_stderr, working
+from atoll.cluster.memory import memory_to_try
 from atoll.cost import OPTIMIZERS
 from atoll.errors import JobError
 from atoll.graph import PRESETS, Graph, preset
 
 if TYPE_CHECKING:
     from atoll.graph.capture import Captured
+    from atoll.graph.eager import Uncaptured
     from atoll.job import Job
 
 __all__ = ["Target", "load_target"]
@@ -31,7 +33,7 @@ class Target:
     loading_seconds: float = 0.0  # processor time of a batch, where the data is at hand
     micro_batch_size: int | None = None  # that the job asks for
     notes: tuple[str, ...] = ()  # what was assumed or estimated, in sentences
-    captured: "Captured | None" = None  # of a script
+    captured: "Captured | Uncaptured | None" = None  # of a script
     job: "Job | None" = None  # of a script
     own_loop: bool = False  # the script makes the steps itself
 
@@ -60,14 +62,14 @@ def load_target(name: str, batch_size: int | None = None, arguments: Sequence[st
 def _from_script(path: str, batch_size: int | None, arguments: Sequence[str]) -> Target:
     """Import the script and capture its job. What the script prints goes to stderr, so that `--json` stays JSON."""
     with working(f"capturing {path}"), stdout_to_stderr():
-        from atoll.graph.capture import capture_program  # PyTorch takes seconds to load, and presets do without it
+        from atoll.graph.eager import capture_or_run  # PyTorch takes seconds to load, and presets do without it
         from atoll.script import load_script, seen_arguments
 
         started = time.perf_counter()
         found = load_script(path, arguments)
         job = found.job
         with located(path), seen_arguments(path, arguments):
-            captured = capture_program(job, divided=True, check=True)
+            captured = capture_or_run(job, check=True, most_bytes=memory_to_try())
             seconds = time.perf_counter() - started
             size = batch_size or job.batch_size
             with users_code("loading a batch"):

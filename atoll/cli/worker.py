@@ -43,7 +43,16 @@ def _run(directory: RunDirectory, role: Role, script: str | None = None) -> int:
 
         def opened(job: "Job", own_loop: bool) -> AbstractContextManager[RankTraining]:
             observers: list[Observer] = [progress, *job.callbacks] if role.rank == 0 else []
-            return training_rank(job, directory.plan(), role, directory=directory, settings=settings, observers=observers, own=progress)
+            return training_rank(
+                job,
+                directory.plan(),
+                role,
+                directory=directory,
+                settings=settings,
+                observers=observers,
+                own=progress,
+                notes_shown=True,
+            )
 
         if settings.own_loop:
             execute(settings.script, settings.arguments, opened)

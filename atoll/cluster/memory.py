@@ -7,7 +7,7 @@ from pathlib import Path
 
 from atoll.errors import ClusterError
 
-__all__ = ["HostMemory", "host_memory", "keep_freed_memory"]
+__all__ = ["HostMemory", "host_memory", "keep_freed_memory", "memory_to_try"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # mallopt(3)
 _LARGEST_BLOCK = 32 * 2**20  # the most that older C libraries accept
@@ -109,3 +109,8 @@ def keep_freed_memory(largest_bytes: int = _LARGEST_BLOCK, one_arena: bool = Fal
     if one_arena:
         mallopt(_M_ARENA_MAX, 1)
     return bool(mallopt(_M_MMAP_THRESHOLD, largest_bytes)) and bool(mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
+
+
+def memory_to_try() -> float:
+    """Bytes that the weights of a model may have to be run once on this host: gradients and activations come to them."""
+    return host_memory().available_bytes / 4

@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 import msgspec
@@ -24,6 +24,7 @@ from atoll.graph.flops import TensorSpec
 from atoll.graph.graph import Graph, Layer, Node, Precision, SharedParameter
 from atoll.graph.layers import Segment, group_into_segments
 from atoll.graph.liveness import Liveness, StagePart
+from atoll.graph.loss_weight import LossForm
 from atoll.graph.operators import OperatorTable, build_table
 from atoll.graph.sharding import Sharding, find_shardings
 from atoll.graph.work import work_of_layer
@@ -44,6 +45,7 @@ class Captured:
     assumptions: tuple[Assumption, ...]  # values the program takes for granted, and checks
     notes: tuple[str, ...]  # what was estimated or done differently, in sentences
     liveness: Liveness
+    loss_form: LossForm = field(default_factory=LossForm)  # what the loss is a mean over
     shardings: tuple[Sharding, ...] = ()  # by layer: how tensor parallelism divides it
 
     def stage(self, start: int, stop: int) -> StagePart:
@@ -67,7 +69,8 @@ def capture_program(job: TrainingJob, *, training: bool = True, divided: bool = 
     """
     exported = export_job(job, training=training, divided=divided, check=check)
     table = build_table(exported, job.precision)
-    _check_loss(exported.program, table, training)
+    if training or exported.loss_form.kind != "terms":
+        _check_loss(exported.program, table, training)
     liveness = Liveness(table)
     _check_assumptions(job.name, liveness)
     _charge_to_makers(table, liveness)
@@ -82,6 +85,7 @@ def capture_program(job: TrainingJob, *, training: bool = True, divided: bool = 
         assumptions=exported.assumptions,
         notes=(*exported.notes, *_assumed(exported.assumptions), *dict.fromkeys(table.notes)),
         liveness=liveness,
+        loss_form=exported.loss_form,
         shardings=tuple(assembly.shardings),
     )
 

@@ -9,7 +9,8 @@ import io
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, cast
 
 import torch
 from torch import fx, nn
@@ -35,11 +36,15 @@ from atoll.graph.fake import (
     real_model,
 )
 from atoll.graph.graph import Precision
-from atoll.graph.loss_check import check_eagerly, check_pieces
-from atoll.graph.loss_weight import LossForm, is_one_number, loss_of, weigh_loss
+from atoll.graph.host_randomness import DrawingLine, GeneratorWatch, extreme_draws, only_global, same_program
+from atoll.graph.loss_check import CheckedJob, check_loss
+from atoll.graph.loss_terms import call_of, is_one_number, loss_of
+from atoll.graph.loss_weight import LossForm, weigh_loss
+from atoll.graph.program_check import check_program
 from atoll.graph.regions import write_early
+from atoll.graph.spec_augment import SpecAugmentCapture
 
-__all__ = ["ExportedJob", "TrainingJob", "ambient_precision", "export_job"]
+__all__ = ["ADVICE", "ExportedJob", "TrainingJob", "ambient_precision", "export_job"]
 
 
 @contextlib.contextmanager
@@ -129,6 +134,20 @@ class _NoGradInAutocast(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextlib.contextmanager
+def _lines_of(loss: Callable[..., Any]) -> Iterator[None]:
+    """Operators remember the line of the user's loss they come from, not only those of modules' `forward`: errors name it."""
+    code = getattr(getattr(loss, "func", loss), "__code__", None)
+    anchors = torch.fx.proxy._STACK_TRACE_ANCHORS
+    place = (code.co_filename, code.co_name) if code is not None else None
+    added = {place} - anchors if place is not None else set()
+    anchors |= added
+    try:
+        yield
+    finally:
+        anchors -= added
+
+
 class _LossOf(nn.Module):
     """`loss(model, batch)` as a module, which is what export takes. The model's own paths get the prefix `model.`."""
 
@@ -141,7 +160,7 @@ class _LossOf(nn.Module):
         self._mode = mode
 
     def forward(self, batch: Any) -> Any:
-        with _NoGradInAutocast(), self._mode():  # answers are asked for first: they are found by who asks
+        with SpecAugmentCapture(self.model), _NoGradInAutocast(), self._mode():  # answers are asked for first: they are found by who asks
             before = dict(self.model.named_buffers())
             result = self._loss(self.model, batch)
             for name, buffer in before.items():
@@ -271,8 +290,10 @@ def use_batched_experts(model: nn.Module) -> bool:
     return changed
 
 
-_ADVICE = "See whether the job runs alone; if it does, write the model down with Graph.from_layers to plan it."
+_ADVICE_ON_FAILURE = "See whether the job runs alone; if it does, write the model down with Graph.from_layers to plan it."
 _ADVICE_ON_VALUES = "Rewrite that code without reading values of tensors, or write the model down with Graph.from_layers to plan it."
+_ADVICE_ON_DRAWS = "Switch that off in the model's configuration (layerdrop, stochastic depth: 0)."
+ADVICE = (_ADVICE_ON_FAILURE, _ADVICE_ON_VALUES, _ADVICE_ON_DRAWS)  # what a refusal ends with, where it does
 
 
 class _Attempts:
@@ -284,6 +305,30 @@ class _Attempts:
         self.notes: list[str] = []
 
     def run(self) -> tuple[ExportedProgram, nn.Module]:
+        """The program and the fake model it was captured from; CaptureError where a random number of Python's or NumPy's is part of it."""
+        with extreme_draws(high=True):
+            program, model = self._run()
+        moved = self._moved
+        if moved and not (only_global(moved) and self._is_same_with_other_draws(program)):
+            line = DrawingLine(lambda: GeneratorWatch(self._last, self.job.loss))
+            with extreme_draws(high=True), contextlib.suppress(Exception):
+                self._export(self.growing, lambda: line)
+            raise CaptureError(
+                f"job {self.job.name!r} cannot be captured: {line} draws a random number of Python's or NumPy's, which the captured "
+                "program would not draw again. Draw it as a tensor (torch.rand), multiply or select by it instead of branching on it, or "
+                "switch it off in the model's configuration (layerdrop, stochastic depth, augmentation: 0)"
+            )
+        return program, model
+
+    def _is_same_with_other_draws(self, program: ExportedProgram) -> bool:
+        again = _Attempts(self.job, self.original, self.batch, self.growing, self.training)
+        try:
+            with extreme_draws(high=False):
+                return same_program(program, again._run()[0])
+        except Exception:  # it cannot even be run with other numbers
+            return False
+
+    def _run(self) -> tuple[ExportedProgram, nn.Module]:
         try:
             return self._export(self.growing, contextlib.nullcontext)
         except AtollError:
@@ -307,8 +352,8 @@ class _Attempts:
         self.assumptions = tuple(replayers[-1].assumptions)
         drawn = find_random_assumption(program[0])
         if drawn:
-            advice = "Switch that off in the model's configuration (layerdrop, stochastic depth: 0)."
-            raise CaptureError(f"job {self.job.name!r} cannot be captured: its code branches on a random number, so {drawn}. {advice}")
+            why = f"its code branches on a random number, so {drawn}. {_ADVICE_ON_DRAWS}"
+            raise CaptureError(f"job {self.job.name!r} cannot be captured: {why}")
         return program
 
     def _at_fixed_size(self, first: Exception, mode: Callable[[], Any]) -> tuple[ExportedProgram, nn.Module]:
@@ -317,7 +362,7 @@ class _Attempts:
         except Exception as error:
             if isinstance(error, AtollError):
                 raise
-            advice = _ADVICE_ON_VALUES if _is_data_dependent(error) else _ADVICE
+            advice = _ADVICE_ON_VALUES if _is_data_dependent(error) else _ADVICE_ON_FAILURE
             raise _capture_error(self.job, error, self._last, advice) from error
         self.notes.append(f"captured at one batch size, because: {first_line(first)}")
         return result
@@ -327,8 +372,10 @@ class _Attempts:
         use_batched_experts(model)
         wrapped = _LossOf(model, self.job.loss, mode).train(self.training)
         shapes = _dynamic_shapes(self.batch, growing)
-        with _quiet(), keep_custom_functions(), ambient_precision(self.job.precision):
+        with _quiet(), keep_custom_functions(), ambient_precision(self.job.precision), _lines_of(self.job.loss):
+            watch = GeneratorWatch(model, self.job.loss)
             program = torch.export.export(wrapped, (self.batch,), strict=False, dynamic_shapes=shapes)
+            self._moved = watch.moved()
         return program, model
 
 
@@ -375,29 +422,31 @@ def _check_parameters(job: TrainingJob, model: nn.Module) -> None:
         raise JobError("Job: model: it has no trainable parameter; set requires_grad on what is to be trained")
 
 
-def _check_pieces(
-    job: TrainingJob,
-    program: ExportedProgram,
-    model: nn.Module,
-    batch: Any,
-    varying: dict[str, tuple[int, ...]],
-    growing: dict[str, tuple[int, ...]],
-    before: fx.GraphModule,
-) -> str:
+def _with_values(job: TrainingJob, model: nn.Module) -> nn.Module | None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        real = real_model(model, job.model)
+        return real_model(model, job.model)
+
+
+def _check(
+    job: TrainingJob, program: ExportedProgram, real: nn.Module | None, before: fx.GraphModule, form: LossForm, any_size: bool
+) -> str:
     if real is None:
         return "whether the losses of a batch's pieces add up was not checked: the model is too large to be run here"
-    sentence = check_pieces(job, program, before, real, batch, varying) if any(varying.values()) else "captured at one size"
-    return sentence and check_eagerly(job, real, batch, growing)  # a size may be among the program's constants
+    return check_loss(cast(CheckedJob, job), program, before, form, real, any_size=any_size)
+
+
+def _piecewise(program: ExportedProgram) -> str:
+    """What is computed from a piece of the batch alone, though one process computes it from the whole."""
+    norms = [node for node in program.graph.nodes if call_of(node)[0] == "batch_norm" and call_of(node)[1].get("training")]
+    return "batch normalisation takes the statistics of its own piece of the batch, so plans differ a little (docs/job.md)" if norms else ""
 
 
 def export_job(job: TrainingJob, *, training: bool = True, divided: bool = False, check: bool = False) -> ExportedJob:
     """Capture `job.loss(job.model, batch)` without allocating the model; raises `CaptureError` with the module and the reason.
 
-    With `divided` the program is for pieces of a batch: where the loss is not a mean over samples it returns `(total, weight)`. With
-    `check` a model that is not too large for it is built, and its loss on a batch compared with that on the batch's pieces.
+    With `divided` the program is for pieces of a batch, whose results add up to the batch's loss (`loss_weight.py`). With `check` a model
+    that is not too large for it is built, and its loss on the first batch compared with that on the batch's pieces.
     """
     with _running_the_users_code(job, "building the model"):
         model, building = build_model(job.model)
@@ -416,9 +465,16 @@ def export_job(job: TrainingJob, *, training: bool = True, divided: bool = False
     _drop_metadata_checks(program)
     write_early(program.graph_module)
     before = fx.GraphModule(program.graph_module, copy.deepcopy(program.graph)) if check else program.graph_module
-    form = weigh_loss(program) if divided else LossForm()
     varying = _varying(program, batch, growing)
-    checked = _check_pieces(job, program, model, batch, varying, growing, before) if check and is_one_number(loss_of(program)) else ""
+    real = _with_values(job, model) if check else None
+    if real is not None:
+        fits = {path: dims for path, dims in varying.items() if dims} == {path: dims for path, dims in growing.items() if dims}
+        check_program(cast(CheckedJob, job), program, real, others[0] if fits else batch, partial(ambient_precision, job.precision))
+    one_number = is_one_number(loss_of(program))
+    batch_size = None if training or not divided else cast(CheckedJob, job).batch_size
+    scaled = training and job.precision == "fp16"
+    form = weigh_loss(program, samples=SAMPLES, batch_size=batch_size, scaled=scaled) if divided else LossForm()
+    checked = _check(job, program, real, before, form, any(varying.values())) if check and one_number else ""
     fixed = {name: rest for name, dims in growing.items() if (rest := tuple(d for d in dims if d not in varying.get(name, ())))}
     return ExportedJob(
         program=program,
@@ -427,6 +483,6 @@ def export_job(job: TrainingJob, *, training: bool = True, divided: bool = False
         varying={name: dims for name, dims in varying.items() if dims},
         fixed=fixed,
         assumptions=attempts.assumptions,
-        notes=tuple(filter(None, (building, *attempts.notes, form.sentence, checked))),
+        notes=tuple(filter(None, (building, *attempts.notes, checked, _piecewise(program) if divided and training else ""))),
         loss_form=form,
     )

@@ -105,13 +105,15 @@ def fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     return _copy_with(model, fake).train()
 
 
-def real_model(model: nn.Module, builder: nn.Module | Callable[[], nn.Module]) -> nn.Module | None:
+def real_model(
+    model: nn.Module, builder: nn.Module | Callable[[], nn.Module], most_bytes: float = _REAL_MODEL_LIMIT_BYTES
+) -> nn.Module | None:
     """A copy of the model with values, to be run once on the CPU; None when it is too large for that.
 
     A model that was built on meta gets its builder's own values, or small random ones when there is no builder.
     """
     tensors = _tensors_of(model)
-    if sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values()) > _REAL_MODEL_LIMIT_BYTES:
+    if sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values()) > most_bytes:
         return None
     on_meta = any(tensor.device.type == "meta" for tensor in tensors)
     if on_meta and not isinstance(builder, nn.Module):

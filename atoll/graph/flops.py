@@ -21,7 +21,7 @@ from atoll.graph.export import ambient_precision
 from atoll.graph.fake import first_line
 from atoll.graph.graph import Precision
 
-__all__ = ["Kernel", "OperatorCost", "TensorSpec", "measure_operator"]
+__all__ = ["Kernel", "KernelCounter", "OperatorCost", "TensorSpec", "measure_operator", "saved_tensors"]
 
 aten = torch.ops.aten
 
@@ -124,7 +124,7 @@ def _recurrence(func: Any, args: Sequence[Any]) -> list[Kernel]:
     return [inputs, states]
 
 
-class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types there
+class KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types there
     """Sums FLOPs and traffic of the kernels that run under it."""
 
     def __init__(self) -> None:
@@ -188,7 +188,9 @@ def _memory_of(tensor: torch.Tensor) -> int:
 
 
 @contextmanager
-def _saving(saved: list[torch.Tensor]) -> Iterator[None]:
+def saved_tensors(saved: list[torch.Tensor]) -> Iterator[None]:
+    """Inside, what autograd keeps for backward is noted."""
+
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         saved.append(tensor)
         return tensor
@@ -212,7 +214,7 @@ def measure_operator(target: Callable[..., Any], args: Any, kwargs: Any, precisi
             given = [leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf for leaf in inputs]
         final_args, final_kwargs = pytree.tree_unflatten(given, tree)
         saved: list[torch.Tensor] = []
-        with ambient_precision(precision), _saving(saved), _Counter() as forward:
+        with ambient_precision(precision), saved_tensors(saved), KernelCounter() as forward:
             out = target(*final_args, **final_kwargs)
         cost = _forward_cost(leaves, [x for x in given if isinstance(x, torch.Tensor)], _tensors(out), saved, forward.count)
         return _with_backward(cost, [x for x in inputs if isinstance(x, torch.Tensor)], _tensors(out))
@@ -250,7 +252,7 @@ def _with_backward(cost: OperatorCost, inputs: list[torch.Tensor], outputs: list
         return cost
     gradients = [torch.empty_like(tensor) for tensor in results]
     try:
-        with _Counter() as backward:
+        with KernelCounter() as backward:
             torch.autograd.grad(results, wanted, gradients, allow_unused=True)
     except (RuntimeError, NotImplementedError, AssertionError) as error:
         note = f"its backward is taken for twice its forward, because it cannot be measured: {type(error).__name__}: {first_line(error)}"

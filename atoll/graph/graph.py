@@ -117,6 +117,7 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True):
     constraints: tuple[Constraint, ...] = ()
     nodes: tuple[Node, ...] = ()
     input_bytes: float = 0.0  # per sample, the batch itself
+    eager: bool = False  # the model could not be captured: its one layer runs as it is written
 
     def __hash__(self) -> int:
         return id(self)  # a Graph is compared by value but looked up (caches of costs) by identity: hashing thousands of nodes is slow

@@ -1,25 +1,32 @@
 """Whether the losses of a batch's pieces add up to the loss of the whole: the captured program is run on both, with real weights.
 
-A loss that compares samples with one another (contrastive losses, a balance of experts over the batch) does not add up however it is
-divided, and would train differently under every plan, without a word. Dropout is left out, and batch normalisation takes the statistics it
-has gathered, which are known to differ between pieces (docs/job.md).
+The first batch of the run is compared with its pieces, each collated on its own, as a run has them: so padding that counts and differs is
+seen too. A loss that compares samples with one another (contrastive losses, a balance of experts over the batch) does not add up however
+it is divided, and would train differently under every plan, without a word. Dropout is left out, and batch normalisation takes the
+statistics it has gathered, which are known to differ between pieces (docs/job.md).
 """
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import OutputKind
+from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from atoll.errors import DividedLossError
-from atoll.graph.loss_weight import IGNORED, call_of, given_values, loss_of, spec_is_parameter
+from atoll.graph.fake import plain_batch
+from atoll.graph.loss_terms import call_of, loss_of, place_of
+from atoll.graph.loss_weight import LossForm
 from atoll.job import read_loss
+from atoll.randomness import generator_states
 
-__all__ = ["check_eagerly", "check_pieces"]
+__all__ = ["UNCHECKED", "CheckedJob", "check_eagerly", "check_loss", "given_values"]
 
 
 class CheckedJob(Protocol):
@@ -30,36 +37,22 @@ class CheckedJob(Protocol):
     @property
     def precision(self) -> str: ...
     @property
+    def batch_size(self) -> int: ...
+    @property
+    def micro_batch_size(self) -> int | None: ...
+    @property
     def loss(self) -> Callable[[nn.Module, Any], Any]: ...
+    def example_batch(self, samples: int, first: int = 0) -> Any:
+        """As many of the samples that training will see, from `first` on, collated."""
+        ...
 
 
-Growing: TypeAlias = dict[str, tuple[int, ...]]  # a tensor of the batch → its dimensions that grow with the samples
-_UNCHECKED = "whether the losses of a batch's pieces add up was not checked"
+UNCHECKED = "whether the losses of a batch's pieces add up was not checked"
 _TOLERANCES = {"fp32": 5e-5, "fp16": 3e-3, "bf16": 2e-2}  # of the loss: products are as exact as that
 _DRAWS = frozenset({"rand", "randn", "rand_like", "randn_like", "randint", "bernoulli", "multinomial", "normal", "uniform", "randperm"})
-
-
-def check_pieces(job: CheckedJob, program: ExportedProgram, before: fx.GraphModule, model: nn.Module, batch: Any, growing: Growing) -> str:
-    """DividedLossError where a batch's loss or gradient is not that of its pieces; else "", or why this could not be found out.
-
-    `before` is the program as the user's code has it, for the whole batch.
-    """
-    whole, pieces = _Calm(program, before, model), _Calm(program, program.graph_module, model)
-    if pieces.draws:
-        return f"{_UNCHECKED}: the model draws random numbers ({pieces.draws})"
-    return _compare(job, whole.loss, pieces.loss, batch, growing, _operator_of(program))
-
-
-def check_eagerly(job: CheckedJob, model: nn.Module, batch: Any, growing: Growing) -> str:
-    """The same by the user's own code, for programs that run at one size or draw numbers; the model is as in an evaluation."""
-    tree = pytree.tree_structure(batch)
-    parameters = [parameter for parameter in model.eval().parameters() if parameter.requires_grad]
-
-    def found(leaves: list[Any]) -> "_Found":
-        value, weight = read_loss(job.loss(model, pytree.tree_unflatten(leaves, tree)))
-        return _Found(float(value.detach()), None if weight is None else float(weight), _gradient(value, parameters))
-
-    return _compare(job, found, found, batch, growing, "the loss itself")
+_FEW = 4  # samples that are always compared
+_SECONDS = 1.0  # of processor time for the whole batch: of a larger one, as many samples as take so long
+_IGNORED = -100  # PyTorch's, and everybody's, label that does not count
 
 
 class _Found(NamedTuple):
@@ -70,62 +63,211 @@ class _Found(NamedTuple):
     gradient: Tensor
 
 
+class _RandomLossError(Exception):
+    """Two runs of the user's code would differ by chance alone."""
+
+
+_Run: TypeAlias = Callable[[list[Any]], _Found]
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """What computes the loss of a whole batch as the user wrote it, and of pieces as a run has them."""
+
+    whole: _Run
+    pieces: Callable[[Sequence[list[Any]], int], list[_Found]]  # of a batch of so many samples
+
+
+def check_loss(
+    job: CheckedJob, program: ExportedProgram, before: fx.GraphModule, form: LossForm, model: nn.Module, *, any_size: bool
+) -> str:
+    """DividedLossError where the first batch's loss or gradient is not that of its pieces; else "", or why this could not be found out.
+
+    `before` is the program as the user's code has it, for the whole batch; with `any_size` it runs on any number of samples.
+    """
+    calm = _Calm(program, program.graph_module, model)
+    rewritten = form.kind in ("counted", "terms")
+    sentence = f"{UNCHECKED}: the model draws random numbers ({calm.draws})"
+    if any_size and not calm.draws:
+        sentence = _Check(job, _by_program(program, before, form, model, calm), form, program).run()
+    return sentence if rewritten or not sentence else _Check(job, _eagerly(job, model), form, program).run()
+
+
+def check_eagerly(job: CheckedJob, model: nn.Module) -> str:
+    """The same of a job that cannot be captured, by its own code; the model is in evaluation mode afterwards."""
+    return _Check(job, _eagerly(job, model), LossForm("unknown"), None).run()
+
+
+def _by_program(program: ExportedProgram, before: fx.GraphModule, form: LossForm, model: nn.Module, calm: "_Calm") -> _Runs:
+    def pieces(batches: Sequence[list[Any]], samples: int) -> list[_Found]:
+        if form.weights is None:
+            return [calm.loss(leaves) for leaves in batches]
+        counted = [form.weights.of(dict(zip(calm.names, leaves, strict=False))) for leaves in batches]
+        weights = form.weights.per_sample(counted, samples)
+        return [calm.loss([*leaves, weights]) for leaves in batches]
+
+    return _Runs(_Calm(program, before, model).loss, pieces)
+
+
+def _eagerly(job: CheckedJob, model: nn.Module) -> _Runs:
+    """By the user's own code, for programs that run at one size or draw numbers; the model is as in an evaluation."""
+    parameters = [parameter for parameter in model.eval().parameters() if parameter.requires_grad]
+    trees: dict[int, Any] = {}
+
+    def found(leaves: list[Any]) -> _Found:
+        before = generator_states()
+        tree = trees.setdefault(0, pytree.tree_structure(plain_batch(job.example_batch(1))))
+        value, weight = read_loss(job.loss(model, pytree.tree_unflatten(leaves, tree)))
+        if generator_states() != before:
+            raise _RandomLossError
+        return _Found(float(value.detach()), None if weight is None else float(weight), _gradient(value, parameters))
+
+    return _Runs(found, lambda batches, samples: [found(leaves) for leaves in batches])
+
+
 def _gradient(value: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     found = torch.autograd.grad(value, parameters, allow_unused=True)
     rows = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
     return torch.cat([row.flatten().double() for row in rows])
 
 
-_Run: TypeAlias = Callable[[list[Any]], _Found]
+class _Check:
+    """The comparison, on few samples and on many."""
 
+    def __init__(self, job: CheckedJob, runs: _Runs, form: LossForm, program: ExportedProgram | None) -> None:
+        self._job, self._runs, self._form, self._program = job, runs, form, program
 
-def _compare(job: CheckedJob, whole: _Run, piece: _Run, batch: Any, growing: Growing, operator: str) -> str:
-    """A batch at once against its first sample and the others."""
-    leaves = pytree.tree_flatten_with_path(batch)[0]
-    divided = [isinstance(leaf, Tensor) and 0 in growing.get(pytree.keystr(path), ()) for path, leaf in leaves]
-    sizes = {leaf.shape[0] for (_, leaf), grows in zip(leaves, divided, strict=True) if grows}
-    if len(sizes) != 1 or min(sizes) < 2:
-        return f"{_UNCHECKED}: it is not known which dimension is that of the samples"
-    (count,) = sizes
+    def run(self) -> str:
+        """Few samples first, which tell how long it takes, then as many of the first batch as there is time for."""
+        job, few = self._job, min(_FEW, self._job.batch_size)
+        if few < 2:
+            return ""
+        try:
+            began = time.process_time()
+            found = self._compare(self._collated([(0, few)])[0], self._collated(_division(few, None)), _division(few, None))
+            seconds = (time.process_time() - began) / 2  # once whole, once in pieces
+            count = min(job.batch_size, int(few * _SECONDS / max(seconds, 1e-6)))
+            if not found and count > few:
+                division = _division(count, job.micro_batch_size)
+                found = self._compare(self._collated([(0, count)])[0], self._collated(division), division)
+            if not found and self._form.kind == "unknown":
+                self._compare_ignoring(few)
+        except DividedLossError:
+            raise
+        except _RandomLossError:
+            return f"{UNCHECKED}: the loss draws random numbers"
+        except Exception as error:
+            return f"{UNCHECKED}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return found
 
-    def of(run: _Run, start: int, stop: int) -> tuple[float, float, Tensor]:
-        """A total, its weight and the total's gradient."""
-        found = run([leaf[start:stop] if grows else leaf for (_, leaf), grows in zip(leaves, divided, strict=True)])
-        if found.weight is not None:
-            return found.value, found.weight, found.gradient
-        return found.value * (stop - start), float(stop - start), found.gradient * (stop - start)
+    def _collated(self, ranges: Sequence[tuple[int, int]]) -> list[list[Any]]:
+        """The leaves of so many batches of the first samples."""
+        return [pytree.tree_leaves(plain_batch(self._job.example_batch(stop - start, start))) for start, stop in ranges]
 
-    try:
-        total, weight, gradient = of(whole, 0, count)
-        pieces = [of(piece, 0, 1), of(piece, 1, count)]
-    except Exception as error:
-        if IGNORED in str(error):
-            raise DividedLossError(f"job {job.name!r}: {IGNORED}") from error
-        return f"{_UNCHECKED}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    weights = sum(one[1] for one in pieces)
-    if not weight or not weights:
-        return f"{_UNCHECKED}: nothing of the first samples counts"
-    expected, together = total / weight, sum(one[0] for one in pieces) / weights
-    gradients = gradient / weight, (pieces[0][2] + pieces[1][2]) / weights
-    tolerance = _TOLERANCES[job.precision]
-    same = abs(together - expected) <= tolerance * max(1.0, abs(expected))
-    apart = float((gradients[1] - gradients[0]).norm() / gradients[0].norm().clamp(min=1e-6))
-    if math.isfinite(expected) and not (same and not apart > 20 * tolerance):
-        figures = f"{expected:.6g} for {count} samples at once, {together:.6g} for 1 and {count - 1} of them put together"
-        raise DividedLossError(
-            f"job {job.name!r}: the loss of a batch is not that of its pieces: {figures} (gradients are {apart:.2g} apart), "
-            f"so every plan that divides the batch would train differently. It ends in {operator}. Return (total, weight) from the loss, "
-            "each a sum over the samples, leave out what compares samples with one another (a contrastive loss, an auxiliary loss of "
-            "experts), or train with --alone and without micro_batch_size"
+    def _compare_ignoring(self, count: int) -> None:
+        """The first samples may all count where later ones do not: of a loss that could not be read, other numbers are ignored too."""
+        (leaves,), division = self._collated([(0, count)]), _division(count, None)
+        for place, leaf in enumerate(leaves):
+            for changed in _fewer_that_count(leaf, count):
+                whole = [changed if index == place else other for index, other in enumerate(leaves)]
+                pieces = [[_taken(leaf, start, stop, count) for leaf in whole] for start, stop in division]
+                try:
+                    self._compare(whole, pieces, division)
+                except DividedLossError:
+                    raise
+                except Exception:  # no number that may be changed: an index, for one
+                    continue
+
+    def _compare(self, whole: list[Any], pieces: list[list[Any]], division: Sequence[tuple[int, int]]) -> str:
+        count, sizes = division[-1][1], [stop - start for start, stop in division]
+        total, weight, gradient = _total(self._runs.whole(whole), count)
+        parts = [_total(found, size) for found, size in zip(self._runs.pieces(pieces, count), sizes, strict=True)]
+        weights = sum(part[1] for part in parts)
+        if not weight or not weights:
+            return f"{UNCHECKED}: nothing of the first samples counts"
+        expected, together = total / weight, sum(part[0] for part in parts) / weights
+        gradient, summed = gradient / weight, torch.stack([part[2] for part in parts]).sum(0) / weights
+        tolerance = _TOLERANCES[self._job.precision]
+        same = abs(together - expected) <= tolerance * max(1.0, abs(expected))
+        apart = float((summed - gradient).norm() / gradient.norm().clamp(min=1e-6))
+        if math.isfinite(expected) and not (same and not apart > 20 * tolerance):
+            raise self._different(expected, together, apart, sizes)
+        return ""
+
+    def _different(self, expected: float, together: float, apart: float, sizes: Sequence[int]) -> DividedLossError:
+        divided = ", ".join(str(size) for size in sizes[:3]) + (", …" if len(sizes) > 3 else "")
+        figures = f"{expected:.6g} for {sum(sizes)} samples at once, {together:.6g} for {divided} of them put together"
+        node = self._form.node or (None if self._program is None else loss_of(self._program))
+        operator = f"`{call_of(node)[0]}`" if isinstance(node, fx.Node) and node.op == "call_function" else "the loss"
+        place = place_of(node)
+        return DividedLossError(
+            f"job {self._job.name!r}: the loss of a batch is not that of its pieces: {figures} (gradients are {apart:.2g} apart), so every "
+            f"plan that divides the batch would train differently. It comes from {operator}{f' at {place}' if place else ''}. "
+            + _advice(node)
         )
-    return ""
 
 
-def _operator_of(program: ExportedProgram) -> str:
-    loss = cast(fx.Node, loss_of(program))
-    trace = [line.strip() for line in (loss.meta.get("stack_trace") or "").splitlines() if line.strip()]
-    trace = trace if trace and "self._loss(self.model, batch)" not in trace[-1] else []  # our own line, which calls the user's loss
-    return f"`{call_of(loss)[0]}`" + (f" ({trace[-1]})" if trace else "")
+def _advice(node: object) -> str:
+    trace = (node.meta.get("stack_trace") or "") if isinstance(node, fx.Node) else ""
+    alone = "or train with --alone and without micro_batch_size"
+    if "load_balancing" in trace or "router" in trace or "aux_loss" in trace:
+        return (
+            "It balances experts over all tokens of a batch: a product of two means, which no pieces have. Leave it out of the loss "
+            f"(output_router_logits=False, or router_aux_loss_coef=0), {alone}"
+        )
+    return (
+        "Return (total, weight) from the loss, each a sum over the samples, leave out what compares samples with one another (a "
+        f"contrastive loss), pad to one length in `collate` where padding counts, {alone}"
+    )
+
+
+def _division(count: int, size: int | None) -> list[tuple[int, int]]:
+    """Micro-batches of a size, or unequal parts."""
+    bounds = [*range(0, count, size), count] if size and size < count else sorted({0, 1, 1 + (count - 1) // 3, count})
+    return list(pairwise(bounds))
+
+
+def _total(found: _Found, samples: int) -> tuple[float, float, Tensor]:
+    """A total, its weight and the total's gradient."""
+    if found.weight is not None:
+        return found.value, found.weight, found.gradient
+    return found.value * samples, float(samples), found.gradient * samples
+
+
+def _taken(leaf: Any, start: int, stop: int, count: int) -> Any:
+    return leaf[start:stop] if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == count else leaf
+
+
+def _fewer_that_count(leaf: Any, count: int) -> Iterator[Tensor]:
+    """Labels, or a mask, of which another number counts in every sample."""
+    if not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.is_complex() or leaf.dim() == 0 or leaf.shape[0] != count:
+        return
+    rows = leaf.reshape(count, -1)
+    away = torch.arange(rows.shape[1]) >= rows.shape[1] - torch.arange(count)[:, None] * max(1, rows.shape[1] // (count + 1))
+    if leaf.dim() == 1:
+        away = torch.arange(count)[:, None] == 1
+    if leaf.dtype is not torch.bool:
+        yield rows.masked_fill(away, _IGNORED).reshape(leaf.shape)
+    if leaf.dtype is torch.bool or (int(leaf.min()) >= 0 and int(leaf.max()) <= 1):
+        yield rows.masked_fill(away, 0).reshape(leaf.shape)
+
+
+def spec_is_parameter(program: ExportedProgram, name: str) -> bool:
+    """Whether a node of this name is a parameter of the model."""
+    return any(spec.arg.name == name and spec.kind is InputKind.PARAMETER for spec in program.graph_signature.input_specs)
+
+
+def given_values(program: ExportedProgram, model: nn.Module) -> dict[str, Tensor]:
+    """What the program reads beside a batch, by the names of its nodes: the model's parameters and buffers, and constants."""
+    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    values = {}
+    for spec in program.graph_signature.input_specs:
+        target = str(spec.target)
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            values[spec.arg.name] = named[target.removeprefix("model.")].detach()
+        elif spec.kind is not InputKind.USER_INPUT:
+            values[spec.arg.name] = cast(Tensor, program.constants[target])
+    return values
 
 
 class _Calm(fx.Interpreter):
@@ -141,12 +283,12 @@ class _Calm(fx.Interpreter):
         buffers = [spec.kind is OutputKind.USER_OUTPUT for spec in program.graph_signature.output_specs].index(True)
         results = next(node for node in module.graph.nodes if node.op == "output").args[0]
         self._places = range(buffers, len(results))  # what is written to buffers comes first
+        self.names = [node.name for node in module.graph.nodes if node.op == "placeholder" and node.name not in self._values]
         self.draws = next((call_of(node)[0] for node in module.graph.nodes if call_of(node)[0] in _DRAWS), "")
 
     def loss(self, leaves: list[Any]) -> _Found:
         """The loss, or the total and its weight, with the gradient."""
-        names = [node.name for node in self.graph.nodes if node.op == "placeholder" and node.name not in self._values]
-        given = self._values | dict(zip(names, leaves, strict=True))
+        given = self._values | dict(zip(self.names, leaves, strict=True))
         results = self.run(*[given[node.name] for node in self.graph.nodes if node.op == "placeholder"])
         value, *weight = [results[place] for place in self._places]
         return _Found(float(value.detach()), float(weight[0]) if weight else None, _gradient(value, self._parameters))
@@ -163,6 +305,8 @@ class _Calm(fx.Interpreter):
             names = [argument.name for argument in target._schema.arguments]
             if name in ("dropout", "alpha_dropout", "feature_dropout", "native_dropout"):
                 return args[0] if name != "native_dropout" else (args[0], torch.ones_like(args[0], dtype=torch.bool))
+            if name == "spec_augment_mask":
+                return torch.zeros(args[names.index("batch_size")], args[names.index("length")], dtype=torch.bool)
             if "dropout_p" in names and len(args) > names.index("dropout_p"):
                 args = (*args[: names.index("dropout_p")], 0.0, *args[names.index("dropout_p") + 1 :])
             kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs

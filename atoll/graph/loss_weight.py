@@ -1,336 +1,190 @@
-"""What a loss is a mean over, read off the captured program, so that the losses of a batch's pieces add up to the loss of the whole.
+"""Programs for pieces of a batch, whose losses add up to the loss of the whole.
 
-`model(**batch).loss` is seldom a mean over samples: cross entropy divides by the labels that count, a masked mean by its mask. Where the
-program tells what it divides by, its result becomes `(total, weight)`, which every mode adds up exactly. A loss that adds means over
-different numbers keeps its form and gets an assertion for each: it is a mean over samples as long as no label is ignored. What cannot be
-told is left as it is; `atoll.graph.loss_check` compares a batch with its pieces and refuses what does not add up.
+`model(**batch).loss` is seldom a mean over samples: cross entropy divides by the labels that count, a masked mean by its mask, a sum by
+nothing. `loss_terms.py` reads the program's loss as a sum of terms Σ total ÷ weight, and the program is rewritten so that every mode adds
+up its pieces by what they are (docs/decisions/0018-loss-weights.md):
+
+- one weight that the batch's values count: the program returns `(total, weight)`, and the gradient is divided once the batch is summed;
+- sums, and several weights: it returns what is a mean over samples, since each term is divided by its weight in the *whole* batch. Those
+  weights depend on the batch alone, so that they are known before the step: whoever loads the data computes them (`BatchWeights`), and the
+  program takes them as one more input;
+- evaluations have no gradient: the program returns each term's total and weight.
+
+What cannot be read is left as it is: `loss_check.py` compares a batch with its pieces and refuses what does not add up.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, cast
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
-import sympy  # type: ignore[import-untyped]  # PyTorch's sizes are made of it
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
 from torch.utils import _pytree as pytree
 
-__all__ = ["IGNORED", "LossForm", "call_of", "given_values", "is_one_number", "loss_of", "spec_is_parameter", "weigh_loss"]
+from atoll.graph.loss_terms import BY_LABEL, CountedWeight, Factors, LossTerm, TermReader, UnknownLossError, call_of, is_one_number, loss_of
+from atoll.graph.regions import is_random
+
+__all__ = ["BatchWeights", "LossForm", "weigh_loss"]
 
 aten = torch.ops.aten
-Number: TypeAlias = "int | float | fx.Node"
-
-_MEAN, _SUM = 1, 2  # the numbers PyTorch's losses have for `reduction`
-_POINTWISE = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
-                        "soft_margin_loss", "hinge_embedding_loss", "kl_div", "poisson_nll_loss"})  # fmt: skip
-_BY_SAMPLE = frozenset({"ctc_loss", "multi_margin_loss", "multilabel_margin_loss", "cosine_embedding_loss", "margin_ranking_loss",
-                        "triplet_margin_loss"})  # fmt: skip
-_BY_LABEL = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
-_VIEWS = frozenset({"contiguous", "view", "reshape", "squeeze", "unsqueeze", "alias", "flatten"})
-_SAME = _VIEWS | {"to", "_to_copy", "clone", "type_as"}
-IGNORED = (
-    "a label is ignored, and the loss adds means over different numbers, so that the losses of a batch's pieces do not add up to the "
-    "batch's: return (total, weight) from the loss"
-)
-_EPSILON = 1e-6  # what is added to a divisor to keep it from being zero is no larger
+_SUM = 2  # PyTorch's number for `reduction="sum"`
+_LEAF = "weights_of_the_batch"
 
 
 @dataclass(frozen=True)
-class _Counted:
-    """A divisor that depends on the batch's values. Two with the same key are the same number."""
+class BatchWeights:
+    """What the terms of a loss are divided by, computed from the batch's leaves. The sums over a batch's pieces are the batch's."""
 
-    key: object
-    node: fx.Node  # labels (of cross entropy), or the divisor itself
-    labels: tuple[Any, int] | None = None  # class weights and the label that is ignored; None: `node` is the divisor
+    leaf: str  # the program's input that takes them
+    inputs: tuple[str, ...]  # the leaves they are computed from; empty where all terms are sums, whose weight is 1
+    module: fx.GraphModule
+    floors: tuple[float, ...]  # the least that each may be
 
+    @torch.no_grad()
+    def of(self, leaves: Mapping[str, Any]) -> Tensor:
+        """The weights of a piece of a batch."""
+        found = self.module(*[leaves[name].cpu() if isinstance(leaves[name], Tensor) else leaves[name] for name in self.inputs])
+        return torch.tensor([float(value) for value in found], dtype=torch.float64)
 
-@dataclass(frozen=True)
-class _Term:
-    """`factors · total ÷ weight`. `weight` is "samples" for a mean that counts by its samples, "sum" for what is not divided yet."""
-
-    total: fx.Node  # what is reduced
-    weight: "_Counted | str"
-    factors: tuple[tuple[str, Number], ...] = ()  # ("mul" or "div", by what)
-
-
-class _UnknownError(Exception):
-    """The loss is not a sum of means and sums over the batch, as far as can be told."""
+    def per_sample(self, whole: Iterable[Tensor], samples: int) -> Tensor:
+        """What the program takes of a batch of so many samples: the sums of its pieces' weights, by its samples. Sums have the last."""
+        total = sum(whole, torch.zeros(len(self.floors), dtype=torch.float64))
+        least = torch.maximum(total, torch.tensor(self.floors, dtype=torch.float64))
+        return (torch.cat([least, torch.ones(1, dtype=torch.float64)]) / samples).float()
 
 
 @dataclass(frozen=True)
 class LossForm:
     """What a captured loss was found to be.
 
-    "mean": over samples, or not known; "counted": a mean over something the batch's labels or mask count; "guarded": a mean over samples
-    as long as no label is ignored.
+    "mean": over samples; "counted": a mean over what the batch's labels or mask count, so the program returns `(total, weight)`; "terms": a
+    sum, or several terms, made a mean over samples with the weights of the whole batch (`weights`; None in evaluations); "given": the
+    user's own `(total, weight)`; "unknown": none of these, as far as can be told, and `node` is where.
     """
 
-    kind: Literal["mean", "counted", "guarded"] = "mean"
-    sentence: str = ""
+    kind: Literal["mean", "counted", "terms", "given", "unknown"] = "mean"
+    weights: BatchWeights | None = None
+    counts: BatchWeights | None = None  # of "counted", where it can be told from the batch alone: what the weight is
+    node: fx.Node | None = None
+    terms: int = 1  # how many totals and weights an evaluation's program returns
 
 
-def weigh_loss(program: ExportedProgram) -> LossForm:
-    """Let the program return `(total, weight)` where its loss is a mean over something else than samples; says what it is."""
+def weigh_loss(program: ExportedProgram, *, samples: int, batch_size: int | None = None, scaled: bool = False) -> LossForm:
+    """Let the program's result be one that adds up over the pieces of a batch; says what its loss is.
+
+    `samples` is how many the captured batch has. Where the loss has several terms, training's program still returns one number; that of an
+    evaluation, which has a `batch_size` (what sums are summed over), returns their totals and their weights. A loss that is `scaled`, in
+    fp16, is divided before the backward too: the gradients of totals are so much larger that they overflow.
+    """
     if program.call_spec.out_spec.num_leaves != 1 or not is_one_number(loss_of(program)):
-        return LossForm()
-    reader = _Reader(program)
+        return LossForm("given")
+    reader = TermReader(program, samples)
     try:
-        terms = list(reader.terms(reader.loss))
-    except (_UnknownError, GuardOnDataDependentSymNode):
+        terms = reader.terms(reader.loss)
+    except UnknownLossError as error:
+        return LossForm("unknown", node=error.node)
+    if all(term.weight == "samples" for term in terms):
         return LossForm()
-    if reader.samples is None:  # captured at one size, which may be among its constants, or not known to be that of the samples
-        return LossForm()
-    counted = {term.weight.key: term.weight for term in terms if isinstance(term.weight, _Counted)}
-    if not counted:
-        return LossForm()
-    writer = _Writer(program, reader.loss)
-    if len(counted) == 1 and all(isinstance(term.weight, _Counted) for term in terms):
-        writer.write_total(terms, next(iter(counted.values())))
-        return LossForm("counted")
-    if all(weight.labels is not None for weight in counted.values()) and not any(term.weight == "sum" for term in terms):
-        for weight in counted.values():
-            writer.assert_all_count(weight)
-        return LossForm("guarded", "the loss adds means over different numbers: a run stops where a label is ignored")
-    return LossForm()
-
-
-def loss_of(program: ExportedProgram) -> object:
-    """What the program returns as its loss, or as its total: a node, where it is computed."""
-    results = cast(Any, next(node for node in program.graph.nodes if node.op == "output").args[0])
-    return next(
-        value for spec, value in zip(program.graph_signature.output_specs, results, strict=True) if spec.kind is OutputKind.USER_OUTPUT
-    )
-
-
-def is_one_number(value: object) -> bool:
-    """Whether a node's value can be a loss; what cannot is refused by whoever reads it."""
-    return isinstance(value, fx.Node) and _is_scalar(value) and value.meta["val"].is_floating_point()
-
-
-def spec_is_parameter(program: ExportedProgram, name: str) -> bool:
-    """Whether a node of this name is a parameter of the model."""
-    return any(spec.arg.name == name and spec.kind is InputKind.PARAMETER for spec in program.graph_signature.input_specs)
-
-
-def given_values(program: ExportedProgram, model: nn.Module) -> dict[str, Tensor]:
-    """What the program reads beside a batch, by the names of its nodes: the model's parameters and buffers, and constants."""
-    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    values = {}
-    for spec in program.graph_signature.input_specs:
-        target = str(spec.target)
-        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-            values[spec.arg.name] = named[target.removeprefix("model.")].detach()
-        elif spec.kind is not InputKind.USER_INPUT:
-            values[spec.arg.name] = cast(Tensor, program.constants[target])
-    return values
-
-
-class _Reader:
-    """Takes a loss apart into terms."""
-
-    def __init__(self, program: ExportedProgram) -> None:
-        self.loss = cast(fx.Node, loss_of(program))
-        inputs = {name for name in program.graph_signature.user_inputs if isinstance(name, str)}
-        self._inputs = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in inputs]
-        self._alike: dict[Any, Any] = {}
-        self.samples, self._symbol = self._find_samples()
-        self._from_batch: set[fx.Node] = set(self._inputs)
-        self._trained: set[fx.Node] = {node for node in program.graph.nodes if node.op == "placeholder" and node not in self._from_batch}
-        for node in program.graph.nodes:
-            for known in (self._from_batch, self._trained):
-                if any(value in known for value in node.all_input_nodes):
-                    known.add(node)
-
-    def _find_samples(self) -> tuple[tuple[fx.Node, int] | None, Any]:
-        """A tensor of the batch and its dimension of samples, and that size as a symbol; None in programs of one size."""
-        values = {node: node.meta.get("val") for node in self._inputs if node.users}
-        first = {node: value.shape[0] for node, value in values.items() if isinstance(value, Tensor) and value.dim()}
-        grow = {node: size for node, size in first.items() if _expression(size).free_symbols}
-        if len({cast(Any, size).node.hint for size in grow.values()}) != 1 or len(grow) != len(first):
-            return None, None  # not every tensor of the batch has the samples first: which size they are is not known
-        node = next(iter(grow))
-        self._alike = {_expression(size): _expression(grow[node]) for size in grow.values()}  # sizes that are the samples, by any name
-        return (node, 0), _expression(grow[node])
-
-    def terms(self, node: fx.Node, factors: tuple[tuple[str, Number], ...] = ()) -> Iterator[_Term]:
-        """The loss as a sum of terms; raises `_UnknownError`."""
-        if not isinstance(node, fx.Node) or node.op not in ("call_function", "placeholder"):
-            raise _UnknownError
-        if node in self._from_batch and (len(node.users) != 1 or _is_in_place(node)):
-            raise _UnknownError  # others see or change it on the way
-        if node not in self._from_batch:
-            yield _Term(node, "samples", factors)  # a penalty on weights: every piece has it whole, by its share
-            return
-        name, arguments = call_of(node)
-        if name in _SAME:
-            yield from self.terms(node.args[0], factors)  # type: ignore[arg-type]
-        elif name in ("add", "sub"):
-            yield from self._added(node, name, arguments, factors)
-        elif name == "neg":
-            yield from self.terms(node.args[0], (*factors, ("mul", -1.0)))  # type: ignore[arg-type]
-        elif name in ("mul", "div"):
-            yield from self._scaled(node, name, factors)
-        elif name in ("sum", "mean"):
-            yield from self._reduced(node, name, arguments, factors)
-        else:
-            yield _Term(node, self._weight_of_loss(node, name, arguments), factors)
-
-    def _added(self, node: fx.Node, name: str, arguments: dict[str, Any], factors: tuple[tuple[str, Number], ...]) -> Iterator[_Term]:
-        first, second = node.args[:2]
-        alpha = float(arguments["alpha"] if arguments.get("alpha") is not None else 1) * (-1.0 if name == "sub" else 1.0)
-        for operand, factor in ((first, 1.0), (second, alpha)):
-            if isinstance(operand, (int, float)):
-                if operand:
-                    raise _UnknownError
-                continue  # sum() begins with 0
-            yield from self.terms(operand, factors if factor == 1.0 else (*factors, ("mul", factor)))  # type: ignore[arg-type]
-
-    def _scaled(self, node: fx.Node, name: str, factors: tuple[tuple[str, Number], ...]) -> Iterator[_Term]:
-        first, second = node.args[:2]
-        if call_of(node)[1].get("rounding_mode") is not None:
-            raise _UnknownError
-        if name == "mul" and self._is_constant(first):
-            first, second = second, first
-        if not isinstance(first, fx.Node):
-            raise _UnknownError
-        if self._is_constant(second):
-            yield from self.terms(first, (*factors, (name, second)))  # type: ignore[arg-type]
-            return
-        inner = list(self.terms(first, factors))
-        if name != "div" or any(term.weight != "sum" for term in inner) or not isinstance(second, fx.Node) or second in self._trained:
-            raise _UnknownError
-        weight = self._weight_of_divisor(second)
-        yield from (replace(term, weight=weight) if weight != "samples" else self._with_samples(term, second) for term in inner)
-
-    def _with_samples(self, term: _Term, divisor: fx.Node) -> _Term:
-        return replace(term, weight="samples", factors=(*term.factors, ("div", divisor)))
-
-    def _is_constant(self, value: object) -> bool:
-        """A number, or one element that has nothing to do with the batch."""
-        if isinstance(value, (int, float)):
-            return True
-        return isinstance(value, fx.Node) and value not in self._from_batch and _is_scalar(value)
-
-    def _weight_of_divisor(self, node: fx.Node) -> "_Counted | str":
-        """What a sum that is divided by this is a mean over."""
-        value = node.meta.get("val")
-        if isinstance(value, torch.SymInt):
-            return self._weight_of_size(node, value)
-        while True:  # what keeps it from being zero is no part of it
-            name, arguments = call_of(node)
-            second = node.args[1] if len(node.args) > 1 else arguments.get("min")
-            capped = arguments.get("max") is not None
-            floor = (
-                name in ("clamp", "clamp_min")
-                and not capped
-                and isinstance(second, (int, float))
-                and second <= 1
-                and _is_count(node.args[0])
-            )
-            epsilon = name == "add" and isinstance(second, float) and 0 < second <= _EPSILON and arguments.get("alpha") in (None, 1)
-            if not (name in _SAME or floor or epsilon):
-                break
-            node = node.args[0]  # type: ignore[assignment]
-        if not _is_scalar(node) or call_of(node)[0] not in ("sum", "count_nonzero"):
-            raise _UnknownError
-        return _Counted(_structure(node), node)
-
-    def _weight_of_size(self, node: fx.Node, size: "torch.SymInt | int") -> "_Counted | str":
-        if self._symbol is None or _is_multiple(self._size(size), self._symbol):
-            return "samples"
-        raise _UnknownError
-
-    def _reduced(self, node: fx.Node, name: str, arguments: dict[str, Any], factors: tuple[tuple[str, Number], ...]) -> Iterator[_Term]:
-        """A sum or mean of all elements of something that has the batch's samples in it, or of a few losses in a list."""
-        inside = node.args[0]
-        if not isinstance(inside, fx.Node) or not _is_scalar(node):
-            raise _UnknownError
-        if call_of(inside)[0] in ("stack", "cat"):
-            losses = cast(Any, inside.args[0])
-            if isinstance(losses, (list, tuple)) and all(isinstance(one, fx.Node) and _is_scalar(one) for one in losses):
-                for one in losses:
-                    yield from self.terms(one, factors if name == "sum" else (*factors, ("div", len(losses))))
-                return
-        if _is_scalar(inside):
-            yield from self.terms(inside, factors)
-            return
-        if name == "sum":
-            self._has_samples(inside)
-            yield _Term(node, "sum", factors)
-        else:
-            yield _Term(node, self._weight_of_elements(inside), factors)
-
-    def _size(self, size: Any) -> Any:
-        return _expression(size).subs(self._alike)
-
-    def _has_samples(self, node: fx.Node) -> None:
-        """Raises `_UnknownError` where nothing of the value's shape grows with the samples: it was reduced before, in some way."""
-        if self._symbol is not None and not (self._size(node.meta["val"].numel()).free_symbols & self._symbol.free_symbols):
-            raise _UnknownError
-
-    def _weight_of_elements(self, node: fx.Node) -> "_Counted | str":
-        self._has_samples(node)
-        return self._weight_of_size(node, node.meta["val"].numel())  # a length that differs from piece to piece is not known to add up
-
-    def _weight_of_loss(self, node: fx.Node, name: str, arguments: dict[str, Any]) -> "_Counted | str":
-        reduction = {"mean": _MEAN, "sum": _SUM}.get(arguments.get("reduction"), arguments.get("reduction"))  # type: ignore[arg-type]
-        if name not in _POINTWISE | _BY_SAMPLE | _BY_LABEL or reduction not in (_MEAN, _SUM):
-            raise _UnknownError
-        inputs = node.args[0]
-        if not isinstance(inputs, fx.Node):
-            raise _UnknownError
-        self._has_samples(inputs)
-        if reduction == _SUM:
-            return "sum"
-        if name in _BY_SAMPLE:
-            return "samples"
-        if name in _POINTWISE:
-            return self._weight_of_elements(inputs)
-        target = arguments["target"]
-        if target.meta["val"].is_floating_point():  # probabilities of the classes: every position counts
-            return self._weight_of_elements(target)
-        ignored = arguments.get("ignore_index", -100)
-        if not isinstance(ignored, int):
-            raise _UnknownError
-        labels = (arguments.get("weight"), ignored)
-        return _Counted(("labels", _structure(target), str(labels)), target, labels)
+    if not reader.knows_samples:  # captured at one size, which may be among its constants, or not known to be that of the samples
+        return LossForm("unknown", node=reader.loss)
+    counted = {term.weight.key: term.weight for term in terms if isinstance(term.weight, CountedWeight)}
+    writer = _Writer(program, reader)
+    same = len(counted) == 1 and all(isinstance(term.weight, CountedWeight) for term in terms)
+    if batch_size is not None and not same:
+        writer.write_terms(terms, batch_size)
+        return LossForm("terms", terms=len(terms))
+    if scaled or not same:
+        try:
+            return LossForm("terms", writer.write_mean(terms, list(counted.values())))
+        except UnknownLossError as error:
+            if not same:
+                return LossForm("unknown", node=error.node)
+    return LossForm("counted", counts=writer.write_total(terms, next(iter(counted.values()))))
 
 
 class _Writer:
     """Rewrites the program's result."""
 
-    def __init__(self, program: ExportedProgram, loss: fx.Node) -> None:
-        self._program, self._graph, self._loss = program, program.graph, loss
+    def __init__(self, program: ExportedProgram, reader: TermReader) -> None:
+        self._program, self._graph, self._loss = program, program.graph, reader.loss
+        self._reader = reader
         self._output = next(node for node in self._graph.nodes if node.op == "output")
 
-    def write_total(self, terms: Sequence[_Term], weight: _Counted) -> None:
+    def write_total(self, terms: Sequence[LossTerm], weight: CountedWeight) -> BatchWeights | None:
         """Sums instead of means, so that a piece in which nothing counts adds zero."""
         with self._graph.inserting_before(self._output):
-            total = self._added([(self._undivided(term), term.factors) for term in terms])
+            total = self._sum([self._times(self._undivided(term), term.factors) for term in terms])
             counted = self._count(weight)
-        self._return(total, counted)
+        self._return([total, counted], (0, 0))
+        try:
+            return self._extracted([counted], [weight])
+        except UnknownLossError:  # class weights that are a buffer of the model, for one
+            return None
 
-    def _added(self, terms: Sequence[tuple[fx.Node, tuple[tuple[str, Number], ...]]]) -> fx.Node:
-        total: fx.Node | None = None
-        for one, factors in terms:
-            for how, by in factors:
-                one = self._call(getattr(aten, how).Tensor, one, by)
-            total = one if total is None else self._call(aten.add.Tensor, total, one)
-        assert total is not None
+    def write_mean(self, terms: Sequence[LossTerm], counted: Sequence[CountedWeight]) -> BatchWeights:
+        """A mean over the piece's samples, which by their share of the batch is what the piece adds to the batch's loss."""
+        with self._graph.inserting_before(self._output):
+            counts = [self._count(weight) for weight in counted]
+        try:
+            weights = self._extracted(counts, counted)
+        except UnknownLossError:
+            self._drop(counts)
+            raise
+        leaf = self._input(weights.leaf, len(counted) + 1)
+        places: dict[object, int] = {weight.key: place for place, weight in enumerate(counted)}
+        size = self._reader.make_size()
+        with self._graph.inserting_before(self._output):
+            loss = self._sum([self._mean(term, leaf, places, size) for term in terms])
+        self._return([loss], 0)
+        self._drop(counts)
+        return weights
+
+    def _mean(self, term: LossTerm, leaf: fx.Node, places: Mapping[object, int], size: fx.Node) -> fx.Node:
+        if term.weight == "samples":
+            return self._times(term.total, term.factors)
+        total = self._times(self._undivided(term), term.factors)
+        place = places[term.weight.key] if isinstance(term.weight, CountedWeight) else len(places)
+        weight = self._call(aten.select.int, leaf, 0, place)
+        return self._call(aten.div.Tensor, total, self._call(aten.mul.Tensor, weight, size))
+
+    def write_terms(self, terms: Sequence[LossTerm], batch_size: int) -> None:
+        """Every term's total in a row, and every weight: an evaluation divides their sums over its data. A sum is that of a batch."""
+        size = self._reader.make_size()
+        with self._graph.inserting_before(self._output):
+            totals, weights = [], []
+            for term in terms:
+                total = self._times(self._undivided(term), term.factors)
+                if not isinstance(term.weight, CountedWeight):
+                    total = self._call(aten.mul.Tensor, total, size if term.weight == "samples" else float(batch_size))
+                totals.append(self._call(aten.reshape.default, self._call(aten.to.dtype, total, torch.float32), []))
+                samples = self._call(aten.mul.Tensor, self._call(aten.ones_like.default, totals[0]), size)
+                weight = self._count(term.weight) if isinstance(term.weight, CountedWeight) else samples
+                weights.append(self._call(aten.reshape.default, self._call(aten.to.dtype, weight, torch.float32), []))
+            results = [self._call(aten.stack.default, totals), self._call(aten.stack.default, weights)]
+        self._return(results, (0, 0))
+
+    def _times(self, one: fx.Node, factors: Factors) -> fx.Node:
+        for how, by in factors:
+            one = self._call(getattr(aten, how).Tensor, one, by)
+        return one
+
+    def _sum(self, values: Sequence[fx.Node]) -> fx.Node:
+        total = values[0]
+        for value in values[1:]:
+            total = self._call(aten.add.Tensor, total, value)
         return total
 
-    def _undivided(self, term: _Term) -> fx.Node:
+    def _undivided(self, term: LossTerm) -> fx.Node:
         name, arguments = call_of(term.total)
-        if name not in _BY_LABEL:
+        if name not in BY_LABEL or not isinstance(term.weight, CountedWeight):
             return term.total
         target: Any = term.total.target
         positions = [argument.name for argument in target._schema.arguments]
         return self._call(target, *[_SUM if name == "reduction" else arguments[name] for name in positions])
 
-    def _count(self, weight: _Counted) -> fx.Node:
+    def _count(self, weight: CountedWeight) -> fx.Node:
         if weight.labels is None:
             return self._call(aten.to.dtype, weight.node, torch.float32)
         classes, ignored = weight.labels
@@ -341,98 +195,103 @@ class _Writer:
         weights = self._call(aten.take.default, classes, known)
         return self._call(aten.sum.default, self._call(aten.mul.Tensor, weights, counts))
 
-    def assert_all_count(self, weight: _Counted) -> None:
-        """The program stops where a label is ignored."""
-        assert weight.labels is not None
-        with self._graph.inserting_before(self._output):
-            counts = self._call(aten.ne.Scalar, weight.node, weight.labels[1])
-            self._call(aten._assert_async.msg, self._call(aten.all.default, counts), IGNORED)
-        self._program.graph_module.recompile()
+    def _extracted(self, counts: Sequence[fx.Node], counted: Sequence[CountedWeight]) -> BatchWeights:
+        """What computes the weights, as a program of its own; it may read the batch and constants, nothing that training changes."""
+        needed, wanted = set[fx.Node](), list(counts)
+        while wanted:
+            node = wanted.pop()
+            if node not in needed:
+                needed.add(node)
+                wanted += node.all_input_nodes
+        kinds = {spec.arg.name: spec for spec in self._program.graph_signature.input_specs}
+        graph, copies, inputs, root = fx.Graph(), dict[fx.Node, fx.Node](), list[str](), torch.nn.Module()
+        for node in [node for node in self._graph.nodes if node in needed]:
+            if _may_change(node):
+                raise _unknown(node)
+            if node.op == "call_function":
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+                continue
+            spec = kinds.get(node.name)
+            constant = self._program.constants.get(str(spec.target)) if spec is not None else None
+            if spec is not None and spec.kind is InputKind.USER_INPUT:
+                copies[node] = graph.placeholder(node.name)
+                inputs.append(node.name)
+            elif isinstance(constant, Tensor) and not isinstance(constant, torch._subclasses.FakeTensor):
+                root.register_buffer(node.name, constant.detach(), persistent=False)
+                copies[node] = graph.get_attr(node.name)
+            else:
+                raise _unknown(node)
+        graph.output(tuple(copies[node] for node in counts))
+        return BatchWeights(_LEAF, tuple(inputs), fx.GraphModule(root, graph), tuple(weight.floor for weight in counted))
+
+    def _input(self, name: str, count: int) -> fx.Node:
+        """One more input of the program, after all others."""
+        places = [node for node in self._graph.nodes if node.op == "placeholder"]
+        with self._graph.inserting_after(places[-1]):
+            node = self._graph.placeholder(name)
+        with self._loss.meta["val"].fake_mode:
+            node.meta["val"] = torch.empty(count)
+        self._program.graph_signature.input_specs.append(InputSpec(InputKind.USER_INPUT, TensorArgument(node.name), None))
+        return cast(fx.Node, node)
 
     def _call(self, target: Any, *arguments: Any, **keywords: Any) -> fx.Node:
         """A new operator of the loss, with the value it has on the captured batch."""
         node = cast(fx.Node, self._graph.call_function(target, arguments, keywords))
         values = pytree.tree_map_only(fx.Node, lambda one: one.meta["val"], (arguments, keywords))
-        modes = [value.fake_mode for value in pytree.tree_leaves(values) if isinstance(value, torch._subclasses.FakeTensor)]
-        mode = modes[0] if modes else self._loss.meta["val"].fake_mode
-        with mode:
+        with self._loss.meta["val"].fake_mode:
             node.meta["val"] = target(*values[0], **values[1])
         for key in ("nn_module_stack", "stack_trace", "custom"):
             if key in self._loss.meta:
                 node.meta[key] = self._loss.meta[key]
         return node
 
-    def _return(self, total: fx.Node, weight: fx.Node) -> None:
-        """Write `(total, weight)` where the loss was returned; operators nobody needs any more go."""
+    def _return(self, values: Sequence[fx.Node], structure: Any) -> None:
+        """Write these where the loss was returned; operators nobody needs any more go."""
         specs, results = list(self._program.graph_signature.output_specs), list(cast(Any, self._output.args[0]))
         place = next(index for index, spec in enumerate(specs) if spec.kind is OutputKind.USER_OUTPUT)
-        specs[place : place + 1] = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(node.name), None) for node in (total, weight)]
-        results[place : place + 1] = [total, weight]
+        specs[place : place + 1] = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(node.name), None) for node in values]
+        results[place : place + 1] = values
         self._output.args = (tuple(results),)
         self._output.meta.pop("val", None)
         self._program.graph_signature.output_specs = specs
         signature = self._program.module_call_graph[0].signature
         assert signature is not None
-        signature.out_spec = pytree.tree_structure((0, 0))
-        signature.outputs = [TensorArgument(node.name) for node in (total, weight)]
-        dead = [self._loss]
+        signature.out_spec = pytree.tree_structure(structure)
+        signature.outputs = [TensorArgument(node.name) for node in values]
+        self._drop([self._loss])
+
+    def _drop(self, nodes: Iterable[fx.Node]) -> None:
+        """Erase these and what only they needed."""
+        dead = list(nodes)
         while dead:
             node = dead.pop()
-            if node.op == "call_function" and not node.users and node is not total:
+            if node.op == "call_function" and not node.users and not node._erased:
                 dead += node.all_input_nodes
                 self._graph.erase_node(node)
         self._program.graph_module.recompile()
 
 
-def call_of(node: fx.Node) -> tuple[str, dict[str, Any]]:
-    """An operator's name, in place or not, and its arguments with their defaults."""
-    if node.op != "call_function":
-        return "", {}
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return getattr(target, "__name__", ""), dict(node.kwargs)
-    arguments = {argument.name: argument.default_value for argument in target._schema.arguments}
-    arguments |= dict(zip(arguments, node.args, strict=False)) | node.kwargs
-    name = target._schema.name.rpartition("::")[2]
-    return (name.rstrip("_") if not name.startswith("_") else name), arguments
+def _unknown(node: fx.Node) -> UnknownLossError:
+    error = UnknownLossError()
+    error.node = node
+    return error
 
 
-def _is_scalar(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and all(isinstance(size, int) and size == 1 for size in value.shape)
-
-
-def _is_in_place(node: fx.Node) -> bool:
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
-
-
-def _is_count(node: Any) -> bool:
-    """A sum of yes and no, or of whole numbers, in whatever type it is."""
-    while isinstance(node, fx.Node) and call_of(node)[0] in _SAME:
-        node = node.args[0]
-    if not isinstance(node, fx.Node) or call_of(node)[0] not in ("sum", "count_nonzero"):
-        return False
-    inside = node.args[0]
-    while isinstance(inside, fx.Node) and inside.meta["val"].is_floating_point() and call_of(inside)[0] in _SAME:
-        inside = inside.args[0]
-    return isinstance(inside, fx.Node) and not inside.meta["val"].is_floating_point()
-
-
-def _expression(size: Any) -> Any:
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
-
-
-def _is_multiple(size: Any, symbol: Any) -> bool:
-    return not (size / symbol).simplify().free_symbols
-
-
-def _structure(node: Any) -> object:
-    """The same for two values that are computed in the same way, whatever views are taken of them."""
-    while isinstance(node, fx.Node) and call_of(node)[0] in _VIEWS:
-        node = node.args[0]
-    if not isinstance(node, fx.Node):
-        return str(node)
-    if node.op != "call_function":
-        return node.name
-    return (str(node.target), tuple(_structure(value) for value in (*node.args, *node.kwargs.values())))
+def _may_change(node: fx.Node) -> bool:
+    """Whether the value is drawn, or somebody writes to its memory: then it is not a function of what it is computed from."""
+    plain = isinstance(node.target, torch._ops.OpOverload) or getattr(node.target, "__module__", "") == "_operator"
+    if node.op == "call_function" and (is_random(node) or not plain):
+        return True
+    wanted, seen = [node], set[fx.Node]()
+    while wanted:
+        value = wanted.pop()
+        for user in value.users:
+            schema = getattr(user.target, "_schema", None)
+            if schema is None or user in seen:
+                continue
+            seen.add(user)
+            if schema.is_mutable and user.args and user.args[0] is value:
+                return True
+            if any(result.alias_info is not None for result in schema.returns) and user.args and user.args[0] is value:
+                wanted.append(user)
+    return False

@@ -45,11 +45,22 @@ def validate(plan: Plan, graph: Graph | None = None, cluster: Cluster | None = N
     if cluster is not None:
         checks.append(lambda: _against_cluster(plan, cluster))
     if graph is not None:
-        checks += [lambda: _against_graph(plan, graph), lambda: constraint_problems(plan, graph), lambda: _whole_units(plan, graph)]
+        checks += [
+            lambda: _in_mode(plan, graph),
+            lambda: _against_graph(plan, graph),
+            lambda: constraint_problems(plan, graph),
+            lambda: _whole_units(plan, graph),
+        ]
     for check in checks:  # each may rely on those before it having found nothing
         for problem in check():
             where = f"{source}: " if source is not None else ""
             raise PlanError(f"{where}{problem.sentence}\n\n{stage_table(plan, problem.mark)}")
+
+
+def _in_mode(plan: Plan, graph: Graph) -> Iterator[Problem]:
+    why_not = mode_rules(plan.mode).why_not_graph(graph)
+    if why_not is not None:
+        yield Problem(why_not, Mark("mode"))
 
 
 def _fields(plan: Plan) -> Iterator[Problem]:

@@ -168,6 +168,8 @@ class _Planner:
         devices = len(cluster.devices)
         prices = prices or (400 if devices <= 64 else 200 if devices <= 256 else 60)  # fewer of the large plans, which take longer each
         execution = default_rules() if mode is None else mode_rules(mode)
+        if (why_not := execution.why_not_graph(evaluator.graph)) is not None:
+            raise NoPlanError(why_not)
         others = installed_modes() if mode is None else ()
         self.rules = rules_of(evaluator.graph, devices, execution)
         self.classes = device_classes(cluster)
@@ -177,7 +179,7 @@ class _Planner:
         self.rivals = [  # plans with which they keep what they are chosen for
             self._search(self.rules._replace(execution=rival, hosts=rival.hosts_per_stage), prices // 2)
             for rival in others
-            if rival is not execution and rival.is_candidate(cluster)
+            if rival is not execution and rival.is_candidate(cluster) and rival.why_not_graph(evaluator.graph) is None
         ]
 
     def _search(self, rules: Rules, prices: int) -> _Search:

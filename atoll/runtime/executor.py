@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from atoll.blame import users_code
 from atoll.errors import JobFailedError
 from atoll.job import LossValue, read_loss
 from atoll.runtime.activations import Activations
-from atoll.runtime.stage.module import StageModule
 from atoll.runtime.stage.program import StageProgram
 from atoll.runtime.stage.rng import DrawKey
 from atoll.runtime.stage.shard_spec import ShardSpec
@@ -37,6 +36,7 @@ __all__ = [
     "Loss",
     "LossScale",
     "BuiltStage",
+    "StageCode",
     "StageExecutor",
     "Update",
     "Updater",
@@ -61,12 +61,29 @@ def _nothing(work: WorkItem) -> None:
     return
 
 
+class StageCode(Protocol):
+    """What runs a stage: units of the captured program (`StageModule`), or the user's own code (`EagerStage`)."""
+
+    def __call__(self, values: dict[str, Any]) -> Any:
+        """What leaves the stage, of the values it receives and the batch's leaves, by name."""
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether backward may run some of it again."""
+
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        """What the device holds of each parameter, by the user's name."""
+
+    def buffers_by_name(self) -> dict[str, Tensor]:
+        """Buffers it reads, by the user's name."""
+
+
 @dataclass(kw_only=True)
 class BuiltStage:
     """One stage as a device runs it."""
 
     program: StageProgram
-    module: StageModule
+    module: StageCode
     turn_to: Callable[[WorkItem], None] = _nothing  # told what is computed next, in forward or once more in backward
 
 
@@ -284,7 +301,6 @@ class StageExecutor:
         self._sizes, self._loss, self._key, self._autocast, self._gradients = sizes, loss, key, autocast, gradients
         self._generators = generators  # held around what draws: nobody else seeds this process's generators meanwhile
         self._draws = {number: any(unit.draws for unit in stage.program.units) for number, stage in stages.items()}
-        self._draws_again = {number: self._draws[number] and stage.module.recomputes for number, stage in stages.items()}
         self._kept: dict[WorkItem, _Kept] = {}
         self._persistent, self._owned, self._unread = persistent, owned, unread or {}
 
@@ -311,13 +327,15 @@ class StageExecutor:
         values.update(zip((crossing.name for crossing in program.receives), entered, strict=True))
         self._turn_to(work)
         with self._autocast(), self._generators if self._draws[work.stage] else nullcontext():
-            return module(values)  # type: ignore[no-any-return]
+            return tuple(module(values))
 
     @torch.no_grad()
     def evaluate(self, work: WorkItem, inputs: Activations) -> Activations | LossValue:
         """Forward without a backward to come: what leaves the stage, or what the loss or metric at the end of the last one returned."""
         outputs = self._run(work, inputs, inputs.values)
         if self.stages[work.stage].program.last:
+            if len(outputs) == 2 and isinstance(outputs[0], Tensor) and outputs[0].dim() == 1:
+                return LossValue(*outputs)  # the totals and weights of several terms
             return read_loss(pytree.tree_unflatten(list(outputs), self._loss))
         return Activations(inputs.binding, inputs.leaves, list(outputs))
 
@@ -344,7 +362,8 @@ class StageExecutor:
         roots, given = self._roots(program, kept, gradients)
         wanted = [value for value, crossing in zip(kept.inputs, program.receives, strict=True) if crossing.wants_gradient]
         self._turn_to(work)
-        with self._generators if self._draws_again[work.stage] else nullcontext():
+        draws_again = self._draws[work.stage] and self.stages[work.stage].module.recomputes
+        with self._generators if draws_again else nullcontext():
             return self._gradients.differentiate(roots, given, wanted, kept.factor)
 
     @staticmethod

@@ -22,6 +22,7 @@ from atoll.runtime.supervise.placement import Placement
 
 if TYPE_CHECKING:
     from atoll.graph.capture import Captured
+    from atoll.graph.eager import Uncaptured
     from atoll.job import Job
 
 __all__ = ["ModeRuntime", "RunOutcome", "ResumePoint", "RunContext", "mode_runtime", "newest_checkpoint"]
@@ -36,7 +37,7 @@ class RunContext:
     plan: Plan
     options: msgspec.Struct  # of the class that the mode's rules name
     job: "Job"
-    captured: "Captured | None"  # None for a mode that needs no devices where none were given
+    captured: "Captured | Uncaptured | None"  # None for a mode that needs no devices where none were given
     cluster: Cluster | None  # the plan's, where it is known
     resumed: bool
     max_restarts: int

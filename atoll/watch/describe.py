@@ -60,7 +60,8 @@ def _training(event: events.AnyEvent) -> str | None:
             return f"step {event.step}: loss {event.loss:.4f}, {format_seconds(event.seconds)}"
         case events.Evaluated():
             metrics = "".join(f", {name} {_number(value, '.4g')}" for name, value in event.metrics.items())
-            return f"step {event.step}: evaluation loss {_number(event.loss, '.4f')}{metrics}"
+            notes = "".join(f"; {note}" for note in event.notes)
+            return f"step {event.step}: evaluation loss {_number(event.loss, '.4f')}{metrics}{notes}"
         case events.EvaluationFailed():
             return f"step {event.step}: not evaluated: {event.message}"
         case events.NonFinite():

@@ -24,11 +24,16 @@ class TinyJob:
     loss: Callable[[Any, Any], Any]
     batch: Callable[[int], Any]
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    batch_size: int = 4
+    micro_batch_size: int | None = None
 
-    def example_batch(self, samples: int) -> Any:
+    def example_batch(self, samples: int, first: int = 0) -> Any:
+        """So many samples; pieces that are compared with the batch are cut from it."""
+        piece = first or samples == 1
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
-            return self.batch(samples)
+            batch = self.batch(self.batch_size if piece else samples)
+        return pytree.tree_map(lambda leaf: leaf[first : first + samples], batch) if piece else batch
 
 
 def own_loss(model: Any, batch: Any) -> Tensor:

@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple
 import msgspec
 
 from atoll.cluster import Cluster
+from atoll.graph import Graph
 from atoll.plan.plan import Mark, Plan, Problem, Replica, Schedule, Stage
 
 __all__ = ["Failures", "ModeRules", "NoOptions", "hosts_of"]
@@ -45,6 +46,7 @@ class ModeRules:
 
     needs_devices: ClassVar[bool] = True  # else a run takes whichever device it finds, and `plan_here` makes its plan
     most_devices: ClassVar[int | None] = None  # that a plan may use
+    needs_capture: ClassVar[bool] = False  # it cannot run a model as it is written, whole on every device
     whole_stages: ClassVar[bool] = False  # a replica is one worker on one host, and every device of it has the whole stage
     whole_micro_batches: ClassVar[bool] = False  # shares are whole micro-batches, with one stage too
     under_way_per_worker: ClassVar[int] = 0  # micro-batches there are at once for every worker, where no schedule bounds them
@@ -85,6 +87,12 @@ class ModeRules:
     def stage_problems(self, stage: Stage, index: int = 0) -> Iterator[Problem]:
         """What keeps this mode from running a stage; `index` is its number in its plan."""
         return iter(())
+
+    def why_not_graph(self, graph: Graph) -> str | None:
+        """What keeps this mode from training a model; None where nothing does."""
+        if not (graph.eager and self.needs_capture):
+            return None
+        return f"mode {self.name} cuts a captured model into stages, and {graph.name} could not be captured; train it in mode lockstep"
 
     def why_not(self, plan: Plan) -> str | None:
         """The first of the problems with a plan, whatever mode it says; None where this mode can run it."""

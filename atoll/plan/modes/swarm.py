@@ -62,6 +62,7 @@ class Swarm(ModeRules):
     summary = "randomised pipelines that go on when machines leave and join"
     runtime = "atoll.runtime.modes.swarm.runtime:SwarmRuntime"
     options = SwarmOptions
+    needs_capture = True
     whole_stages = True
     whole_micro_batches = True
     under_way_per_worker = 3  # one in hand, one waiting, one on its way (`control/coordinator.py`)

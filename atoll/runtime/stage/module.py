@@ -20,7 +20,7 @@ from atoll.runtime.stage.rng import Draw, DrawKey
 from atoll.runtime.stage.shard_spec import ShardSpec
 from atoll.runtime.stage.state import InitialState
 
-__all__ = ["EvaluationBuilder", "StageBuilder", "StageModule", "UnitModule"]
+__all__ = ["EvaluationBuilder", "SharingBuilder", "StageBuilder", "StageModule", "UnitModule"]
 
 aten = torch.ops.aten
 _NOT_KEPT = (torch.ops.higher_order.wrap_with_set_grad_enabled,)  # with False as its first argument: nothing inside is kept for backward
@@ -48,6 +48,15 @@ class UnitModule(nn.Module):
         """For the first run and the second. By the time of the second, other micro-batches may have changed buffers further."""
         seen = [getattr(self.graph_module, name).clone() for name in self.changes]
         return nullcontext(), self._starting_from(seen) if seen else nullcontext()
+
+    @contextmanager
+    def holding(self, whole: Callable[[str], Tensor]) -> Iterator[None]:
+        """While it runs, the parameters are what `whole` says of their names; for units that hold none."""
+        for attribute, name in self.parameter_names.items():
+            setattr(self.graph_module, attribute, whole(name))
+        yield
+        for attribute in self.parameter_names:
+            setattr(self.graph_module, attribute, torch.empty(0, device=getattr(self.graph_module, attribute).device))
 
     @contextmanager
     def _starting_from(self, seen: list[Tensor]) -> Iterator[None]:
@@ -185,6 +194,18 @@ class StageBuilder:
         if placeholder not in self._buffers:
             self._buffers[placeholder] = self._state.value(placeholder).to(self._device, copy=True)
         return self._buffers[placeholder]
+
+
+class SharingBuilder(StageBuilder):
+    """Makes stages of the model's own parameters and buffers: running them trains the model itself."""
+
+    def _put_parameter(self, root: nn.Module, attribute: str, name: str) -> None:
+        root.register_parameter(attribute, self._state.parameter(name))
+
+    def buffer(self, placeholder: str) -> Tensor:
+        """The model's own; a constant of the program is put on the device."""
+        own = self._state.buffer_name(placeholder) is not None
+        return self._state.value(placeholder) if own else super().buffer(placeholder)
 
 
 class EvaluationBuilder(StageBuilder):

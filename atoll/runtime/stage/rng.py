@@ -4,16 +4,17 @@ So a micro-batch gives the same numbers on whatever rank, in whatever order and 
 """
 
 import threading
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from atoll.graph.spec_augment import draw_mask, replaced_masks
 from atoll.randomness import mix
 
-__all__ = ["Draw", "DrawKey", "EagerDraws"]
+__all__ = ["Draw", "DrawKey", "EagerDraws", "draws"]
 
 
 class DrawKey:
@@ -46,18 +47,39 @@ class Draw(nn.Module):
 
 
 class EagerDraws(TorchFunctionMode):
-    """Around an eager forward: seeds every random call as `Draw` seeds the captured program's, so that both draw the same numbers."""
+    """Around an eager forward: seeds every random call as `Draw` seeds the captured program's, so that both draw the same numbers.
 
-    def __init__(self, key: DrawKey) -> None:
+    SpecAugment of `model`, which draws with NumPy, is such a call.
+    """
+
+    def __init__(self, key: DrawKey, model: nn.Module) -> None:
         super().__init__()
         self._key = key
+        self._masks = replaced_masks(model, self._draw_mask)
         self.count = 0
+
+    def __enter__(self) -> Self:
+        self._masks.__enter__()
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+        finally:
+            self._masks.__exit__(None, None, None)
+
+    def _seed(self) -> None:
+        torch.manual_seed(self._key.of(self.count))
+        self.count += 1
+
+    def _draw_mask(self, *args: Any, **kwargs: Any) -> Any:
+        self._seed()
+        return draw_mask(*args, **kwargs)
 
     def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if function in _RANDOM_FUNCTIONS and _is_on(function, args, kwargs):
-            torch.manual_seed(self._key.of(self.count))
-            self.count += 1
+        if draws(function, args, kwargs):
+            self._seed()
         return function(*args, **kwargs)
 
 
@@ -83,6 +105,11 @@ _ATTENTION = functional.scaled_dot_product_attention
 _MANY_HEADS = functional.multi_head_attention_forward
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 _RANDOM_FUNCTIONS = frozenset([*_DROPOUTS, *_ALWAYS_RANDOM, *_RECURRENT, _ATTENTION, _MANY_HEADS])
+
+
+def draws(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of PyTorch's draws random numbers."""
+    return function in _RANDOM_FUNCTIONS and _is_on(function, args, kwargs)
 
 
 def _is_on(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

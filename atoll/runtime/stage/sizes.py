@@ -21,13 +21,15 @@ class Sizes:
     def __init__(self, captured: Captured) -> None:
         program = captured.program
         values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
-        self.names = [name if isinstance(name, str) else None for name in program.graph_signature.user_inputs]
+        self.weights = captured.loss_form.weights
+        names = [name if isinstance(name, str) else None for name in program.graph_signature.user_inputs]
+        self.names = [name for name in names if self.weights is None or name != self.weights.leaf]
         self._shapes: dict[str, tuple[Any, ...]] = {}  # leaf → its sizes: numbers and symbols
         self.dtypes: dict[str, torch.dtype] = {}  # of the leaves that are tensors
         self.symbols: list[Any] = []
         self._samples: set[Any] = set()
         others: set[Any] = set()
-        for name in self.names:
+        for name in names:
             value = values.get(name) if name is not None else None
             if not isinstance(value, torch.Tensor):
                 continue
@@ -54,8 +56,11 @@ class Sizes:
         """Whether every size follows from the number of samples, so that a rank that reads no data knows them all."""
         return all(symbol in self._samples for symbol in self.symbols)
 
-    def leaves(self, batch: Any) -> dict[str, Any]:
-        """The batch's leaves by the program's names; what cannot be fed to the program is a `JobError`."""
+    def leaves(self, batch: Any, weights: torch.Tensor | None = None) -> dict[str, Any]:
+        """The batch's leaves by the program's names, with the weights of the whole batch where the program takes them.
+
+        What cannot be fed to the program is a `JobError`.
+        """
         found = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(plain_batch(batch))[0]}
         missing = [path for path in self._paths if path not in found]
         if missing or len(found) != len(self._paths):
@@ -66,6 +71,8 @@ class Sizes:
         for name, path in zip(self.names, self._paths, strict=True):
             if name is not None and name in self._shapes:
                 self._check(path, self._shapes[name], self.dtypes[name], found[path])
+        if self.weights is not None and weights is not None:
+            leaves[self.weights.leaf] = weights
         return leaves
 
     @staticmethod
@@ -93,6 +100,8 @@ class Sizes:
         """The symbols' values for these leaves."""
         values: dict[Any, int] = {}
         for name, shape in self._shapes.items():
+            if self.weights is not None and name == self.weights.leaf:
+                continue
             values.update((e, n) for e, n in zip(shape, leaves[name].shape, strict=True) if not isinstance(e, int) and e.is_Symbol)
         counts = sorted({values[symbol] for symbol in self._samples})
         if len(counts) > 1:

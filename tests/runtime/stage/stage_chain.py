@@ -84,9 +84,9 @@ class Chain:
             self.backward(number)
         return found
 
-    def forward(self, number: int, batch: Any, samples: int = 1) -> Tensor:
+    def forward(self, number: int, batch: Any, samples: int = 1, weights: Tensor | None = None) -> Tensor:
         """One micro-batch through all stages; its loss, by what `samples` weigh."""
-        leaves = self.sizes.leaves(batch)
+        leaves = self.sizes.leaves(batch, weights)
         made = Activations(self.sizes.bind(leaves), leaves, [])
         for stage, program in enumerate(self.programs):
             made = self.executor.forward(WorkItem(stage, 1, number, number, samples), made)

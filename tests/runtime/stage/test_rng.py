@@ -104,7 +104,7 @@ def test_eager_code_and_the_captured_program_draw_the_same(build: Callable[[], n
     module = StageBuilder(InitialState(captured, model), device=CPU, key=key).stage(program)
     losses = []
     for key.step, key.first_sample in ((1, 0), (1, 3), (2, 0)):
-        with EagerDraws(key):
+        with EagerDraws(key, model):
             eager = job.loss(model, batch)
         (own,) = module(dict(Sizes(captured).leaves(batch)))
         assert torch.equal(own, eager)

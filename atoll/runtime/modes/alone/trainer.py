@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from atoll.blame import users_code
 from atoll.cluster.memory import keep_freed_memory
-from atoll.data import Dataset, to_device
+from atoll.data import Batch, Dataset, to_device
 from atoll.errors import CheckpointError, JobError, JobFailedError
 from atoll.events import (
     AnyEvent,
@@ -30,6 +30,7 @@ from atoll.events import (
     RunStarted,
     StepFinished,
     StopTraining,
+    Warned,
 )
 from atoll.job import Job, LossValue, RunResult, read_loss
 from atoll.plan.modes.alone import ALONE
@@ -40,8 +41,9 @@ from atoll.runtime.checkpoint.local_shard import LocalShard
 from atoll.runtime.checkpoint.manifest import RunIdentity
 from atoll.runtime.checkpoint.safetensors_file import dtype_name
 from atoll.runtime.checkpoint.training_state import restore_training, training_state
-from atoll.runtime.evaluation import evaluate, evaluates_after
-from atoll.runtime.executor import Accumulated, LossScale, Update, Updater, loss_share, scaled
+from atoll.runtime.evaluation import ModelEvaluator, evaluates_after
+from atoll.runtime.executor import Accumulated, LossScale, Update, Updater, WorkItem, loss_share, scaled
+from atoll.runtime.loss_weights import StepWeights
 from atoll.runtime.nonfinite import checked_weight, not_finite
 from atoll.runtime.peak import peak_memory_bytes
 from atoll.runtime.run_directory import RunDirectory, RunSettings
@@ -49,6 +51,7 @@ from atoll.runtime.stage.rng import DrawKey, EagerDraws
 from atoll.runtime.stage.shard_spec import ShardSpec
 from atoll.runtime.stage.state import model_config, tied_names
 from atoll.runtime.training import Reason, train
+from atoll.runtime.whole_program import PieceCounts, WholeProgram, divided_program
 
 __all__ = ["AloneTrainer", "train_alone", "training_alone"]
 
@@ -119,6 +122,10 @@ class AloneTrainer:
         scale = LossScale(job.precision == "fp16")
         self.updater = Updater(self.parameters, self.optimizer, self.scheduler, scale, steps=self.steps)
         self.gradients = Accumulated(job.batch_size)
+        self.counts: PieceCounts | None = None  # what micro-batches weigh, where it is not their samples
+        self.pieces: WholeProgram | None = None  # what computes micro-batches whose losses have several terms
+        self.weights: StepWeights | None = None
+        self.evaluator: ModelEvaluator | None = None
         self.random = True  # until a forward has shown that it draws no random numbers
         self._reason: Reason | None = None
         self.losses: list[float] = []
@@ -165,6 +172,7 @@ class AloneTrainer:
             self.emit(self._started())
             if self.resumed is not None:
                 self.emit(self.resumed.event(self.moment()))
+            self._find_pieces()
 
     @contextmanager
     def _stoppable(self) -> Iterator[None]:
@@ -317,6 +325,10 @@ class AloneTrainer:
     def _accumulate_gradient(self, step: int) -> tuple[float, float]:
         """The gradient of the global batch's loss, left in `.grad`; returns the loss and what it was divided by."""
         parts = self.job.micro_batches
+        if self.pieces is not None:
+            return self._accumulate_pieces(self.pieces, step)
+        if self.counts is not None:
+            return self._accumulate_counted(self.counts, step)
         total = torch.zeros((), device=self.device)
         weight = torch.zeros((), device=self.device, dtype=torch.float64)
         deferred = False
@@ -328,17 +340,75 @@ class AloneTrainer:
                 scaled(share, self.gradients.scaled_by(self.updater.scale)).backward()  # type: ignore[no-untyped-call]
             total += share.detach()
             weight += (stop - start) if value.weight is None else value.weight
-        divisor = checked_weight(f"step {step}", float(weight))
+        return self._divided(step, float(total), float(weight), deferred)
+
+    def _divided(self, step: int, total: float, weight: float, deferred: bool) -> tuple[float, float]:
+        divisor = checked_weight(f"step {step}", weight)
         if deferred:  # the weight of a batch is known only after its last micro-batch
             torch._foreach_div_([p.grad for p in self.parameters if p.grad is not None], divisor)
-        loss = float(total) / (divisor if deferred else 1.0)
+        loss = total / (divisor if deferred else 1.0)
         if not math.isfinite(loss):
             self._not_finite(step, "loss", loss)
         return loss, divisor
 
-    def _forward(self, step: int, number: int, start: int, stop: int) -> LossValue:
+    def _find_pieces(self) -> None:
+        """Micro-batches add up to the batch's loss as the user's code has it: by their samples, or else as the captured program tells."""
+        if len(self.job.micro_batches) == 1 or self.steps <= len(self.losses) or self._returns_weight():
+            return
+        found = divided_program(self.job, self.model)
+        for note in found.notes:
+            self.emit(Warned(message=note))
+        self.counts = found.counts
+        if found.program is not None:
+            self.pieces = WholeProgram(self.job, found.program, self.model, self.device, self.updater)
+            self.weights = StepWeights(self.pieces.sizes, self.job.micro_batches, self._batch)
+
+    @torch.no_grad()
+    def _returns_weight(self) -> bool:
+        """Whether the loss is `(total, weight)`; the model stays as it was."""
+        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        batch = to_device(self._batch(len(self.losses) + 1, *self.job.micro_batches[0]), self.device)
+        with self.job.autocast(self.device), users_code(f"step {len(self.losses) + 1}: the loss", JobFailedError):
+            value = read_loss(self.job.loss(self.model, batch))
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(before[name])
+        return value.weight is not None
+
+    def _accumulate_pieces(self, pieces: WholeProgram, step: int) -> tuple[float, float]:
+        assert self.weights is not None
+        total, weight = torch.zeros((), device=self.device), 0.0
+        for number, (start, stop) in enumerate(self.job.micro_batches):
+            batch, weights = to_device((self._batch(step, start, stop), self.weights.of(step)), self.device)
+            seed_everything(mix(self.job.seed, 5, step, number), devices=self.device.type != "cpu")
+            with users_code(f"step {step}: the loss", JobFailedError):
+                found = pieces.train(WorkItem(0, step, number, start, stop - start), batch, weights)
+            total, weight = total + found.total, weight + float(found.weight)
+        return self._divided(step, float(total), weight, pieces.deferred)
+
+    def _accumulate_counted(self, counts: PieceCounts, step: int) -> tuple[float, float]:
+        """A micro-batch in which nothing counts has no loss, and adds nothing."""
+        batches = [self._batch(step, start, stop) for start, stop in self.job.micro_batches]
+        with users_code(f"step {step}: the batch", JobFailedError):
+            shares, weight = counts.shares(batches)
+        total = torch.zeros((), device=self.device)
+        for number, (share, (start, _)) in enumerate(zip(shares, self.job.micro_batches, strict=True)):
+            value = self._loss_of(step, number, start, batches[number])
+            if share:
+                loss = value.value * share
+                with users_code(f"step {step}: backward", JobFailedError):
+                    scaled(loss, self.gradients.scaled_by(self.updater.scale)).backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
+        return self._divided(step, float(total), weight, deferred=False)
+
+    def _batch(self, step: int, start: int, stop: int) -> Batch:
         with users_code(f"step {step}: loading the batch", JobFailedError):
-            batch = to_device(self.job.samples.batch(step - 1, start, stop), self.device)
+            return self.job.samples.batch(step - 1, start, stop)
+
+    def _forward(self, step: int, number: int, start: int, stop: int) -> LossValue:
+        return self._loss_of(step, number, start, self._batch(step, start, stop))
+
+    def _loss_of(self, step: int, number: int, start: int, loaded: Batch) -> LossValue:
+        batch = to_device(loaded, self.device)
         seed_everything(mix(self.job.seed, 5, step, number), devices=self.device.type != "cpu")
         with self.job.autocast(self.device), users_code(f"step {step}: the loss", JobFailedError), self._draws(step, start):
             value = read_loss(self.job.loss(self.model, batch))
@@ -354,7 +424,7 @@ class AloneTrainer:
             return
         key = DrawKey(self.job.seed)
         key.step, key.first_sample = step, first_sample
-        with EagerDraws(key) as draws:
+        with EagerDraws(key, self.model) as draws:
             yield
         self.random = draws.count > 0
 
@@ -377,7 +447,9 @@ class AloneTrainer:
             self._evaluate(dataset)
 
     def _evaluate(self, dataset: Dataset) -> None:
-        found = evaluate(self.job, self.model, self.device, len(self.losses), dataset)
+        if self.evaluator is None or self.evaluator.dataset is not dataset:
+            self.evaluator = ModelEvaluator(self.job, self.model, self.device, dataset)
+        found = self.evaluator.run(len(self.losses))
         self.evaluations.append(msgspec.structs.replace(found, at_seconds=self.moment()))
         self.emit(self.evaluations[-1])
 

@@ -10,7 +10,7 @@ takes them over, so that training, evaluation, checkpoints and what is exported 
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,8 +133,15 @@ class _Travelling:
 class ChangedBuffers:
     """This rank's buffers that training changes somewhere. All ranks make theirs together: groups are made on the way."""
 
-    def __init__(self, rank: int, held: Mapping[str, Sequence[Tensor]], changed: Mapping[str, RankPlace]) -> None:
-        self.rank = rank
+    def __init__(
+        self,
+        rank: int,
+        held: Mapping[str, Sequence[Tensor]],
+        changed: Mapping[str, RankPlace],
+        settle: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        """`settle` is called before every agreement."""
+        self.rank, self._settle = rank, settle
         places = {name: (place.stage, place.replica, place.lane, place.tensor) for name, place in changed.items()}
         said = CheckpointRanks(dist.group.WORLD).gather(SaidOfBuffers(held=sorted(held), changed=places), SaidOfBuffers)
         self._travelling: list[_Travelling] = []
@@ -156,6 +163,8 @@ class ChangedBuffers:
 
     def agree(self) -> None:
         """Take over the values that count. Every rank calls it after the same steps."""
+        for settle in self._settle:
+            settle()
         pending = [(row, self._send_or_receive(row)) for row in self._travelling]
         for row, work in pending:
             work.wait()

@@ -11,6 +11,7 @@ import torch
 from atoll.blame import users_code
 from atoll.data import Samples, to_device
 from atoll.errors import JobFailedError
+from atoll.runtime.loss_weights import StepWeights
 from atoll.runtime.modes.lockstep.heartbeat import Doing
 from atoll.runtime.modes.lockstep.layout import Layout
 from atoll.runtime.modes.lockstep.schedule import Action
@@ -50,6 +51,7 @@ class ShardLoader:
         self._queue: Queue[Any] = Queue(maxsize=max(1, ahead))
         self._ahead = ahead
         self._lock = lock or nullcontext()  # loading seeds the generators, which dropout draws from too
+        self._weights = StepWeights(sizes, layout.micro_batches, self._batch)
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self.reading = Doing(self._in_words, "user")
@@ -103,12 +105,15 @@ class ShardLoader:
     def _load(self, key: tuple[int, _Piece]) -> tuple[dict[str, Any], Binding]:
         step, (start, stop) = key
         first, last = self._loaded_with.get((start, stop), (start, stop))
-        with self._lock, users_code(f"step {step}: loading the batch", JobFailedError):
-            batch = self._samples.batch(step - 1, first, last)
-        leaves = self._sizes.leaves(to_device(batch, self._device))
+        weights, batch = self._weights.of(step), self._batch(step, first, last)
+        leaves = self._sizes.leaves(*to_device((batch, weights), self._device))
         if (first, last) != (start, stop):
             leaves = self._sizes.take(leaves, start - first, stop - first)
         return leaves, self._sizes.bind(leaves)
+
+    def _batch(self, step: int, start: int, stop: int) -> Any:
+        with self._lock, users_code(f"step {step}: loading the batch", JobFailedError):
+            return self._samples.batch(step - 1, start, stop)
 
     def _load_ahead(self, first_step: int) -> None:
         for step in range(first_step, self._last_step + 1):

@@ -4,59 +4,44 @@ Each micro-batch of the evaluation data (those that one process would take) visi
 that a rank holds only part of is put together, unit by unit, among the ranks of its worker just before it is used, as FSDP does.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from atoll.blame import users_code
 from atoll.data import Batch, Dataset, to_device
 from atoll.errors import CaptureError, JobFailedError
 from atoll.events import Evaluated
-from atoll.graph.capture import Captured, capture_program
-from atoll.graph.graph import Precision
-from atoll.job import Job, LossFunction, LossValue
+from atoll.graph.capture import Captured
+from atoll.job import Job, LossValue
 from atoll.runtime.activations import Activations
+from atoll.runtime.evaluation import EvaluationSums, averaged, evaluated_functions
 from atoll.runtime.executor import Accumulated, BuiltStage, LossScale, StageExecutor, Updater, WorkItem
 from atoll.runtime.modes.lockstep.agreement import ChangedBuffers
 from atoll.runtime.modes.lockstep.heartbeat import Doing
 from atoll.runtime.modes.lockstep.layout import Layout, RankPlace
 from atoll.runtime.modes.lockstep.sharding import OptimizerShard
-from atoll.runtime.stage.module import EvaluationBuilder, UnitModule
+from atoll.runtime.stage.eager import EagerEvaluation, EagerStage, WholeBatch, eager_program
+from atoll.runtime.stage.module import EvaluationBuilder, StageModule
 from atoll.runtime.stage.program import cut_stage
 from atoll.runtime.stage.rng import DrawKey
 from atoll.runtime.stage.sizes import Sizes
 from atoll.runtime.stage.state import InitialState
 
-__all__ = ["EvaluatedFunction", "Evaluation", "buffers_read", "capture_evaluated", "prepare_evaluation"]
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """A function of the model to capture: the evaluation loss, or a metric."""
-
-    name: str
-    model: nn.Module | Callable[[], nn.Module]
-    loss: LossFunction
-    precision: Precision
-    job: Job
-    dataset: Dataset
-
-    def example_batch(self, samples: int) -> Batch:
-        """As many samples of the evaluation data, collated."""
-        return self.job.collate([self.dataset[i % len(self.dataset)] for i in range(samples)])
+__all__ = ["EvaluatedFunction", "Evaluation", "buffers_read", "prepare_eager_evaluation", "prepare_evaluation"]
 
 
 @dataclass(kw_only=True)
 class _EvalStage(BuiltStage):
     """A stage of one function's program."""
 
+    module: StageModule | EagerEvaluation
     place: RankPlace
 
 
@@ -68,19 +53,8 @@ class EvaluatedFunction:
     sizes: Sizes
     stages: list[_EvalStage]
     executor: StageExecutor
-
-
-def capture_evaluated(job: Job, dataset: Dataset | None = None) -> dict[str, Captured]:
-    """The programs of what is evaluated, on this data or the job's: the loss, under an empty name, and metrics. None without data."""
-    dataset = dataset if dataset is not None else job.eval_dataset
-    if dataset is None:
-        return {}
-    programs = {}
-    for name, function in {"": job.eval_loss or job.loss, **job.metrics}.items():
-        known = name or ("eval_loss" if job.eval_loss else "loss")
-        measured = _Measured(f"{job.name}: {known}", job.model, function, job.precision, job, dataset)
-        programs[name] = capture_program(measured, training=False)
-    return programs
+    terms: int  # that its value is the sum of
+    note: str  # what is not exact
 
 
 def prepare_evaluation(
@@ -103,19 +77,46 @@ def prepare_evaluation(
             stage = layout.plan.stages[place.stage]
             program = cut_stage(captured, *(_same_layer(training, captured, index) for index in (stage.start, stage.stop)))
             stages.append(_EvalStage(program=program, module=builder.stage(program), place=place))
-        sizes = Sizes(captured)
-        executor = StageExecutor(
-            {stage.place.stage: stage for stage in stages},
-            sizes=sizes,
-            loss=captured.program.call_spec.out_spec,
-            key=key,
-            autocast=lambda: job.autocast(device),
-            generators=key.lock,
-            gradients=Accumulated(job.batch_size),
-            updater=Updater([], None, None, LossScale(False), steps=job.total_steps),
-        )
-        prepared.append(EvaluatedFunction(name, sizes, stages, executor))
+        note = averaged(name) if captured.loss_form.kind == "unknown" else ""
+        structure = captured.program.call_spec.out_spec
+        prepared.append(_function(job, name, Sizes(captured), stages, structure, device, key, captured.loss_form.terms, note))
     return prepared
+
+
+def prepare_eager_evaluation(
+    job: Job, layout: Layout, rank: int, stage: EagerStage, device: torch.device, key: DrawKey
+) -> list[EvaluatedFunction]:
+    """What is evaluated of a model that could not be captured, by the user's own functions."""
+    prepared = []
+    for name, function in evaluated_functions(job).items():
+        known = f"metrics[{name!r}]" if name else ("eval_loss" if job.eval_loss else "loss")
+        stages = [_EvalStage(program=eager_program(), module=EagerEvaluation(stage, function, known), place=p) for p in layout.places(rank)]
+        prepared.append(_function(job, name, WholeBatch(), stages, pytree.tree_structure(0), device, key, 1, averaged(name)))
+    return prepared
+
+
+def _function(
+    job: Job,
+    name: str,
+    sizes: Sizes,
+    stages: list[_EvalStage],
+    loss: pytree.TreeSpec,
+    device: torch.device,
+    key: DrawKey,
+    terms: int,
+    note: str,
+) -> EvaluatedFunction:
+    executor = StageExecutor(
+        {stage.place.stage: stage for stage in stages},
+        sizes=sizes,
+        loss=loss,
+        key=key,
+        autocast=lambda: job.autocast(device),
+        generators=key.lock,
+        gradients=Accumulated(job.batch_size),
+        updater=Updater([], None, None, LossScale(False), steps=job.total_steps),
+    )
+    return EvaluatedFunction(name, sizes, stages, executor, terms, note)
 
 
 def _same_layer(training: Captured, captured: Captured, index: int) -> int:
@@ -157,6 +158,7 @@ class Evaluation:
         """`buffers` that evaluation reads and training's exchange after every step does not bring up to date, if there may be some."""
         self._doing, self._step, self._buffers = doing, 0, buffers
         self._dataset: Dataset | None = None  # that is evaluated now
+        self._notes = tuple(function.note for function in functions if function.note)  # told by the first evaluation
         self._job, self._layout, self.rank, self.device, self._functions = job, layout, rank, device, functions
         self._owned = {part.name: part for part in owned}
         self._lane_divided = lane_divided
@@ -184,19 +186,21 @@ class Evaluation:
             self._buffers.agree()
         size, length = self._job.micro_batch_size or self._job.batch_size, len(dataset)
         pieces = [range(start, min(start + size, length)) for start in range(0, length, size)]
-        sums = torch.zeros(len(self._functions), 2, dtype=torch.float64)
-        for index, function in enumerate(self._functions):
+        found = []
+        for function in self._functions:
             with users_code(f"evaluation after step {step}: {function.name or 'the loss'}", JobFailedError):
-                sums[index] = self._measure(function, pieces)
+                found.append(self._measure(function, pieces).sums)
         self._doing(Doing("waiting for the others' part of the evaluation", "others"), step)
+        sums = torch.cat(found)
         dist.all_reduce(sums)
-        means = {f.name: _mean(*sums[i].tolist()) for i, f in enumerate(self._functions)}
-        return Evaluated(
-            at_seconds=moment(), step=step, loss=means.pop(""), metrics=means, samples=length, seconds=time.perf_counter() - began
-        )
+        parts = torch.split(sums, [len(one) for one in found])
+        means = {f.name: EvaluationSums(one).mean() for f, one in zip(self._functions, parts, strict=True)}
+        notes, self._notes = self._notes, ()
+        loss, seconds = means.pop(""), time.perf_counter() - began
+        return Evaluated(at_seconds=moment(), step=step, loss=loss, metrics=means, samples=length, seconds=seconds, notes=notes)
 
-    def _measure(self, function: EvaluatedFunction, pieces: Sequence[range]) -> Tensor:
-        """Sum and weight of what this rank computed."""
+    def _measure(self, function: EvaluatedFunction, pieces: Sequence[range]) -> EvaluationSums:
+        """Totals and weights of what this rank computed."""
         turns = _Turns(self, function, pieces, self._step)
         most = max(self._rounds(stage.place, len(pieces)) for stage in function.stages)
         for number in range(most):
@@ -265,11 +269,11 @@ class _Turns:
         self._evaluation, self._function, self._pieces, self._step = evaluation, function, pieces, step
         self._handed: dict[tuple[int, int], list[Tensor]] = {}
         self._leaving: list[tuple[Any, Tensor]] = []
-        self._sums = torch.zeros(2, dtype=torch.float64)
+        self._sums = EvaluationSums.of_terms(function.terms)
 
     def take(self, stage: _EvalStage, number: int) -> None:
         """Compute a micro-batch, if this rank has one; take part in putting parameters together in any case."""
-        stage.module.around = lambda unit: self._with_parameters(unit, stage.place.stage)
+        stage.module.around = lambda unit: unit.holding(lambda name: self._evaluation.whole(name, stage.place.stage))
         if stage.place.tensor != 0 or number >= len(self._pieces):
             for unit in stage.module.all_units():
                 with stage.module.around(unit):
@@ -279,18 +283,9 @@ class _Turns:
         work = WorkItem(stage.place.stage, self._step, number, indices.start, len(indices))
         made = self._function.executor.evaluate(work, self._inputs(stage, number))
         if isinstance(made, LossValue):
-            self._count(made, len(indices))
+            self._sums.add(made, len(indices))
         else:
             self._pass_on(stage.place.stage, number, made.values)
-
-    @contextmanager
-    def _with_parameters(self, unit: UnitModule, stage: int) -> Iterator[None]:
-        """A unit's parameters are there, whole, while it runs."""
-        for attribute, name in unit.parameter_names.items():
-            setattr(unit.graph_module, attribute, self._evaluation.whole(name, stage))
-        yield
-        for attribute in unit.parameter_names:
-            setattr(unit.graph_module, attribute, torch.empty(0, device=self._evaluation.device))
 
     def _inputs(self, stage: _EvalStage, number: int) -> Activations:
         sizes, program, place = self._function.sizes, stage.program, stage.place
@@ -319,17 +314,8 @@ class _Turns:
         for index, tensor in enumerate(sent):
             self._leaving.append((dist.isend(tensor, target, tag=index), tensor))
 
-    def _count(self, found: LossValue, samples: int) -> None:
-        amount = float(samples) if found.weight is None else float(found.weight)
-        self._sums += torch.tensor([float(found.value) * (amount if found.weight is None else 1.0), amount], dtype=torch.float64)
-
-    def finish(self) -> Tensor:
-        """Sum and weight; everything sent has left."""
+    def finish(self) -> EvaluationSums:
+        """What was counted; everything sent has left."""
         for work, _ in self._leaving:
             work.wait()
         return self._sums
-
-
-def _mean(total: float, weight: float) -> float | None:
-    value = total / weight if weight else math.nan
-    return value if math.isfinite(value) else None

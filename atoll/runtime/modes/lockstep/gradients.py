@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from atoll.errors import JobFailedError
 from atoll.runtime.modes.lockstep.measurement import Bucket
 from atoll.runtime.modes.lockstep.recorder import Recorder
 from atoll.runtime.stage.shard_spec import ShardSpec
@@ -219,6 +220,11 @@ class Gradients:
 
     def _arrived(self, parameter: Tensor) -> None:
         if id(parameter) not in self._armed:
+            if any(bucket.work is not None for bucket in self._of[id(parameter)]):
+                raise JobFailedError(
+                    "a backward pass gave a parameter its gradient again after that was added up with other devices'; if the model uses "
+                    "torch.utils.checkpoint with use_reentrant=True, pass use_reentrant=False"
+                )
             return
         self._armed.discard(id(parameter))
         for bucket in self._of[id(parameter)]:

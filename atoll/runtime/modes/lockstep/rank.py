@@ -14,11 +14,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from atoll.cluster.memory import host_memory
 from atoll.cost.evaluate import DEFAULT_BUCKET_BYTES
 from atoll.data import Dataset
 from atoll.graph.capture import Captured
+from atoll.graph.eager import Uncaptured
 from atoll.job import Job
 from atoll.runtime.checkpoint.exchange import CheckpointRanks
 from atoll.runtime.executor import Accumulated, LossScale, StageExecutor, Updater, WorkItem
@@ -26,10 +28,10 @@ from atoll.runtime.imposed_speed import Pace
 from atoll.runtime.modes.lockstep.agreement import ChangedBuffers, agree, digest_of_weights
 from atoll.runtime.modes.lockstep.channels import Channels
 from atoll.runtime.modes.lockstep.data_loader import ShardLoader
-from atoll.runtime.modes.lockstep.evaluation import EvaluatedFunction, Evaluation, buffers_read, capture_evaluated, prepare_evaluation
+from atoll.runtime.modes.lockstep.evaluation import EvaluatedFunction, Evaluation, buffers_read
 from atoll.runtime.modes.lockstep.gradients import GradientGroup, Gradients, Share, gradient_groups
 from atoll.runtime.modes.lockstep.layout import Layout, RankPlace
-from atoll.runtime.modes.lockstep.parallelize import CutStage, check_lane_sizes, cut_stages
+from atoll.runtime.modes.lockstep.parallelize import CutStage
 from atoll.runtime.modes.lockstep.recorder import Recorder
 from atoll.runtime.modes.lockstep.schedule import Schedule, Workers
 from atoll.runtime.modes.lockstep.schedule_builder import make_schedule, post_receives_early
@@ -39,6 +41,7 @@ from atoll.runtime.modes.lockstep.sharding import (
     BackwardPhases,
     Counted,
     OptimizerShard,
+    UsedParameters,
     build_on_parts,
     check_elementwise,
     check_separable,
@@ -46,13 +49,12 @@ from atoll.runtime.modes.lockstep.sharding import (
     owned_shard,
     shard_stage,
 )
+from atoll.runtime.modes.lockstep.stage_source import StageSource, TrainedStage, stage_source
 from atoll.runtime.stage.collectives import Lanes
-from atoll.runtime.stage.module import StageBuilder, StageModule
-from atoll.runtime.stage.program import shared_parameters
+from atoll.runtime.stage.eager import EagerStage
 from atoll.runtime.stage.rng import DrawKey
 from atoll.runtime.stage.shard_spec import ShardSpec
-from atoll.runtime.stage.sizes import Sizes
-from atoll.runtime.stage.state import InitialState, model_config, tied_names, unread_state
+from atoll.runtime.stage.state import model_config, tied_names
 
 __all__ = ["RankWork", "assemble", "make_plan_schedule", "turns"]
 
@@ -94,7 +96,7 @@ def make_plan_schedule(layout: Layout) -> Schedule:
 def assemble(
     job: Job,
     layout: Layout,
-    captured: Captured,
+    captured: Captured | Uncaptured,
     *,
     device: torch.device,
     evaluated: Mapping[str, Captured] | None = None,
@@ -107,11 +109,10 @@ def assemble(
     `evaluated` is what `capture_evaluated` found, if it was asked before; `bucket_bytes` must be the same on all ranks; `pace` is where
     speeds are imposed.
     """
-    programs = capture_evaluated(job) if evaluated is None else evaluated
-    rank = _Rank(job, layout, captured, device, dist.get_rank(), Sizes(captured), DrawKey(job.seed))
-    check_lane_sizes(layout, captured, rank.sizes)
-    cut = cut_stages(layout, rank.number, captured)
-    parts = _build_in_turn(lambda: _take_parts(rank, cut, programs), 4.0 * captured.graph.parameters)
+    source = stage_source(job, captured, evaluated)
+    rank = _Rank(job, layout, source, device, dist.get_rank(), DrawKey(job.seed))
+    cut = source.cut(layout, rank.number)
+    parts = _build_in_turn(lambda: _take_parts(rank, cut), 4.0 * source.graph.parameters)
     callbacks = agree(job, parts.weights)
     held = _held(rank, cut, parts, _shard(rank, cut, parts))
     groups = _agree_on_groups(rank, parts, held)
@@ -126,13 +127,14 @@ def assemble(
             place=stage.place,
             parameters=list(module.parameters_by_name().values()),
             before_backward=BackwardPhases(module),
+            after_backwards=_after_backwards(module, rank),
         )
         for stage, module in zip(cut, parts.modules, strict=True)
     ]
     schedule, activity = make_plan_schedule(layout), Activity(doing)
     actions = schedule[layout.worker_of(rank.number)]
     feed = ShardLoader(
-        job.samples, layout, actions, stages, rank.sizes, device, last_step=job.total_steps, ahead=_AHEAD, lock=rank.key.lock
+        job.samples, layout, actions, stages, source.sizes, device, last_step=job.total_steps, ahead=_AHEAD, lock=rank.key.lock
     )
     executor = _executor(rank, stages, parts, held, Generators(rank.key.lock, feed.reading, activity))
     runner = ScheduleRunner(
@@ -140,7 +142,7 @@ def assemble(
         actions,
         stages,
         executor,
-        sizes=rank.sizes,
+        sizes=source.sizes,
         channels=Channels(rank.number, device),
         gradients=gradients,
         feed=feed,
@@ -177,10 +179,9 @@ class _Rank:
 
     job: Job
     layout: Layout
-    captured: Captured
+    source: StageSource
     device: torch.device
     number: int
-    sizes: Sizes
     key: DrawKey
 
 
@@ -192,7 +193,7 @@ def _lane_divided(cut: Sequence[CutStage]) -> set[str]:
 class _Parts:
     """What the rank took from the whole model, which is gone by then."""
 
-    modules: list[StageModule]
+    modules: Sequence[TrainedStage]
     holdings: dict[str, ShardSpec]
     order: list[str]  # of all parameters of the model
     weights: str  # digest of the whole model's
@@ -232,34 +233,29 @@ def _build_in_turn(build: Callable[[], T], model_bytes: float) -> T:
     return built
 
 
-def _take_parts(rank: _Rank, cut: Sequence[CutStage], evaluated: Mapping[str, Captured]) -> _Parts:
+def _take_parts(rank: _Rank, cut: Sequence[CutStage]) -> _Parts:
     """Build the whole model and take from it what this rank holds."""
     model = rank.job.build_model("cpu")
-    builder = StageBuilder(InitialState(rank.captured, model), device=rank.device, key=rank.key)
-    last_layer, modules = len(rank.captured.graph.layers) - 1, []
-    for stage in cut:
-        again = rank.layout.plan.stages[stage.place.stage].recompute
-        recompute = [again and last_layer not in unit.layers for unit in stage.program.units]
-        modules.append(builder.stage(stage.program, recompute, stage.holdings))
-    buffers = {name: buffer for module in modules for name, buffer in module.buffers_by_name().items()}
+    weights = digest_of_weights(model)
+    taken = rank.source.take(cut, model, rank.layout, rank.number, rank.device, rank.key)
     return _Parts(
-        modules=modules,
-        holdings=builder.holdings,
+        modules=taken.modules,
+        holdings=taken.holdings,
         order=[name for name, _ in model.named_parameters()],
-        weights=digest_of_weights(model),
+        weights=weights,
         trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         persistent=frozenset(model.state_dict()),
-        unread=unread_state(rank.captured, model),
+        unread=taken.unread,
         tied=tied_names(model),
         config=model_config(model),
-        evaluated=prepare_evaluation(rank.job, evaluated, rank.layout, rank.number, rank.captured, buffers, model, rank.device, rank.key),
+        evaluated=taken.evaluated,
     )
 
 
 def _shard(rank: _Rank, cut: Sequence[CutStage], parts: _Parts) -> dict[str, RankPlace]:
     """Shard over lanes what only one layer uses and lanes hold alike; which parameters, and where. Meshes are made on the way."""
     plan, lane_divided = rank.layout.plan, _lane_divided(cut)
-    meshes, shared = make_meshes(rank.layout, rank.device), shared_parameters(rank.captured)
+    meshes, shared = make_meshes(rank.layout, rank.device), rank.source.shared
     sharded: dict[str, RankPlace] = {}
     for stage, module in zip(cut, parts.modules, strict=True):
         place = stage.place
@@ -332,7 +328,7 @@ def _check_optimizer(rank: _Rank, groups: Sequence[GradientGroup]) -> None:
 def _gradients(rank: _Rank, held: _HeldParameters, groups: Sequence[GradientGroup], recorder: Recorder, bucket_bytes: int) -> Gradients:
     """Process groups are made on the way."""
     uses = Counter(name for _, named in held.places for name in named)
-    late = frozenset(name for name in held.whole if uses[name] > 1)
+    late = frozenset(name for name in held.whole if uses[name] > 1 or rank.source.late)
     return Gradients(rank.number, groups, held.whole, held.holdings, recorder, bucket_bytes=bucket_bytes, ready_late=late)
 
 
@@ -357,8 +353,8 @@ def _counted(rank: _Rank, held: _HeldParameters, groups: Sequence[GradientGroup]
 def _executor(rank: _Rank, stages: Sequence[StageWork], parts: _Parts, held: _HeldParameters, generators: Generators) -> StageExecutor:
     return StageExecutor(
         {work.place.stage: work for work in stages},
-        sizes=rank.sizes,
-        loss=rank.captured.program.call_spec.out_spec,
+        sizes=rank.source.sizes,
+        loss=rank.source.loss,
         key=rank.key,
         autocast=lambda: rank.job.autocast(rank.device),
         generators=generators,
@@ -387,14 +383,8 @@ def _evaluation_on(
     doing: Callable[[object, int], None],
 ) -> Evaluation:
     """Evaluation that the job did not announce: captured now, on the model as it was at first, of which only what never changes is read."""
-    programs = capture_evaluated(rank.job, dataset)
-    buffers = {name: buffer for module in parts.modules for name, buffer in module.buffers_by_name().items()}
-
-    def build() -> list[EvaluatedFunction]:
-        model = rank.job.build_model("cpu")
-        return prepare_evaluation(rank.job, programs, rank.layout, rank.number, rank.captured, buffers, model, rank.device, rank.key)
-
-    functions = _build_in_turn(build, 4.0 * rank.captured.graph.parameters)
+    build = rank.source.evaluation_on(dataset, parts.modules, rank.layout, rank.number, rank.device, rank.key)
+    functions = _build_in_turn(build, 4.0 * rank.source.graph.parameters)
     changed = _changed_buffers(rank, cut, parts, functions)
     return Evaluation(rank.job, rank.layout, rank.number, rank.device, functions, held.owned, _lane_divided(cut), doing, changed)
 
@@ -411,7 +401,13 @@ def _changed_buffers(rank: _Rank, cut: Sequence[CutStage], parts: _Parts, evalua
     for name, buffer in buffers_read(evaluated):
         held.setdefault(name, []).append(buffer)
     distinct = {name: list({id(copy): copy for copy in copies}.values()) for name, copies in held.items()}
-    return ChangedBuffers(rank.number, distinct, changed)
+    settle = [module.settle_buffers for module in parts.modules if isinstance(module, EagerStage)]
+    return ChangedBuffers(rank.number, distinct, changed, settle)
+
+
+def _after_backwards(module: TrainedStage, rank: _Rank) -> Callable[[], None]:
+    sharded = isinstance(module, EagerStage) and isinstance(module, FSDPModule)
+    return UsedParameters(module, rank.device).agree if sharded and isinstance(module, EagerStage) else lambda: None
 
 
 def _tell(lanes: Lanes | None, layout: Layout) -> Callable[[WorkItem], None]:

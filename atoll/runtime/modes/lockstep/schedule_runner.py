@@ -72,6 +72,10 @@ class Generators:
         self._lock.release()
 
 
+def _nothing() -> None:
+    return
+
+
 @dataclass(kw_only=True)
 class StageWork(BuiltStage):
     """One stage as this rank runs it."""
@@ -79,6 +83,7 @@ class StageWork(BuiltStage):
     place: RankPlace
     parameters: list[nn.Parameter]  # that synchronisation waits for
     before_backward: Callable[[bool], None]  # told whether the backward to come is the step's last
+    after_backwards: Callable[[], None] = _nothing  # when a step's gradients are whole
 
 
 @dataclass
@@ -136,6 +141,8 @@ class ScheduleRunner:
         self._activity.begin(_SYNCHRONISING, step)
         began = self.recorder.now()
         self._gradients.finish()
+        for work in self._stages.values():
+            work.after_backwards()
         self._channels.settle()
         self.recorder.add("S", -1, -1, began)
         return self._sums

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -17,11 +18,13 @@ from torch.distributed.tensor import DTensor
 from atoll.errors import JobError
 from atoll.runtime.checkpoint.local_shard import LocalShard
 from atoll.runtime.modes.lockstep.layout import Layout, RankPlace
+from atoll.runtime.stage.eager import EagerStage
 from atoll.runtime.stage.module import StageModule
 from atoll.runtime.stage.shard_spec import ShardSpec
 
 __all__ = [
     "BackwardPhases",
+    "UsedParameters",
     "Counted",
     "OptimizerShard",
     "build_on_parts",
@@ -79,14 +82,14 @@ def make_meshes(layout: Layout, device: torch.device) -> dict[tuple[int, int], D
     return meshes
 
 
-def shard_stage(module: StageModule, mesh: DeviceMesh, kept_whole: set[nn.Parameter], *, ends_model: bool) -> None:
+def shard_stage(module: StageModule | EagerStage, mesh: DeviceMesh, kept_whole: set[nn.Parameter], *, ends_model: bool) -> None:
     """Shard the stage's parameters, all but those that are `kept_whole`, over the mesh's lanes.
 
     Where the stage `ends_model` its last unit's backward follows its forward, so what was gathered for the one is kept for the other.
     """
     # What is changed in place across a border of units makes them one unit, so what FSDP warns of cannot happen here.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    units = [unit for unit in module.units if any(parameter not in kept_whole for parameter in unit.parameters())]
+    units = [unit for unit in _units(module) if any(parameter not in kept_whole for parameter in unit.parameters())]
     for unit in units:
         fully_shard(unit, mesh=mesh, ignored_params=kept_whole, reshard_after_forward=not (ends_model and unit is units[-1]))
     fully_shard(module, mesh=mesh, ignored_params=kept_whole, reshard_after_forward=False)
@@ -94,12 +97,43 @@ def shard_stage(module: StageModule, mesh: DeviceMesh, kept_whole: set[nn.Parame
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)  # pieces carry their true weight already: gradients are added up
             part.set_force_sum_reduction_for_comms(True)
+            part.set_reduce_scatter_unused_params(isinstance(module, EagerStage))  # who has no gradient for one takes part all the same
+
+
+def _units(module: StageModule | EagerStage) -> list[nn.Module]:
+    """What is gathered by itself. The user's own code may leave out a block on one rank and not on another: it is gathered as a whole."""
+    return list(module.units) if isinstance(module, StageModule) else []
+
+
+class UsedParameters:
+    """Which parameters of the user's own code, sharded, some rank has a gradient for. The others keep none, as in one process."""
+
+    def __init__(self, stage: EagerStage, device: torch.device) -> None:
+        self._stage, self._device, self._used = stage, device, set[str]()
+        self._watching = stage.register_forward_pre_hook(lambda module, given: self._watch())  # after FSDP's own: all is gathered by then
+
+    def _watch(self) -> None:
+        """What is gathered are the same tensors in every step."""
+        self._watching.remove()
+        for name, parameter in self._stage.parameters_by_name().items():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._used.add(name))  # type: ignore[no-untyped-call]
+
+    def agree(self) -> None:
+        """After a step's backwards; all ranks call it together."""
+        parameters = self._stage.parameters_by_name()
+        used = torch.tensor([float(name in self._used) for name in parameters], device=self._device)
+        dist.all_reduce(used)
+        for parameter, times in zip(parameters.values(), used.tolist(), strict=True):
+            if not times:
+                parameter.grad = None
+        self._used.clear()
 
 
 class BackwardPhases:
     """Tells a sharded stage which backward is the step's last: only then do its replicas agree."""
 
-    def __init__(self, module: StageModule) -> None:
+    def __init__(self, module: StageModule | EagerStage) -> None:
         self._roots = [module] if isinstance(module, FSDPModule) else []
 
     def __call__(self, last: bool) -> None:

@@ -13,14 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from atoll.cluster import Cluster, load_cluster
-from atoll.cluster.memory import keep_freed_memory
+from atoll.cluster.memory import keep_freed_memory, memory_to_try
 from atoll.cost import Evaluator
 from atoll.cost.evaluate import DEFAULT_BUCKET_BYTES, bucket_bytes
 from atoll.data import Dataset
-from atoll.errors import AtollError, JobError, PlanError
-from atoll.events import CheckpointBegun, Evaluated, EventLog, Observer
+from atoll.errors import AtollError, CaptureError, DividedLossError, JobError, PlanError
+from atoll.events import CheckpointBegun, Evaluated, EventLog, Observer, Warned
 from atoll.graph import Graph
-from atoll.graph.capture import Captured, capture_program
+from atoll.graph.capture import Captured
+from atoll.graph.eager import Uncaptured, capture_for_pieces, run_once
 from atoll.job import Job, RunResult
 from atoll.plan import Plan, Replica, Stage, load_plan, validate
 from atoll.plan.division import apportion
@@ -31,9 +32,10 @@ from atoll.runtime.checkpoint.exchange import CheckpointRanks
 from atoll.runtime.checkpoint.gathering import gather_tensors
 from atoll.runtime.checkpoint.manifest import RunIdentity
 from atoll.runtime.checkpoint.training_state import training_state
+from atoll.runtime.evaluated_programs import capture_evaluated
 from atoll.runtime.imposed_speed import pace_of_rank
 from atoll.runtime.modes.lockstep.calls import Calls
-from atoll.runtime.modes.lockstep.evaluation import Evaluation, capture_evaluated
+from atoll.runtime.modes.lockstep.evaluation import Evaluation
 from atoll.runtime.modes.lockstep.heartbeat import Doing
 from atoll.runtime.modes.lockstep.layout import Layout
 from atoll.runtime.modes.lockstep.rank import assemble
@@ -64,12 +66,13 @@ def training_rank(
     order: Sequence[str] | None = None,
     cluster: Cluster | None = None,
     own: Observer = lambda event: None,
+    notes_shown: bool = False,
 ) -> Iterator["RankTraining"]:
     """This process's rank of the plan, ready for its first step; all ranks train together, and end the run by leaving the block.
 
     Rank 0 has the plan or makes it; who has none hears it from there. `order` names devices in the order of ranks; by default it is the
     order in which the plan names them. `cluster` is what the run's directory has unless given. `own` hears, on every rank and in any
-    thread, what keeps this process waiting and why it ends.
+    thread, what keeps this process waiting and why it ends. `notes_shown`: what there is to say of the captured job was said with the plan.
     """
     if cluster is None and directory is not None:
         cluster = directory.load_cluster()
@@ -81,15 +84,16 @@ def training_rank(
         keep_freed_memory()
     with joined(role, device_name, stages, device=device, observer=own) as run:
         run.doing("capturing the model")
-        captured, evaluated = capture_program(job, divided=True, check=role.rank == 0), capture_evaluated(job)
+        own_capture = _captured(job, role)
         run.doing(Doing("waiting for the plan", "atoll" if role.rank == 0 else "others"))
-        plan, order, cluster = _agreed(planning, order, cluster, captured.graph, run)
+        plan, order, cluster, captured = _agreed(planning, order, cluster, own_capture, run)
+        evaluated = capture_evaluated(job) if isinstance(captured, Captured) else {}
         layout = _checked_layout(plan, order, role, cluster)
         validate(layout.plan, captured.graph)
         if directory is not None and role.rank == 0:
             _write_plan(directory, layout.plan)
         training = RankTraining(job, layout, captured, evaluated, device, run, directory, settings, cluster)
-        with training.under_way(observers):
+        with training.under_way(observers, captured.notes[:1] if isinstance(captured, Uncaptured) and not notes_shown else ()):
             yield training
 
 
@@ -100,6 +104,16 @@ def _write_plan(directory: RunDirectory, plan: Plan) -> None:
     directory.write_plan(plan)
 
 
+def _captured(job: Job, role: Role) -> Captured | Uncaptured | CaptureError:
+    """The job. Where it cannot be captured, rank 0 runs it once for all of them."""
+    try:
+        return capture_for_pieces(job, check=role.rank == 0)
+    except DividedLossError:
+        raise
+    except CaptureError as error:
+        return run_once(job, error, most_bytes=memory_to_try()) if role.rank == 0 else error
+
+
 class _Said(msgspec.Struct):
     """What rank 0 says of the plan to the others."""
 
@@ -107,18 +121,25 @@ class _Said(msgspec.Struct):
     cluster: str = ""  # empty: it has none
     order: list[str] | None = None
     problem: str = ""  # why there is no plan
+    uncaptured: Uncaptured | None = None  # where the model could not be captured there
 
 
 def _agreed(
-    planning: "Planning", order: Sequence[str] | None, cluster: Cluster | None, graph: Graph, run: RankMembership
-) -> tuple[Plan, Sequence[str] | None, Cluster | None]:
+    planning: "Planning",
+    order: Sequence[str] | None,
+    cluster: Cluster | None,
+    captured: Captured | Uncaptured | CaptureError,
+    run: RankMembership,
+) -> tuple[Plan, Sequence[str] | None, Cluster | None, Captured | Uncaptured]:
     """Rank 0 has the plan or makes it, and the cluster; the others hear both, or why there is none. Who was given others is refused."""
     if run.role.rank == 0:
+        assert not isinstance(captured, CaptureError)
         said = _Said(cluster=cluster.to_json() if cluster is not None else "", order=list(order) if order is not None else None)
         try:
-            said.plan = (planning if isinstance(planning, Plan) else planning(graph)).to_json()
+            said.plan = (planning if isinstance(planning, Plan) else planning(captured.graph)).to_json()
         except AtollError as error:
             said.problem = str(error)
+        said.uncaptured = captured if isinstance(captured, Uncaptured) else None
         run.store.set(_PLAN, msgspec.json.encode(said).decode())
     said = msgspec.json.decode(run.store.get(_PLAN), type=_Said)
     if said.problem:
@@ -128,7 +149,10 @@ def _agreed(
         if own is not None and own != theirs:
             other = f"another {noun} than rank 0" if theirs is not None else f"a {noun}, but rank 0 has none"
             raise PlanError(f"this rank was given {other}; give all ranks the same, or rank 0 alone")
-    return plan, said.order, agreed
+    captured = said.uncaptured or captured  # what rank 0 cannot capture, nobody cuts
+    if isinstance(captured, CaptureError):
+        raise captured
+    return plan, said.order, agreed, captured
 
 
 def _checked_layout(plan: Plan, order: Sequence[str] | None, role: Role, cluster: Cluster | None) -> Layout:
@@ -146,7 +170,7 @@ class RankTraining:
         self,
         job: Job,
         layout: Layout,
-        captured: Captured,
+        captured: Captured | Uncaptured,
         evaluated: Mapping[str, Captured],
         device: torch.device,
         run: RankMembership,
@@ -177,11 +201,13 @@ class RankTraining:
             self.measured = MeasuredFile(directory, layout, run.role.rank, self.work.schedule, runner.recorder, runner.buckets)
 
     @contextmanager
-    def under_way(self, observers: Sequence[Observer]) -> Iterator[None]:
+    def under_way(self, observers: Sequence[Observer], warnings: Sequence[str] = ()) -> Iterator[None]:
         """From the last checkpoint, if there is one, to the last step: inside, steps are made; leaving saves and tells how it ended."""
         with ExitStack() as stack:
             stack.callback(self.work.feed.close)
             self._open(stack, observers)
+            for message in warnings:
+                self.trainer.tell(Warned(at_seconds=self.trainer.moment(), message=message))
             try:
                 self.trainer.begin()
                 yield

@@ -82,6 +82,7 @@ class StageState:
     def module(self) -> StageModule:
         """Of its one stage."""
         (stage,) = self.executor.stages.values()
+        assert isinstance(stage.module, StageModule)  # a swarm runs nothing else
         return stage.module
 
     @property

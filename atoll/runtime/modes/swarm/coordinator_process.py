@@ -45,7 +45,7 @@ from atoll.plan.modes.swarm import SwarmOptions
 from atoll.runtime.checkpoint.directory import step_path
 from atoll.runtime.checkpoint.manifest import MODEL
 from atoll.runtime.checkpoint.state_file import BUFFER, StateReader, cut
-from atoll.runtime.evaluation import evaluate, evaluates_after
+from atoll.runtime.evaluation import ModelEvaluator, evaluates_after
 from atoll.runtime.modes.swarm.files import CheckpointFiles, CheckpointService, FileJournal, Key, States
 from atoll.runtime.modes.swarm.jetstream import JetStream, connect_jetstream
 from atoll.runtime.modes.swarm.measurement import MeasureService
@@ -455,7 +455,7 @@ def evaluate_state(directory: RunDirectory, job: Job, step: int) -> Evaluated:
                 saved.fill(key, value)
     dataset = job.eval_dataset
     assert dataset is not None
-    return evaluate(job, model, torch.device("cpu"), step, dataset)
+    return ModelEvaluator(job, model, torch.device("cpu"), dataset).run(step)
 
 
 async def evaluate_elsewhere(directory: RunDirectory, step: int) -> Evaluated:

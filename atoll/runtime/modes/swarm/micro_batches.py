@@ -17,6 +17,7 @@ from atoll.graph.capture import Captured
 from atoll.job import Job
 from atoll.plan.division import apportion
 from atoll.runtime.activations import Activations, activations_of, leaves_from
+from atoll.runtime.loss_weights import StepWeights
 from atoll.runtime.stage.program import Crossing, StageProgram
 from atoll.runtime.stage.sizes import Sizes
 from atoll.units import plural
@@ -39,6 +40,7 @@ class SampleFeed:
         self._samples, self._sizes = job.samples, Sizes(captured)
         self._needed = leaves_from(programs)[0]
         self._micro_batches = micro_batches
+        self._weights = StepWeights(self._sizes, micro_batches, self._batch)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-feed")
 
     async def load(self, version: int, micro_batch: int) -> Activations:
@@ -46,10 +48,13 @@ class SampleFeed:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._load, version, micro_batch)
 
     def _load(self, version: int, micro_batch: int) -> Activations:
-        with self._generators, users_code(f"step {version + 1}: loading the batch", JobFailedError):
-            batch = self._samples.batch(version, *self._micro_batches[micro_batch])
-        leaves = self._sizes.leaves(to_device(batch, torch.device("cpu")))
+        weights, batch = self._weights.of(version), self._batch(version, *self._micro_batches[micro_batch])
+        leaves = self._sizes.leaves(*to_device((batch, weights), torch.device("cpu")))
         return Activations(self._sizes.bind(leaves), {name: leaf for name, leaf in leaves.items() if name in self._needed}, [])
+
+    def _batch(self, version: int, start: int, stop: int) -> Any:
+        with self._generators, users_code(f"step {version + 1}: loading the batch", JobFailedError):
+            return self._samples.batch(version, start, stop)
 
     def close(self) -> None:
         """Ends the thread."""

@@ -47,12 +47,13 @@ class SwarmRuntime:
 
     def check(self, run: RunContext) -> None:
         """Losses that cannot be divided, optimizers that staleness would leave behind, a journal that is damaged."""
+        from atoll.graph.capture import Captured
         from atoll.runtime.modes.swarm.member_process import check_divisible  # PyTorch takes seconds to load: mistakes are told before
         from atoll.runtime.modes.swarm.resume import check_journal
         from atoll.runtime.modes.swarm.spec import bounds_of
         from atoll.runtime.modes.swarm.staleness import check_optimizer
 
-        assert run.captured is not None  # as devices are needed
+        assert isinstance(run.captured, Captured)  # as devices are needed, and nothing else passes its rules
         check_divisible(run.captured, bounds_of(run.plan))
         if run.plan.staleness:
             check_optimizer(run.job)
@@ -124,9 +125,10 @@ def _own(options: msgspec.Struct) -> SwarmOptions:
 
 
 def _spec(run: RunContext) -> "SwarmSpec":
+    from atoll.graph.capture import Captured
     from atoll.runtime.modes.swarm.spec import spec_of
 
-    assert run.captured is not None  # as devices are needed
+    assert isinstance(run.captured, Captured)
     settings, job, plan = run.settings, run.job, run.plan
     every, codec = settings.checkpoint_every, settings.codec
     return spec_of(Path(settings.script), settings.arguments, job, plan, run.captured, every, codec, run.cluster)

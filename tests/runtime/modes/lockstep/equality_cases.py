@@ -53,6 +53,9 @@ CASES: tuple[tuple[str, str], ...] = (
     # pairs and more
     ("t5", "1 | a=6 b=2 | c=8"),  # different numbers of replicas
     ("counted", "2 | a=4 b=4 | c=6 d=2"),
+    ("several", "3 | a=8 | b=8"),
+    ("several", "2 | a=5 b=3"),
+    ("several", "4 | tensor=2: (a b)=8@3:1"),
     ("clipped", "4 | (a b)=6,2 | c=8"),
     ("clipped", "4 | tensor=2: (a b)=5@3:1 (c d)=3"),
     ("clipped", "4 | tensor=2 sharded: (a b c d)=4,4"),

@@ -72,6 +72,14 @@ def counted_loss(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return (losses * counted).sum(), counted.sum()
 
 
+def several_losses(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Means over different tokens, and a sum, as users write them: nothing is said of weights."""
+    logits, labels = model(input_ids=batch["input_ids"]).logits.flatten(0, 1), batch["labels"].flatten()
+    loss = cross_entropy(logits, labels.masked_fill(labels % 3 == 0, -100))
+    loss += 0.5 * cross_entropy(logits, labels.masked_fill(labels % 5 == 0, -100), label_smoothing=0.1)
+    return loss + 1e-4 * logits.pow(2).sum()
+
+
 def accuracy(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return (model(input_ids=batch["input_ids"]).logits.argmax(-1) == batch["labels"]).float().mean()
 
@@ -268,6 +276,7 @@ JOBS: dict[str, Callable[[], Job]] = {
         scheduler=partial(StepLR, step_size=3, gamma=0.5),
     ),
     "counted": lambda: job(gpt2, counted_loss, max_grad_norm=1.0),
+    "several": lambda: job(gpt2, several_losses, eval_data=rows(tokens, 19, seed=8)),
     "doubled": lambda: job(lambda: gpt2(4).double(), counted_loss, max_grad_norm=1.0),
     "odd": lambda: job(gpt2, counted_loss, batch_size=7),
     "padded": lambda: job(tiny("bert").model, padded_loss, rows(masked_tokens, seed=9), collate=padded),

@@ -27,7 +27,7 @@ from atoll import Job
 from atoll.errors import AtollError
 from atoll.graph.capture import Captured, capture_program
 from atoll.plan import Plan, validate
-from atoll.runtime.modes.lockstep.evaluation import capture_evaluated
+from atoll.runtime.evaluated_programs import capture_evaluated
 from atoll.runtime.modes.lockstep.layout import Layout
 from atoll.runtime.modes.lockstep.rank import RankWork, assemble
 from atoll.runtime.modes.lockstep.sharding import OptimizerShard
@@ -235,7 +235,7 @@ def main(folder: Path, tasks: list[tuple[str, str | int]]) -> None:
     subjects: dict[str, Subject] = {}
     for name in dict.fromkeys(name for name, _ in tasks):
         job = JOBS[name]()
-        captured = capture_program(job)
+        captured = capture_program(job, divided=True)
         if any(isinstance(task, str) for known, task in tasks if known == name):
             subjects[name] = subject_of(job, captured)
         if any(isinstance(task, int) for known, task in tasks if known == name):

@@ -74,7 +74,7 @@ def plain(job: Job, staleness: int = 0, steps: int = STEPS) -> tuple[list[float]
     for step in range(steps):
         history.append(deepcopy(model))
         seen = history[max(0, step - staleness)]
-        value = loss(seen, job.samples.batch(step))
+        value: Any = job.loss(seen, job.samples.batch(step))
         seen.zero_grad()
         value.backward()
         for parameter, other in zip(model.parameters(), seen.parameters(), strict=True):
@@ -159,6 +159,21 @@ def test_killed_and_joining_workers_change_nothing(staleness: int, recompute: tu
 
     asyncio.run(swarm.run(disturb))
     check(swarm, plain(it, staleness))
+
+
+def several_losses(model: nn.Module, batch: Any) -> Tensor:
+    """Means over different samples, and a sum."""
+    logits, labels = model(batch[0]), batch[1]
+    first = nn.functional.cross_entropy(logits, labels.masked_fill(labels == 0, -100))
+    second = nn.functional.cross_entropy(-logits, labels.masked_fill(labels > 2, -100))
+    return first + 0.3 * second + 0.01 * logits.pow(2).sum()
+
+
+def test_every_term_of_a_loss_has_its_own_weight_in_the_batch() -> None:
+    it = job(loss=several_losses)
+    swarm = OneProcess(it, [0, 1, 3, 5], 4, 3, staleness=1)
+    asyncio.run(swarm.run())
+    check(swarm, plain(it, staleness=1))
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])

@@ -10,7 +10,7 @@ from torch import nn
 from atoll.errors import JobFailedError
 from atoll.runtime.checkpoint.manifest import MODEL, RunIdentity, SmallState
 from atoll.runtime.checkpoint.state_file import StateFile, assemble_checkpoint
-from atoll.runtime.evaluation import evaluate, evaluates_after
+from atoll.runtime.evaluation import ModelEvaluator, evaluates_after
 from atoll.runtime.modes.swarm.coordinator_process import evaluate_state
 from atoll.runtime.run_directory import RunDirectory
 
@@ -40,7 +40,7 @@ def test_states_of_stages_are_evaluated_as_one_model(tmp_path: Path) -> None:
     identity = RunIdentity(job="test", optimizer="SGD", seed=0, batch_size=1)
     assemble_checkpoint(tmp_path / "checkpoints", files, step=4, identity=identity, extra={}, keep_last=2)
     found = evaluate_state(RunDirectory(tmp_path), it, 4)
-    expected = evaluate(it, model, torch.device("cpu"), 4, Data())
+    expected = ModelEvaluator(it, model, torch.device("cpu"), Data()).run(4)
     assert (found.step, found.samples) == (4, 64)
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-6)

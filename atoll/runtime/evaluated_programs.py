@@ -1,0 +1,50 @@
+"""The programs of what a job evaluates, in evaluation mode, for pieces of the evaluation data whose results add up."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from atoll.data import Batch, Dataset
+from atoll.graph.capture import Captured, capture_program
+from atoll.graph.graph import Precision
+from atoll.job import Job, LossFunction
+from atoll.runtime.evaluation import evaluated_functions
+
+__all__ = ["capture_evaluated", "capture_function"]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A function of the model to capture: the evaluation loss, or a metric."""
+
+    name: str
+    model: nn.Module | Callable[[], nn.Module]
+    loss: LossFunction
+    precision: Precision
+    job: Job
+    dataset: Dataset
+
+    @property
+    def batch_size(self) -> int:
+        """What a sum is the sum over."""
+        return self.job.batch_size
+
+    def example_batch(self, samples: int) -> Batch:
+        """As many samples of the evaluation data, collated."""
+        return self.job.collate([self.dataset[i % len(self.dataset)] for i in range(samples)])
+
+
+def capture_evaluated(job: Job, dataset: Dataset | None = None) -> dict[str, Captured]:
+    """The programs of what is evaluated, on this data or the job's: the loss, under an empty name, and metrics. None without data."""
+    dataset = dataset if dataset is not None else job.eval_dataset
+    if dataset is None:
+        return {}
+    return {name: capture_function(job, name, function, dataset) for name, function in evaluated_functions(job).items()}
+
+
+def capture_function(job: Job, name: str, function: LossFunction, dataset: Dataset) -> Captured:
+    """The program of one of them, for pieces of the data."""
+    known = name or ("eval_loss" if job.eval_loss else "loss")
+    measured = _Measured(f"{job.name}: {known}", job.model, function, job.precision, job, dataset)
+    return capture_program(measured, training=False, divided=True)

@@ -1,0 +1,142 @@
+"""Where a rank's stages come from: cut from the captured program, or the user's own code as one stage where that could not be captured."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from atoll.data import Dataset
+from atoll.errors import PlanError
+from atoll.graph import Graph
+from atoll.graph.capture import Captured
+from atoll.graph.eager import Uncaptured
+from atoll.job import Job
+from atoll.runtime.evaluated_programs import capture_evaluated
+from atoll.runtime.modes.lockstep.evaluation import EvaluatedFunction, prepare_eager_evaluation, prepare_evaluation
+from atoll.runtime.modes.lockstep.layout import Layout
+from atoll.runtime.modes.lockstep.parallelize import CutStage, check_lane_sizes, cut_stages
+from atoll.runtime.stage.eager import EagerStage, WholeBatch, eager_program, loss_structure
+from atoll.runtime.stage.module import StageBuilder, StageModule
+from atoll.runtime.stage.program import shared_parameters
+from atoll.runtime.stage.rng import DrawKey
+from atoll.runtime.stage.shard_spec import ShardSpec
+from atoll.runtime.stage.sizes import Sizes
+from atoll.runtime.stage.state import InitialState, unread_state
+
+__all__ = ["StageSource", "TakenStages", "TrainedStage", "stage_source"]
+
+TrainedStage = StageModule | EagerStage
+
+
+@dataclass(frozen=True)
+class TakenStages:
+    """What a rank took from a whole model."""
+
+    modules: Sequence[TrainedStage]
+    holdings: dict[str, ShardSpec]
+    unread: dict[str, Tensor]  # what no operator reads
+    evaluated: list[EvaluatedFunction]
+
+
+class StageSource(Protocol):
+    """Makes the stages of one rank."""
+
+    graph: Graph
+    sizes: Sizes
+    loss: pytree.TreeSpec  # what the last stage returns
+    shared: frozenset[str]  # parameters that several layers read
+    late: bool  # a backward gives some parameters their gradient in several portions
+
+    def cut(self, layout: Layout, rank: int) -> list[CutStage]:
+        """The rank's stages as programs. All ranks do so together: groups are made on the way."""
+        ...
+
+    def take(self, cut: Sequence[CutStage], model: nn.Module, layout: Layout, rank: int, device: torch.device, key: DrawKey) -> TakenStages:
+        """The stages with what the rank holds of the model."""
+        ...
+
+    def evaluation_on(
+        self, dataset: Dataset, modules: Sequence[TrainedStage], layout: Layout, rank: int, device: torch.device, key: DrawKey
+    ) -> Callable[[], list[EvaluatedFunction]]:
+        """Who makes what evaluates the trained stages on data that the job does not name; it may build a whole model for a while."""
+        ...
+
+
+def stage_source(job: Job, captured: Captured | Uncaptured, evaluated: Mapping[str, Captured] | None) -> StageSource:
+    """`evaluated` is what `capture_evaluated` found, if it was asked before."""
+    if isinstance(captured, Uncaptured):
+        return _UsersCode(job, captured)
+    return _Program(job, captured, capture_evaluated(job) if evaluated is None else evaluated)
+
+
+class _Program:
+    """Stages cut from a captured program."""
+
+    late = False
+
+    def __init__(self, job: Job, captured: Captured, evaluated: Mapping[str, Captured]) -> None:
+        self._job, self._captured, self._evaluated = job, captured, evaluated
+        self.graph, self.sizes, self.loss = captured.graph, Sizes(captured), captured.program.call_spec.out_spec
+        self.shared = shared_parameters(captured)
+
+    def cut(self, layout: Layout, rank: int) -> list[CutStage]:
+        check_lane_sizes(layout, self._captured, self.sizes)
+        return cut_stages(layout, rank, self._captured)
+
+    def take(self, cut: Sequence[CutStage], model: nn.Module, layout: Layout, rank: int, device: torch.device, key: DrawKey) -> TakenStages:
+        builder = StageBuilder(InitialState(self._captured, model), device=device, key=key)
+        last_layer, modules = len(self.graph.layers) - 1, []
+        for stage in cut:
+            again = layout.plan.stages[stage.place.stage].recompute
+            recompute = [again and last_layer not in unit.layers for unit in stage.program.units]
+            modules.append(builder.stage(stage.program, recompute, stage.holdings))
+        buffers = {name: buffer for module in modules for name, buffer in module.buffers_by_name().items()}
+        evaluated = prepare_evaluation(self._job, self._evaluated, layout, rank, self._captured, buffers, model, device, key)
+        return TakenStages(modules, builder.holdings, unread_state(self._captured, model), evaluated)
+
+    def evaluation_on(
+        self, dataset: Dataset, modules: Sequence[TrainedStage], layout: Layout, rank: int, device: torch.device, key: DrawKey
+    ) -> Callable[[], list[EvaluatedFunction]]:
+        programs = capture_evaluated(self._job, dataset)
+        buffers = {name: buffer for module in modules for name, buffer in module.buffers_by_name().items()}
+
+        def build() -> list[EvaluatedFunction]:
+            model = self._job.build_model("cpu")
+            return prepare_evaluation(self._job, programs, layout, rank, self._captured, buffers, model, device, key)
+
+        return build
+
+
+class _UsersCode:
+    """The user's own model and loss, whole on every device."""
+
+    shared: frozenset[str] = frozenset()
+
+    def __init__(self, job: Job, uncaptured: Uncaptured) -> None:
+        self._job, self._uncaptured = job, uncaptured
+        self.graph, self.loss, self.late = uncaptured.graph, loss_structure(uncaptured), uncaptured.late
+        self.sizes: Sizes = WholeBatch()
+
+    def cut(self, layout: Layout, rank: int) -> list[CutStage]:
+        stage = layout.plan.stages[0]
+        if len(layout.plan.stages) > 1 or stage.tensor > 1 or stage.expert or stage.split:
+            raise PlanError(f"the plan cuts the model or divides its layers, which cannot be done here: {self._uncaptured.reason}")
+        return [CutStage(place, eager_program(), {}, set(), None) for place in layout.places(rank)]
+
+    def take(self, cut: Sequence[CutStage], model: nn.Module, layout: Layout, rank: int, device: torch.device, key: DrawKey) -> TakenStages:
+        starts = sorted(start for m in range(len(layout.micro_batches)) for start, _ in layout.pieces(0, m))
+        numbers = {start: number for number, start in enumerate(starts)}
+        stage = EagerStage(model.to(device), self._job.loss, self._uncaptured, key, device, numbers)
+        holdings = {name: ShardSpec(name=name, shape=tuple(value.shape)) for name, value in stage.parameters_by_name().items()}
+        evaluated = prepare_eager_evaluation(self._job, layout, rank, stage, device, key) if self._job.eval_dataset is not None else []
+        return TakenStages([stage], holdings, {}, evaluated)
+
+    def evaluation_on(
+        self, dataset: Dataset, modules: Sequence[TrainedStage], layout: Layout, rank: int, device: torch.device, key: DrawKey
+    ) -> Callable[[], list[EvaluatedFunction]]:
+        (stage,) = modules
+        assert isinstance(stage, EagerStage)
+        return lambda: prepare_eager_evaluation(self._job, layout, rank, stage, device, key)

@@ -57,7 +57,7 @@ sshd:
 		|| echo "openssh-server or rsync is not installed: the tests that need them are skipped"
 
 # Tests run two at a time, by whole files: their tests share what is costly to make (captured models, processes).
-PURE := tests/cli tests/cluster tests/codec tests/control tests/cost tests/graph tests/plan tests/planner tests/simulate tests/watch \
+PURE := tests/cli tests/cluster tests/codec tests/control tests/cost tests/data tests/graph tests/plan tests/planner tests/simulate tests/watch \
 	$(wildcard tests/test_*.py tests/runtime/modes/alone/test_*.py) $(filter-out %/test_expert.py %/test_tensor_models.py,$(wildcard tests/runtime/stage/test_*.py))
 
 # Tests start over a hundred processes: without this each would compile the package anew where the environment asks for no bytecode.
@@ -72,7 +72,7 @@ unit: install nats sshd
 ROWS ?=
 TRACE ?=
 
-BENCHMARKS := capture evaluations planning whale hybrid local optimality lockstep_speed unequal_devices large_output codecs fabric fabric_reduce \
+BENCHMARKS := capture data evaluations planning whale hybrid local optimality lockstep_speed unequal_devices large_output codecs fabric fabric_reduce \
 	fabric_adaptive lab swarm_speed swarm_joining swarm_hosting swarm_group latency_hiding swarm_scale
 
 bench: install

@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from atoll.callbacks import BestCheckpoint, EarlyStopping, RunHandle, Snapshot
     from atoll.cluster import Cluster, load_cluster
     from atoll.errors import AtollError
     from atoll.events import StopTraining
@@ -21,11 +22,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AtollError",
+    "BestCheckpoint",
     "Cluster",
+    "EarlyStopping",
     "Graph",
     "Job",
     "Plan",
+    "RunHandle",
     "RunResult",
+    "Snapshot",
     "StopTraining",
     "capture",
     "default",
@@ -41,11 +46,15 @@ __all__ = [
 
 _HOME = {
     "AtollError": "atoll.errors",
+    "BestCheckpoint": "atoll.callbacks",
     "Cluster": "atoll.cluster",
+    "EarlyStopping": "atoll.callbacks",
     "Graph": "atoll.graph",
     "Job": "atoll.job",
     "Plan": "atoll.plan",
+    "RunHandle": "atoll.callbacks",
     "RunResult": "atoll.job",
+    "Snapshot": "atoll.callbacks",
     "StopTraining": "atoll.events",
     "capture": "atoll.graph.capture",
     "default": "atoll.graph",

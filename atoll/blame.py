@@ -9,7 +9,7 @@ import linecache
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -17,7 +17,7 @@ from typing import Self
 
 from atoll.errors import AtollError, JobError
 
-__all__ = ["SentenceIfUncaught", "in_words", "located", "own_frames", "showing_lines", "users_code"]
+__all__ = ["SentenceIfUncaught", "in_words", "located", "own_frames", "showing_lines", "users_code", "with_frames"]
 
 _PACKAGE = Path(__file__).resolve().parent  # Atoll itself, which may lie beside the script
 _LIBRARIES = {"site-packages", "dist-packages"}
@@ -64,14 +64,21 @@ def in_words(error: BaseException) -> str:
 
 
 def own_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The user's own lines that led to the error, or to what caused it, innermost last."""
+    """The user's own lines that led to the error, or to what caused it, innermost last; in another process, where it was raised there."""
     reason: BaseException | None = error
     while reason is not None:
-        frames = [frame for frame in traceback.extract_tb(reason.__traceback__) if _is_own(frame)]
+        frames = getattr(reason, "_atoll_frames", None) or [f for f in traceback.extract_tb(reason.__traceback__) if _is_own(f)]
         if frames:
             return frames
         reason = reason.__cause__
     return []
+
+
+def with_frames(error: BaseException, frames: Sequence[tuple[str, int, str, str]]) -> BaseException:
+    """An error of another process, with its lines of the user's own there: file, line, function, text."""
+    summaries = [traceback.FrameSummary(file, number, function, line=text) for file, number, function, text in frames]
+    error._atoll_frames = summaries  # type: ignore[attr-defined]
+    return error
 
 
 def _is_own(frame: traceback.FrameSummary) -> bool:

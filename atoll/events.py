@@ -42,6 +42,7 @@ __all__ = [
     "FaultInjected",
     "LinkUse",
     "LinksMeasured",
+    "Logged",
     "MemberChanged",
     "MemberMoved",
     "MemberState",
@@ -106,12 +107,14 @@ class RunStarted(Event, frozen=True, kw_only=True):
     mode: str
     steps: int
     batch_size: int
-    samples: int  # in the training data
+    samples: int  # in the training data; 0: it is read in order, and has no known length
     parameters: int  # trainable
     devices: tuple[str, ...]
     precision: str
     seed: int
     unix_seconds: float  # when, by the clock on the wall
+    frozen_parameters: int = 0  # that are not trained
+    num_workers: int = 0  # processes that load data, for every process that trains
 
 
 class StepFinished(Event, frozen=True, kw_only=True):
@@ -128,6 +131,8 @@ class StepFinished(Event, frozen=True, kw_only=True):
     applied: bool = True  # False: fp16 gradients overflowed, the step was skipped and the loss scale lowered
     epoch: int = 0  # of a swarm: how often it went back to a checkpoint before
     rounds: int = 1  # of a swarm: how often the step was sealed until nothing was missing
+    data_seconds: float | None = None  # of `seconds`, spent waiting for data: the mean of the processes that read any
+    loading_seconds: float | None = None  # that loading the data took them or their workers, added up: the mean of these processes
 
 
 class Evaluated(Event, frozen=True, kw_only=True):
@@ -139,6 +144,13 @@ class Evaluated(Event, frozen=True, kw_only=True):
     samples: int
     seconds: float
     notes: tuple[str, ...] = ()  # what could not be made exact
+
+
+class Logged(Event, frozen=True, kw_only=True):
+    """A callback logged numbers after `step` steps."""
+
+    step: int
+    numbers: dict[str, float]
 
 
 class EvaluationFailed(Event, frozen=True, kw_only=True):

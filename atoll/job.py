@@ -7,7 +7,7 @@ import copy
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,23 +16,35 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Self, Type
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import IterableDataset, default_collate
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSampler, default_collate
 
 from atoll.blame import SentenceIfUncaught, showing_lines, users_code
-from atoll.data import Batch, Dataset, Samples
+from atoll.callbacks import BestCheckpoint, Callback, EarlyStopping, takes_run
+from atoll.data import Batch, Dataset, Samples, StreamSamples
+from atoll.data.loaders import evaluation_parts, training_parts
+from atoll.data.order import SampleOrder
+from atoll.data.samples import EVALUATION
+from atoll.data.stream import FromCallable, is_stream
 from atoll.errors import JobError
-from atoll.events import Evaluated, Observer
+from atoll.events import Evaluated
 from atoll.randomness import mix, own_randomness
+from atoll.weights import InitialWeights, MatchedWeights, without_memory
 
 if TYPE_CHECKING:
     from atoll.loop import ClusterSource, PlanSource
 
-__all__ = ["Job", "LossFunction", "LossValue", "RunResult", "local_device", "read_loss"]
+__all__ = ["Job", "LossFunction", "LossValue", "ParameterGroup", "RunResult", "local_device", "read_loss"]
 
 LossFunction: TypeAlias = Callable[[Any, Batch], Tensor | tuple[Tensor, Tensor | float]]
 _SEEDS = 2**64  # what the mixing of seeds tells apart
-_PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_PRECISIONS: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "bf16-true": torch.bfloat16,
+}
 
 
 class LossValue(NamedTuple):
@@ -53,8 +65,29 @@ class RunResult:
     losses: tuple[float, ...]  # per step
     evaluations: tuple[Evaluated, ...]
     seconds: float
-    model: nn.Module | None  # None where several processes trained it: its weights are in the run's checkpoints
-    optimizer: torch.optim.Optimizer | None
+    trained: Callable[[], tuple[nn.Module | None, torch.optim.Optimizer | None]] = field(repr=False)
+
+    @cached_property
+    def _trained(self) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
+        return self.trained()
+
+    @property
+    def model(self) -> nn.Module | None:
+        """With the trained weights. Where several processes trained it, in one piece on the CPU: read from the run's checkpoint when it
+        is first asked for; without a directory, on rank 0 only (None on the others)."""
+        return self._trained[0]
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """Of that model; None where several processes trained it without a directory."""
+        return self._trained[1]
+
+
+class ParameterGroup(NamedTuple):
+    """Parameters with the same options of the optimizer, by their names."""
+
+    options: dict[str, Any]
+    names: list[str]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,38 +103,58 @@ class Job:
     Or a built module, which is trained in place."""
     loss: LossFunction
     """`loss(model, batch)`: the mean over the samples, or `(total, weight)` when the mean is over something else, such as tokens."""
-    data: Dataset | Callable[[], Dataset]
-    """Anything with a length and indexing, or a callable that builds it when it is first needed."""
+    data: "Dataset | Iterable[Any] | DataLoader[Any] | Callable[[], Dataset | Iterable[Any]]"
+    """Anything with a length and indexing, or that is read in order (an `IterableDataset`), or a callable that builds it when it is first
+    needed. Or a `torch.utils.data.DataLoader`, which stands for its dataset, batch_size, collate_fn, num_workers, sampler, drop_last."""
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     """From the trainable parameters to an optimizer: `functools.partial(torch.optim.AdamW, lr=3e-4)`, or a class."""
-    batch_size: int
-    """Samples in a step, over all devices."""
+    batch_size: int = cast(int, None)
+    """Samples in a step, over all devices. Left out only where `data` is a DataLoader, which has it."""
     steps: int | None = None
     """How many steps to train: this, or `epochs`."""
     epochs: float | None = None
     """How many times to visit the data; the last batch is filled up from the next epoch."""
     micro_batch_size: int | None = None
     """Samples in one forward pass here; gradients are accumulated up to `batch_size`. None: all at once."""
-    collate: Callable[[list[Any]], Batch] = default_collate
+    collate_fn: Callable[[list[Any]], Batch] = default_collate
     """From a list of samples to a batch."""
+    num_workers: int = 0
+    """Processes that load data ahead of time, for every process that trains; 0: it loads for itself."""
+    sampler: SampleOrder | None = None
+    """The order of the data: a `torch.utils.data.Sampler`, or a callable from the epoch (counted from 0) to its indices. None: shuffled."""
+    drop_last: bool = False
+    """Leave out what an epoch has beyond whole batches; else the next epoch fills its last batch up."""
+    dynamic: Mapping[str, int | Sequence[int]] = field(default_factory=dict)
+    """Dimensions of a batch's tensors whose size varies, beside the number of samples: `{"input_ids": 1}`. Those that differ between the
+    first batches are found without."""
     seed: int = 0
     """Decides the starting weights, the order of the data and dropout: a whole number from 0 to 2⁶⁴ - 1."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """What matrix products are computed in (autocast); the weights stay fp32. fp16 scales the loss as it needs."""
+    weights: str | Path | None = None
+    """Where the weights begin: a Hugging Face directory, or a safetensors file, that every host sees. Each process reads its own part."""
+    precision: Literal["fp32", "bf16", "fp16", "bf16-true"] = "fp32"
+    """What matrix products are computed in (autocast); the weights stay fp32. fp16 scales the loss as it needs. `"bf16-true"`: weights,
+    gradients, optimizer and inputs are bfloat16 too, as after `model.to(torch.bfloat16)`."""
     max_grad_norm: float | None = None
     """Clip the norm of the whole gradient to this."""
     scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
-    """From the optimizer to a learning-rate schedule, stepped after every step."""
-    eval_data: Dataset | Callable[[], Dataset] | None = None
-    """Data to evaluate on, in its own order."""
+    """From the optimizer to a learning-rate schedule, stepped after every step; `ReduceLROnPlateau`, at every evaluation with its loss."""
+    parameter_groups: Callable[[str, nn.Parameter], Mapping[str, Any]] | None = None
+    """From a parameter's name and itself (whole, maybe without values) to options of its group, such as `{"weight_decay": 0.0}`."""
+    ema_decay: float | None = None
+    """Keep an exponential moving average of the trained weights, such as 0.999: `atoll export --ema`, `run.snapshot().ema`."""
+    eval_ema: bool = False
+    """Evaluate the averaged weights instead of the weights."""
+    eval_data: "Dataset | Iterable[Any] | DataLoader[Any] | Callable[[], Dataset | Iterable[Any]] | None" = None
+    """Data to evaluate on, all of it, in its own order."""
     eval_every: int | None = None
     """Evaluate after every so many steps; always at the end when there is `eval_data`."""
     eval_loss: LossFunction | None = None
     """The loss for evaluation; None: `loss`."""
     metrics: Mapping[str, LossFunction] = field(default_factory=dict)
     """More to evaluate: names, and functions like `loss`, which may also return plain numbers."""
-    callbacks: Sequence[Observer] = ()
-    """Called with every Event (`atoll.events`); raise `atoll.StopTraining` in one to stop after the step."""
+    callbacks: Sequence[Callback] = ()
+    """Called with every Event (`atoll.events`), and with the run if they take two arguments (`atoll.callbacks`); raise
+    `atoll.StopTraining` in one to stop after the step."""
     name: str = "job"
     """What the run is called."""
     capture: bool = True
@@ -115,23 +168,65 @@ class Job:
 
     def __post_init__(self) -> None:
         with SentenceIfUncaught():
+            self._take_loaders_apart()
             _check_functions(self)
             _check_figures(self)
+        if self.precision == "bf16-true":
+            object.__setattr__(self, "model", _in_bf16(self.model))
+            object.__setattr__(self, "collate_fn", _in_bf16(self.collate_fn))
+
+    def _take_loaders_apart(self) -> None:
+        """A DataLoader is its dataset and arguments of the job from here on."""
+        if isinstance(self.data, DataLoader):
+            for name, value in training_parts(self.data, vars(self)).items():
+                object.__setattr__(self, name, value)
+        if isinstance(self.eval_data, DataLoader):
+            object.__setattr__(self, "eval_data", evaluation_parts(self.eval_data, self.collate_fn))
 
     @cached_property
-    def dataset(self) -> Dataset:
-        """The training data, built on first use."""
+    def dataset(self) -> Any:
+        """The training data, built on first use: with a length and indexing, or to be read in order."""
         return _built_dataset("data", self.data)
 
     @cached_property
-    def eval_dataset(self) -> Dataset | None:
+    def eval_dataset(self) -> Any:
         """The evaluation data, built on first use."""
         return None if self.eval_data is None else _built_dataset("eval_data", self.eval_data)
 
     @cached_property
     def samples(self) -> Samples:
         """The training data in the order it is visited."""
-        return Samples(self.dataset, self.collate, self.seed, self.batch_size)
+        if is_stream(self.dataset):
+            self._check_stream()
+            return StreamSamples(self.dataset, self.collate_fn, self.seed, self.batch_size)
+        return Samples(self.dataset, self.collate_fn, self.seed, self.batch_size, sampler=self.sampler, drop_last=self.drop_last)
+
+    @cached_property
+    def eval_samples(self) -> Samples | None:
+        """The evaluation data in its own order."""
+        return None if self.eval_dataset is None else self._in_sequence(self.eval_dataset)
+
+    def evaluation_samples(self, dataset: Any) -> Samples:
+        """Data to evaluate on, the job's or other, in its own order and in batches of the job's size."""
+        return self.eval_samples if dataset is self.eval_dataset and self.eval_samples is not None else self._in_sequence(dataset)
+
+    def _in_sequence(self, dataset: Any) -> Samples:
+        size = self.micro_batch_size or self.batch_size
+        if is_stream(dataset):
+            stream = StreamSamples(dataset, self.collate_fn, self.seed, size, purpose=EVALUATION)
+            with users_code("Job: eval_data: counting its samples"):
+                stream.count()
+            return stream
+        return Samples(dataset, self.collate_fn, self.seed, size, sampler=SequentialSampler(dataset), purpose=EVALUATION)
+
+    def _check_stream(self) -> None:
+        """What needs to know how much data there is, or to choose from it, cannot be done with a stream."""
+        if self.epochs is not None:
+            _wrong("epochs", "data that is read in order has no length; give steps")
+        if self.sampler is not None:
+            _wrong("sampler", "data that is read in order comes in its own; leave the sampler out")
+        if self.drop_last:
+            _wrong("drop_last", "the last batch of a stream's epoch is filled up from the next; leave drop_last out")
 
     @property
     def total_steps(self) -> int:
@@ -139,7 +234,22 @@ class Job:
         if self.steps is not None:
             return self.steps
         assert self.epochs is not None
-        return math.ceil(self.epochs * len(self.dataset) / self.batch_size)
+        return math.ceil(self.epochs * self.samples.length / self.batch_size)
+
+    def remarks(self, steps_done: int = 0) -> list[str]:
+        """What is worth knowing of the data before training goes on after so many steps."""
+        samples, found = self.samples, []
+        if 0 < samples.length < self.batch_size:
+            sizes = f"the data has {samples.length} samples, fewer than a batch of {self.batch_size}"
+            found.append(f"{sizes}: every step sees some of them more than once")
+        if samples.most_workers is not None and self.num_workers > samples.most_workers:
+            found.append(f"the data is read in order by one process: of num_workers={self.num_workers}, one is used")
+        skipped = samples.reads_before(steps_done * self.batch_size)
+        if skipped:
+            found.append(
+                f"{skipped:,} samples are read and left out, to go on where the run was: the data has no state_dict, or none was saved"
+            )
+        return found
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -158,6 +268,10 @@ class Job:
             raise JobError(f"example_batch: samples must be at least 1, got {samples}")
         return self.samples.at(range(first, first + samples))
 
+    def more_examples(self, samples: int) -> list[Batch]:
+        """Batches of that many of the samples that follow those of `example_batch`, so that lengths that vary are seen."""
+        return [self.samples.at(range(start, start + samples)) for start in range(samples, 4 * samples, samples)]
+
     def build_model(self, device: torch.device | str = "cpu") -> nn.Module:
         """The model with the weights it starts from, in training mode: the same weights on every host and device.
 
@@ -165,19 +279,68 @@ class Job:
         """
         if isinstance(self.model, nn.Module):
             return _meta_copy(self.model).train() if torch.device(device).type == "meta" else self.model.to(device).train()
-        meta = torch.device(device).type == "meta"
-        building = users_code("Job: model: building it")
-        with building, own_randomness(mix(self.seed, 0)), torch.device("meta") if meta else nullcontext():
-            model = cast(object, self.model())
+        if torch.device(device).type == "meta":
+            with torch.device("meta"):
+                return self._made()
+        model = self._made()
+        if self.weights is not None:
+            self.initial_weights.match(model).fill_model(model)
+        return model.to(device)
+
+    def _made(self, build: Callable[..., object] | None = None) -> nn.Module:
+        """What the callable builds with the job's seed, in training mode."""
+        with users_code("Job: model: building it"), own_randomness(mix(self.seed, 0)):
+            model = (build or cast(Callable[[], object], self.model))()
         if not isinstance(model, nn.Module):
             raise JobError(f"Job: model: the callable must return a torch.nn.Module, it returned {_kind_of(model)}")
-        return model.train() if meta else model.to(device).train()
+        return model.train()
 
-    def build_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The job's optimizer for those of the parameters that are trained."""
-        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    @property
+    def initial_weights(self) -> InitialWeights:
+        """The files that `weights` names."""
+        assert self.weights is not None
+        return InitialWeights(Path(self.weights))
+
+    def weights_note(self, model: nn.Module) -> str | None:
+        """What of the model is not in `weights`, and of them not in the model: a sentence, if there is something to say."""
+        return None if self.weights is None else self.initial_weights.match(model).note()
+
+    def build_to_take_parts_from(self) -> tuple[nn.Module, MatchedWeights | None]:
+        """The model on the CPU for who needs only parts of it, and where its `weights` are to be read from.
+
+        Without `weights` it is what `build_model` gives. With them, what is to be read has no memory of its own and no values.
+        """
+        if self.weights is None:
+            return self.build_model("cpu"), None
+        made = self.model.make if isinstance(self.model, _InBf16) else self.model
+        dtype = torch.bfloat16 if isinstance(self.model, _InBf16) else None
+        return without_memory(lambda: self._made(made), self.initial_weights.match, dtype)
+
+    def group_names(self, named: Iterable[tuple[str, nn.Parameter]]) -> list[ParameterGroup]:
+        """The groups of a whole model's trained parameters, by name: one without options where the job makes none."""
+        found: list[ParameterGroup] = []
+        for name, parameter in named:
+            if not parameter.requires_grad:
+                continue
+            options: dict[str, Any] = {}
+            if self.parameter_groups is not None:
+                with users_code(f"Job: parameter_groups: of {name}"):
+                    options = dict(self.parameter_groups(name, parameter))
+            known = next((group for group in found if group.options == options), None)
+            if known is None:
+                found.append(known := ParameterGroup(options, []))
+            known.names.append(name)
+        return found
+
+    def build_optimizer(
+        self, parameters: Iterable[nn.Parameter], groups: Sequence[tuple[Mapping[str, Any], Sequence[nn.Parameter]]] = ()
+    ) -> torch.optim.Optimizer:
+        """The job's optimizer for those of the parameters that are trained; in `groups`, if they are given: options, and parameters."""
+        trainable: list[Any] = [parameter for parameter in parameters if parameter.requires_grad]
         if not trainable:
             raise JobError("Job: model: it has no trainable parameter; set requires_grad on what is to be trained")
+        if groups:
+            trainable = [{"params": list(own), **options} for options, own in groups]
         with users_code("Job: optimizer: making it"):
             optimizer = cast(object, self.optimizer(trainable))
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -189,6 +352,17 @@ class Job:
             )
         return optimizer
 
+    def build_model_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The job's optimizer for a whole model, in the job's groups of parameters."""
+        return self.build_part_optimizer(dict(model.named_parameters()), self.group_names(model.named_parameters()))
+
+    def build_part_optimizer(self, parameters: Mapping[str, nn.Parameter], groups: Sequence[ParameterGroup]) -> torch.optim.Optimizer:
+        """The job's optimizer for some parameters of a model, in the groups of the whole: each is there, in the same order, if empty."""
+        if self.parameter_groups is None:
+            return self.build_optimizer(parameters.values())
+        own = [(group.options, [parameters[name] for name in group.names if name in parameters]) for group in groups]
+        return self.build_optimizer(parameters.values(), own)
+
     def build_scheduler(self, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
         """The job's learning-rate schedule, if it has one, long enough for all its steps."""
         if self.scheduler is None:
@@ -198,6 +372,10 @@ class Job:
         if not hasattr(scheduler, "step"):
             raise JobError(f"Job: scheduler: the callable must return a learning-rate scheduler, it returned {_kind_of(scheduler)}")
         name = type(scheduler).__name__
+        if isinstance(scheduler, ReduceLROnPlateau):
+            if self.eval_data is None:
+                raise JobError(f"Job: scheduler: {name} is told the loss of evaluations; give eval_data, and how often with eval_every")
+            return scheduler
         if not _steps_without_arguments(scheduler):
             raise JobError(f"Job: scheduler: {name} must be told a metric at every step; take a schedule that depends on the step alone")
         length = getattr(scheduler, "total_steps", None)
@@ -207,7 +385,7 @@ class Job:
 
     def autocast(self, device: torch.device | str) -> AbstractContextManager[Any]:
         """The context forward passes run in, so that matrix products are computed in the job's precision."""
-        if self.precision == "fp32":
+        if self.precision in ("fp32", "bf16-true"):
             return nullcontext()
         return torch.autocast(torch.device(device).type, dtype=self.compute_dtype)
 
@@ -241,6 +419,35 @@ class Job:
             )
             return run_job(self, arguments)
 
+    def load_model(self, run: str | Path, step: int | None = None) -> nn.Module:
+        """The model with the weights of a run's last checkpoint, or that of a step, on the CPU; whichever mode and plan wrote it."""
+        from atoll.loop import load_trained_model
+
+        return load_trained_model(self, Path(run), step)
+
+
+class _InBf16:
+    """A callable whose result, a module or a batch, is in bfloat16 wherever it has floating numbers."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self.make = make
+
+    def __call__(self, *arguments: Any) -> Any:
+        return _in_bf16(self.make(*arguments))
+
+
+def _in_bf16(value: Any) -> Any:
+    """A module or what a batch holds, converted; a callable that makes one, such that it will be."""
+    if isinstance(value, nn.Module):
+        return value.to(torch.bfloat16)
+    if isinstance(value, Tensor):
+        return value.to(torch.bfloat16) if value.is_floating_point() else value
+    if isinstance(value, _InBf16):
+        return value
+    if callable(value):
+        return _InBf16(value)
+    return tree_map_only(Tensor, _in_bf16, value)
+
 
 def read_loss(result: object, name: str = "loss") -> LossValue:
     """Check what a loss function, or another of that `name`, returned and say what it is."""
@@ -270,7 +477,10 @@ def _check_names(cls: type[Job], positional: Sequence[object], arguments: Mappin
             near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
             hint = f"did you mean {' or '.join(near)}?" if near else f"it takes {', '.join(known)}"
             raise JobError(f"Job has no argument '{name}'; {hint}")
-    missing = [name for name, parameter in known.items() if parameter.default is parameter.empty and name not in arguments]
+    needed = [name for name, parameter in known.items() if parameter.default is parameter.empty]
+    if not isinstance(arguments.get("data"), DataLoader):
+        needed.append("batch_size")
+    missing = [name for name in needed if name not in arguments or (name == "batch_size" and arguments[name] is None)]
     if missing:
         raise JobError(f"Job needs {' and '.join(missing)}: Job({', '.join(f'{name}=…' for name in missing)})")
 
@@ -279,6 +489,8 @@ def _check_figures(job: Job) -> None:
     """Numbers and words are what they should be, and agree."""
     for name in ("batch_size", "steps", "micro_batch_size", "eval_every"):
         _check_number(name, getattr(job, name), whole=True)
+    if not isinstance(job.num_workers, int) or isinstance(job.num_workers, bool) or job.num_workers < 0:
+        _wrong("num_workers", f"must be a whole number, 0 or more, got {job.num_workers!r}")
     for name in ("epochs", "max_grad_norm"):
         _check_number(name, getattr(job, name), whole=False)
     if (job.steps is None) == (job.epochs is None):
@@ -287,8 +499,12 @@ def _check_figures(job: Job) -> None:
         _wrong("micro_batch_size", f"must not exceed batch_size ({job.batch_size}), got {job.micro_batch_size}")
     if not isinstance(job.seed, int) or isinstance(job.seed, bool) or not 0 <= job.seed < _SEEDS:
         _wrong("seed", f"must be a whole number from 0 to 2**64 - 1, got {job.seed!r}")
+    if job.ema_decay is not None and not (isinstance(job.ema_decay, (int, float)) and 0 <= job.ema_decay < 1):
+        _wrong("ema_decay", f"must be from 0 to 1, such as 0.999, got {job.ema_decay!r}")
+    if job.eval_ema and (job.ema_decay is None or job.eval_data is None):
+        _wrong("eval_ema", "needs ema_decay and eval_data")
     if job.precision not in _PRECISIONS:
-        _wrong("precision", f"must be 'fp32', 'bf16' or 'fp16', got {job.precision!r}")
+        _wrong("precision", f"must be 'fp32', 'bf16', 'fp16' or 'bf16-true', got {job.precision!r}")
     if not isinstance(job.name, str) or not job.name:
         _wrong("name", f"must be a word or two, got {job.name!r}")
     for name in ("eval_every", "eval_loss", "metrics"):
@@ -300,9 +516,19 @@ def _check_functions(job: Job) -> None:
     """Everything callable is callable, with as many arguments as it will be given."""
     if not isinstance(job.model, nn.Module):
         _check_callable("model", job.model, 0, "a torch.nn.Module or a callable without arguments that builds one")
+    if job.weights is not None and not isinstance(job.weights, (str, Path)):
+        _wrong("weights", f"must be a path, got {_kind_of(job.weights)}")
+    if job.weights is not None and isinstance(job.model, nn.Module):
+        _wrong("weights", "a built module has weights already; give a callable that builds the model")
     _check_callable("loss", job.loss, 2, "a function loss(model, batch)")
     _check_callable("optimizer", job.optimizer, 1, "a callable from parameters to an optimizer, such as torch.optim.AdamW")
-    _check_callable("collate", job.collate, 1, "a callable from a list of samples to a batch")
+    if job.parameter_groups is not None:
+        _check_callable("parameter_groups", job.parameter_groups, 2, "a function of a parameter's name and the parameter")
+    _check_callable("collate_fn", job.collate_fn, 1, "a callable from a list of samples to a batch")
+    if not isinstance(job.dynamic, Mapping) or not all(isinstance(name, str) for name in job.dynamic):
+        _wrong("dynamic", f"must be a mapping from names of a batch's tensors to dimensions, got {_kind_of(job.dynamic)}")
+    if job.sampler is not None and not isinstance(job.sampler, Sampler):
+        _check_callable("sampler", job.sampler, 1, "a torch.utils.data.Sampler or a callable from the epoch to its indices")
     if job.scheduler is not None:
         _check_callable("scheduler", job.scheduler, 1, "a callable from an optimizer to a learning-rate scheduler")
     if job.eval_loss is not None:
@@ -318,16 +544,20 @@ def _check_functions(job: Job) -> None:
     if not isinstance(job.callbacks, Sequence):
         _wrong("callbacks", f"must be a list of callables, got {_kind_of(job.callbacks)}")
     for i, callback in enumerate(job.callbacks):
-        _check_callable(f"callbacks[{i}]", callback, 1, "a callable that takes an event")
+        if isinstance(callback, (BestCheckpoint, EarlyStopping)) and job.eval_data is None:
+            _wrong(f"callbacks[{i}]", f"{type(callback).__name__} needs eval_data to evaluate on")
+        if not callable(callback) or not takes_run(callback):
+            _check_callable(f"callbacks[{i}]", callback, 1, "a callable that takes an event, or an event and the run")
     for name in ("data", "eval_data"):
         data = getattr(job, name)
-        if data is not None and not _is_dataset(data):
-            _check_callable(name, data, 0, "map-style data with __len__ and __getitem__, or a callable without arguments that builds it")
+        if data is not None and not _is_dataset(data) and not is_stream(data):
+            wanted = "data with __len__ and __getitem__, an IterableDataset, a DataLoader, or a callable without arguments that builds data"
+            _check_callable(name, data, 0, wanted)
+    if is_stream(job.data):
+        job._check_stream()
 
 
 def _check_callable(name: str, value: object, arguments: int, wanted: str) -> None:
-    if isinstance(value, IterableDataset):
-        _wrong(name, "an IterableDataset cannot be visited in a seeded order; wrap it in data with __len__ and __getitem__")
     if not callable(value):
         _wrong(name, f"must be {wanted}, got {_kind_of(value)}")
     try:
@@ -359,14 +589,28 @@ def _steps_without_arguments(steps: object) -> bool:
 
 
 def _is_dataset(value: object) -> bool:
-    return not isinstance(value, type) and hasattr(value, "__len__") and hasattr(value, "__getitem__")
+    return (
+        not isinstance(value, IterableDataset)
+        and not isinstance(value, type)
+        and hasattr(value, "__len__")
+        and hasattr(value, "__getitem__")
+    )
 
 
-def _built_dataset(name: str, data: Dataset | Callable[[], Dataset]) -> Dataset:
-    with users_code(f"Job: {name}: building it"):
-        built: object = data if _is_dataset(data) else cast(Callable[[], object], data)()
+def _built_dataset(name: str, data: object) -> Any:
+    if _is_dataset(data) or is_stream(data):
+        built = data
+    else:
+        with users_code(f"Job: {name}: building it"):
+            built = cast(Callable[[], object], data)()
+        if isinstance(built, Iterator):
+            built = FromCallable(cast(Callable[[], Iterator[Any]], data))
+    if isinstance(built, DataLoader):
+        _wrong(name, "the callable returned a DataLoader; give the DataLoader itself, or a callable that returns its dataset")
+    if is_stream(built):
+        return built
     if not _is_dataset(built):
-        _wrong(name, f"the callable must return data with __len__ and __getitem__, it returned {_kind_of(built)}")
+        _wrong(name, f"the callable must return data with __len__ and __getitem__ or with __iter__, it returned {_kind_of(built)}")
     with users_code(f"Job: {name}: its length"):
         length = len(cast(Dataset, built))
     if length == 0:

@@ -9,6 +9,7 @@ with atoll.step(model, loss=loss, optimizer=optimizer, data=data, batch_size=32,
 ```
 """
 
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -22,13 +23,15 @@ from torch import Tensor, nn
 
 from atoll.blame import SentenceIfUncaught, in_words, showing_lines
 from atoll.built_optimizer import UntouchedOptimizer, built_anew
+from atoll.callbacks import Callback
 from atoll.cluster import Cluster
 from atoll.data import Batch, Dataset
 from atoll.errors import AtollError, JobError, JobFailedError
-from atoll.events import Evaluated, EventLog, Observer
+from atoll.events import Evaluated, EventLog
 from atoll.job import Job, LossFunction, RunResult, local_device
 from atoll.plan import Plan
 from atoll.randomness import mix, own_randomness
+from atoll.runtime.checkpoint.trained import load_trained
 from atoll.runtime.modes.alone.runtime import opened_run
 from atoll.runtime.modes.alone.trainer import training_alone
 from atoll.runtime.modes.lockstep.role import Role, find_role
@@ -36,7 +39,7 @@ from atoll.runtime.training import STEP, Training, train
 from atoll.script import run_opener, when_script_ends
 from atoll.watch.progress import Progress
 
-__all__ = ["ClusterSource", "GlobalBatch", "PlanSource", "RunArguments", "TrainingStep", "run_job", "step"]
+__all__ = ["ClusterSource", "GlobalBatch", "PlanSource", "RunArguments", "TrainingStep", "load_trained_model", "run_job", "step"]
 
 PlanSource: TypeAlias = Plan | str | Path
 ClusterSource: TypeAlias = Cluster | str | Path
@@ -71,6 +74,11 @@ class RunArguments:
         return None if path is None else Path(path)
 
 
+def load_trained_model(job: Job, run: Path, step: int | None) -> nn.Module:
+    """The model with the weights of a run's checkpoint, on the CPU."""
+    return load_trained(job, run, step)[0]
+
+
 def run_job(job: Job, arguments: RunArguments) -> RunResult:
     """All of a job's steps: what `Job.run` does."""
     role = find_role(os.environ)
@@ -79,11 +87,17 @@ def run_job(job: Job, arguments: RunArguments) -> RunResult:
             stack.enter_context(own_randomness(mix(job.seed, 4)))
         training = stack.enter_context(_opened(job, arguments, role, own_loop=False))
         train(training)
+        training.bring_model()
     return training.result()
 
 
 def _opened(job: Job, arguments: RunArguments, role: Role | None, *, own_loop: bool) -> AbstractContextManager[Training]:
     """The job, ready for its first step: as the command that executes the script will have it; else alone, or among other processes."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise JobError(
+            "Job: num_workers: a process that loads data imports the script, which would train again there; "
+            'put what trains under `if __name__ == "__main__":`'
+        )
     opener = run_opener()
     if opener is not None:
         return opener(job, own_loop)
@@ -97,7 +111,7 @@ def _opened_alone(job: Job, arguments: RunArguments) -> Iterator[Training]:
     if arguments.checkpoint_every is not None and arguments.directory is None:
         raise JobError("Job: run: checkpoint_every: there is nowhere to save; give a directory with out")
     with ExitStack() as stack:
-        observers: list[Observer] = []
+        observers: list[Callback] = []
         saved_in = None
         if arguments.directory is not None:
             resume, every = arguments.resume is not None, arguments.checkpoint_every
@@ -114,7 +128,7 @@ def _opened_among_others(job: Job, arguments: RunArguments, role: Role) -> Itera
     from atoll.runtime.modes.lockstep.worker import training_among_others  # what one process alone need not load
 
     with Progress(quiet=not arguments.progress) as shown:
-        observers: list[Observer] = [shown] if arguments.progress and role.rank == 0 else []
+        observers: list[Callback] = [shown] if arguments.progress and role.rank == 0 else []
         with training_among_others(
             job,
             role,
@@ -170,8 +184,12 @@ def step(
     says where the run is written and what runs where.
     """
     with SentenceIfUncaught(), showing_lines():
-        own = built_anew(optimizer, model).arguments() if isinstance(optimizer, torch.optim.Optimizer) else {"optimizer": optimizer}
-        job = Job(model=model, loss=loss, data=data, **{**own, **arguments})
+        own: dict[str, Any] = {"optimizer": optimizer}
+        if isinstance(optimizer, torch.optim.Optimizer):
+            if arguments.get("parameter_groups") is not None:
+                raise JobError("atoll.step: parameter_groups: this optimizer is built and has groups already; leave out one of them")
+            own = built_anew(optimizer, model).arguments()
+        job = Job(model=model, loss=loss, data=data, **{**arguments, **own})
         about = RunArguments(
             out=out, device=device, progress=progress, plan=plan, cluster=cluster, resume=resume, checkpoint_every=checkpoint_every
         )

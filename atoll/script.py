@@ -14,18 +14,31 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from atoll.blame import in_words, own_frames, showing_lines
 from atoll.errors import AtollError, JobError, JobFailedError
 from atoll.job import Job
 from atoll.randomness import own_randomness
 
-__all__ = ["LoadedScript", "RunOpener", "execute", "load_job", "load_script", "run_opener", "seen_arguments", "when_script_ends"]
+__all__ = [
+    "ImportedScript",
+    "LoadedScript",
+    "RunOpener",
+    "execute",
+    "import_again",
+    "imported_scripts",
+    "load_job",
+    "load_script",
+    "run_opener",
+    "seen_arguments",
+    "when_script_ends",
+]
 
 RunOpener: TypeAlias = Callable[[Job, bool], AbstractContextManager[Any]]
 """From a Job that a script runs, and whether the loop around its steps is the script's own, to its Training."""
 
+_PREFIX = "atoll_script_"  # of the names that scripts have as modules
 _Close: TypeAlias = Callable[[BaseException | None], None]
 _closing: ContextVar[list[_Close] | None] = ContextVar("atoll_closing", default=None)
 _opener: ContextVar[RunOpener | None] = ContextVar("atoll_run_opener", default=None)
@@ -179,6 +192,29 @@ def _defined_job(path: str | Path, file: Path, defined: Mapping[str, Any]) -> Jo
     return next(iter(jobs.values()))
 
 
+class ImportedScript(NamedTuple):
+    """A script that this process has imported, for another to import it too: data that is sent there may be of its classes."""
+
+    name: str  # of its module
+    file: str
+    arguments: tuple[str, ...]
+
+
+def imported_scripts() -> list[ImportedScript]:
+    """The scripts that this process has imported."""
+    found = [(name, module) for name, module in sys.modules.items() if name.startswith(_PREFIX) and module.__spec__ is not None]
+    return [ImportedScript(name, str(module.__file__), module.__spec__.loader_state or ()) for name, module in found if module.__spec__]
+
+
+def import_again(scripts: Sequence[ImportedScript]) -> None:
+    """Import scripts that another process has imported, with the same arguments."""
+    for script in scripts:
+        if script.name not in sys.modules:
+            file = Path(script.file)
+            with seen_arguments(file, script.arguments):
+                _import_script(file, _source(file))
+
+
 def _source(file: Path) -> str:
     if file.is_dir():
         raise JobError(f"{file}: is a directory; give the training script itself")
@@ -199,9 +235,10 @@ def _source(file: Path) -> str:
 
 def _import_script(file: Path, source: str) -> ModuleType:
     """Run the script as a module. It stays importable (classes refer to their module by name), as does what lies beside it."""
-    name = f"atoll_script_{file.stem}"
+    name = f"{_PREFIX}{file.stem}"
     spec = importlib.util.spec_from_loader(name, loader=None, origin=str(file))
     assert spec is not None
+    spec.loader_state = tuple(sys.argv[1:])
     module = importlib.util.module_from_spec(spec)
     module.__file__ = str(file.resolve())
     sys.modules[name] = module

@@ -49,13 +49,22 @@ def plan_view(plan: Plan, cost: Cost, graph: Graph, cluster: Cluster) -> Rendera
     return Group(*parts)
 
 
+def _precision(graph: Graph) -> str:
+    return graph.precision if graph.master_weights else f"{graph.precision}-true"
+
+
+def _frozen(graph: Graph) -> str:
+    count = sum(layer.frozen_parameters for layer in graph.layers)
+    return f" and {format_count(count)} frozen" if count else ""
+
+
 def heading(plan: Plan, graph: Graph, cluster: Cluster) -> Text:
     """Three lines: the model; the cluster; the mode, the schedule and the batch."""
     used = {device for stage in plan.stages for device in stage.devices}
     everything = len(used) == len(cluster.devices)
     text = Text.assemble(
         (graph.name, "bold"),
-        f" · {format_count(graph.parameters)} parameters, {plural(len(graph.layers), 'layer')}, {graph.precision}\n",
+        f" · {format_count(graph.parameters)} parameters{_frozen(graph)}, {plural(len(graph.layers), 'layer')}, {_precision(graph)}\n",
         (cluster.name, "bold"),
         f" · {_counted(device.kind.name for device in cluster.devices)} in {plural(len(cluster.sites), 'site')}\n",
         (plan.mode, "bold green"),

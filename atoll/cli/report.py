@@ -50,8 +50,13 @@ def report_view(found: "RunReport") -> RenderableType:
     parts: list[RenderableType] = [_heading(found)]
     for section in found.sections:
         parts += section_view(section)
+    if found.logged:
+        lines = [f"{name} {values[0]:.4g} → {values[-1]:.4g}" for name, values in found.logged.items()]
+        parts.append(Text.assemble(("Logged  ", "bold"), ", ".join(lines) + "\n"))
     if found.events:
         parts.append(Text.assemble(("Events  ", "bold"), ", ".join(f"{count} {kind}" for kind, count in found.events.items()) + "\n"))
+    if found.data is not None and found.data.in_words():
+        parts.append(Text(found.data.in_words() + "\n"))
     if found.conclusion:
         parts.append(Text(found.conclusion + "\n"))
     if found.missing:
@@ -84,6 +89,8 @@ def short_view(found: "RunReport", directory: Path) -> RenderableType:
     for section in found.sections:
         if section.brief:
             parts += [*map(Text, section.lines), *(Padding(_table(table), (0, 0, 0, 2)) for table in section.tables)]
+    if found.data is not None and found.data.in_words():
+        parts.append(Text(found.data.in_words()))
     if found.conclusion:
         parts.append(Text(found.conclusion))
     trace = "; trace.json there is for ui.perfetto.dev" if (directory / "trace.json").exists() else ""

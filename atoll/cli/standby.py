@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from atoll.callbacks import listeners
 from atoll.errors import JobError
 from atoll.plan.modes.swarm import SWARM, SwarmOptions
 from atoll.runtime.run_directory import RunDirectory
@@ -31,4 +32,4 @@ def standby(
     spec = read_spec(directory.path)
     job = load_spec_job(spec)
     with Progress() as progress:
-        coordinate(directory, spec, job, listen, observers=(progress, *job.callbacks), recall=progress.recall)
+        coordinate(directory, spec, job, listen, observers=(progress, *listeners(job.callbacks)), recall=progress.recall)

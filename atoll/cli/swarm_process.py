@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from atoll.callbacks import listeners
 from atoll.cli.output import show_what_the_terminal_can
 from atoll.errors import AtollError
-from atoll.events import AnyEvent, Warned
+from atoll.events import AnyEvent, Observer, Warned
 from atoll.runtime.run_directory import SPEEDS, RunDirectory
 from atoll.runtime.supervise.hosts import find_lab
 from atoll.watch.describe import describe_event
@@ -51,9 +52,10 @@ def _coordinate(directory: RunDirectory, address: str) -> bool:
     settings = directory.settings()
     job = load_job(settings.script, settings.arguments)
     with Progress() as progress:
+        observers: tuple[Observer, ...] = (progress, *listeners(job.callbacks))
         return coordinate(
             *(directory, read_spec(directory.path), job, address),
-            observers=(progress, *job.callbacks),
+            observers=observers,
             recall=progress.recall,
             links=imposed_links(os.environ),
         )

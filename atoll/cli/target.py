@@ -72,8 +72,8 @@ def _from_script(path: str, batch_size: int | None, arguments: Sequence[str]) ->
             captured = capture_or_run(job, check=True, most_bytes=memory_to_try())
             seconds = time.perf_counter() - started
             size = batch_size or job.batch_size
-            with users_code("loading a batch"):
-                loading_seconds = job.samples.loading_seconds() * size / job.batch_size
+            with users_code("loading a batch"):  # workers load while the device computes
+                loading_seconds = 0.0 if job.num_workers else job.samples.loading_seconds() * size / job.batch_size
             with users_code("making the optimizer and stepping it"):
                 optimizer, notes = _optimizer(job)
         return Target(

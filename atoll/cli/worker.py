@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from atoll.callbacks import Callback
 from atoll.cli.output import show_what_the_terminal_can
 from atoll.errors import AtollError
-from atoll.events import Observer
 from atoll.runtime.modes.lockstep.role import Role, find_role, hidden_role
 from atoll.runtime.run_directory import RunDirectory
 from atoll.watch.progress import Progress
@@ -42,7 +42,7 @@ def _run(directory: RunDirectory, role: Role, script: str | None = None) -> int:
     with Progress() as progress:
 
         def opened(job: "Job", own_loop: bool) -> AbstractContextManager[RankTraining]:
-            observers: list[Observer] = [progress, *job.callbacks] if role.rank == 0 else []
+            observers: list[Callback] = [progress, *job.callbacks] if role.rank == 0 else []
             return training_rank(
                 job,
                 directory.plan(),

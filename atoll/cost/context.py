@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
+import msgspec
+
 from atoll.cluster import Cluster, DeviceKind
 from atoll.cluster.cluster import device_index
 from atoll.cost.calibration import Calibration
@@ -161,6 +163,8 @@ class PricingContext:
     def __init__(self, graph: Graph, cluster: Cluster, optimizer: str, calibration: Calibration) -> None:
         self.graph = graph
         self.cluster = cluster
+        if not graph.master_weights:
+            calibration = msgspec.structs.replace(calibration, gradient_bytes=2.0)
         self.calibration = calibration
         self.optimizer = _optimizer_cost(optimizer)
         self.amounts = Amounts.of(graph)

@@ -93,7 +93,8 @@ class Memory:
         held = self._setting.held_with(stage, fraction, lanes)
         shards = lanes if stage.sharded else 1
         trained = held.dense / shards + held.expert + held.divided
-        return MemoryUse(parameters=4.0 * (trained + held.frozen / shards), gradients=(8.0 if is_cpu else 4.0) * trained)
+        size = 4.0 if self._setting.graph.master_weights else 2.0
+        return MemoryUse(parameters=size * (trained + held.frozen / shards), gradients=(8.0 if is_cpu else 4.0) * trained)
 
     def device(
         self, stage: Stage, fraction: float, samples: float, held: int, lanes: int, is_cpu: bool, others: float | None = None
@@ -109,12 +110,13 @@ class Memory:
         gathered = self._gathered(stage) * (samples * (lanes - 1) if others is None else others)
         kept = (activations + gathered) * held + once
         trained, frozen = parameters.dense / shards + parameters.expert + parameters.divided, parameters.frozen / shards
-        calibration, half = setting.calibration, setting.half_precision
+        calibration, half, master = setting.calibration, setting.half_precision, setting.graph.master_weights
+        size = 4.0 if master else 2.0  # bytes of a trained number
         return MemoryUse(
-            # half precision trains an fp32 copy; what is not trained needs none
-            parameters=6.0 * trained + 2.0 * frozen if half else 4.0 * (trained + frozen),
-            gradients=4.0 * trained,
-            optimizer=setting.optimizer.state_bytes * trained,
+            # half precision trains an fp32 copy, unless all is in half; what is not trained needs none
+            parameters=6.0 * trained + 2.0 * frozen if half and master else size * (trained + frozen),
+            gradients=size * trained,
+            optimizer=setting.optimizer.state_bytes * size / 4.0 * trained,
             activations=kept * calibration.memory_overhead,
             buffers=(0.0 if is_cpu else calibration.context_bytes) + working * setting.element_bytes,
         )

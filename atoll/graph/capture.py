@@ -195,7 +195,8 @@ class _Assembly:
         return Graph(
             name=self.name,
             layers=tuple(self._signed(layer) for layer in self._with_unused(layers)),
-            precision=self.precision,
+            precision="bf16" if self.precision == "bf16-true" else self.precision,  # as devices know it
+            master_weights=self.precision != "bf16-true",
             tokens_per_sample=self._tokens(),
             shared=self._shared(),
             constraints=resolve(annotations_of(self.exported.model), self._modules_of_layers()),

@@ -7,7 +7,7 @@ import contextlib
 import copy
 import io
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
@@ -69,7 +69,8 @@ def keep_custom_functions() -> Iterator[None]:
             return original.__func__(cls, *args, **kwargs)
         if "<locals>" in cls.__qualname__ or (cls.__module__ == "__main__" and "." in cls.__qualname__):
             raise CaptureError(f"autograd function {cls.__qualname__!r} is defined inside a function; move it to the top of its module")
-        return kept(cls, *args, **kwargs)
+        with _NoDraws(cls.__qualname__):
+            return kept(cls, *args, **kwargs)
 
     apply.__name__ = "apply"
     base.apply = classmethod(apply)
@@ -79,6 +80,24 @@ def keep_custom_functions() -> Iterator[None]:
         base.apply = original
 
 
+class _NoDraws(TorchFunctionMode):
+    """Around a custom function, which is one node of the program: numbers drawn inside of it would be seeded by nobody."""
+
+    def __init__(self, function: str) -> None:
+        super().__init__()
+        self._function = function
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "").strip("_") in _DRAWING:
+            raise CaptureError(
+                f"autograd function {self._function!r} draws random numbers (`{func.__name__}`), which capture does not see; draw them "
+                "before it is called and pass them to it"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_DRAWING = {"bernoulli", "dropout", "exponential", "multinomial", "normal", "poisson", "rand", "rand_like", "randint"}
+_DRAWING |= {"randn", "randn_like", "random", "uniform"}
 SAMPLES = 4  # in the captured batch: not 0 or 1, which torch specialises, and large enough that what is shared by the batch weighs little
 OTHER_SAMPLES = (3, 2, 8)  # in other batches, to see which dimensions grow with the samples, or with the longest of them
 
@@ -95,7 +114,8 @@ class TrainingJob(Protocol):
     @property
     def precision(self) -> Precision: ...
     def example_batch(self, samples: int) -> Any:
-        """A collated batch of that many samples."""
+        """A collated batch of that many samples. With a method `more_examples`, batches of other samples are looked at as well, and with
+        `dynamic`, dimensions that are declared to vary."""
         ...
 
 
@@ -182,8 +202,8 @@ class _LossOf(nn.Module):
 
 @contextlib.contextmanager
 def ambient_precision(precision: Precision) -> Iterator[None]:
-    """Autocast as the runtime will have it around the program; nothing for fp32."""
-    if precision == "fp32":
+    """Autocast as the runtime will have it around the program; nothing where all is in one precision."""
+    if precision in ("fp32", "bf16-true"):
         yield
         return
     with torch.autocast("cpu", dtype=torch.bfloat16 if precision == "bf16" else torch.float16, cache_enabled=False):
@@ -211,9 +231,9 @@ def _growing(batch: Any, other: Any) -> dict[str, tuple[int, ...]]:
     others = pytree.tree_flatten_with_path(other)[0]
     text = [pytree.keystr(path[:-1]) for path, leaf in leaves if isinstance(leaf, str)]
     if text:
-        raise CaptureError(f"batch{text[0]} holds text, a piece for every sample; only tensors are captured: leave it out in `collate`")
+        raise CaptureError(f"batch{text[0]} holds text, a piece for every sample; only tensors are captured: leave it out in `collate_fn`")
     if [path for path, _ in leaves] != [path for path, _ in others]:
-        raise CaptureError("batches of different sizes have different structure; the collate function must always return the same keys")
+        raise CaptureError("batches of different sizes have different structure; collate_fn must always return the same keys")
     growing = {}
     for (path, leaf), (_, second) in zip(leaves, others, strict=True):
         if isinstance(leaf, torch.Tensor):
@@ -221,6 +241,25 @@ def _growing(batch: Any, other: Any) -> dict[str, tuple[int, ...]]:
                 raise CaptureError(f"batch{pytree.keystr(path)} has {leaf.dim()} dimensions in one batch and {second.dim()} in another")
             growing[pytree.keystr(path)] = tuple(d for d in range(leaf.dim()) if leaf.shape[d] != second.shape[d])
     return growing
+
+
+def _with_declared(
+    growing: dict[str, tuple[int, ...]], batch: Any, declared: Mapping[str, int | Sequence[int]]
+) -> dict[str, tuple[int, ...]]:
+    """Beside the dimensions that were seen to differ, those that the job says may (`Job.dynamic`), by name or path of the tensor."""
+    shapes = {pytree.keystr(path): leaf.shape for path, leaf in pytree.tree_flatten_with_path(batch)[0] if isinstance(leaf, torch.Tensor)}
+    found = dict(growing)
+    for name, dims in declared.items():
+        paths = [path for path in shapes if path in (name, f"[{name!r}]", f".{name}") or path.endswith((f"[{name!r}]", f".{name}"))]
+        if not paths:
+            raise CaptureError(f"Job: dynamic: the batch has no tensor {name!r}; it has {', '.join(f'batch{path}' for path in shapes)}")
+        for path in paths:
+            wanted = (dims,) if isinstance(dims, int) else tuple(dims)
+            wrong = [dim for dim in wanted if not 0 <= dim < len(shapes[path])]
+            if wrong:
+                raise CaptureError(f"Job: dynamic: batch{path} has {len(shapes[path])} dimensions; there is no dimension {wrong[0]}")
+            found[path] = tuple(sorted({*found.get(path, ()), *wanted}))
+    return found
 
 
 def _dynamic_shapes(batch: Any, growing: dict[str, tuple[int, ...]]) -> Any:
@@ -293,7 +332,11 @@ def use_batched_experts(model: nn.Module) -> bool:
 _ADVICE_ON_FAILURE = "See whether the job runs alone; if it does, write the model down with Graph.from_layers to plan it."
 _ADVICE_ON_VALUES = "Rewrite that code without reading values of tensors, or write the model down with Graph.from_layers to plan it."
 _ADVICE_ON_DRAWS = "Switch that off in the model's configuration (layerdrop, stochastic depth: 0)."
-ADVICE = (_ADVICE_ON_FAILURE, _ADVICE_ON_VALUES, _ADVICE_ON_DRAWS)  # what a refusal ends with, where it does
+_ADVICE_ON_HOST_DRAWS = (
+    "Draw it as a tensor (torch.rand), multiply or select by it instead of branching on it, or switch it off in the model's configuration "
+    "(layerdrop, stochastic depth, augmentation: 0)."
+)
+ADVICE = (_ADVICE_ON_FAILURE, _ADVICE_ON_VALUES, _ADVICE_ON_DRAWS, _ADVICE_ON_HOST_DRAWS)  # what a refusal ends with, where it does
 
 
 class _Attempts:
@@ -315,8 +358,7 @@ class _Attempts:
                 self._export(self.growing, lambda: line)
             raise CaptureError(
                 f"job {self.job.name!r} cannot be captured: {line} draws a random number of Python's or NumPy's, which the captured "
-                "program would not draw again. Draw it as a tensor (torch.rand), multiply or select by it instead of branching on it, or "
-                "switch it off in the model's configuration (layerdrop, stochastic depth, augmentation: 0)"
+                f"program would not draw again. {_ADVICE_ON_HOST_DRAWS}"
             )
         return program, model
 
@@ -454,11 +496,14 @@ def export_job(job: TrainingJob, *, training: bool = True, divided: bool = False
     with _running_the_users_code(job, "loading a batch"):
         batch = plain_batch(job.example_batch(SAMPLES))
         others = [plain_batch(job.example_batch(samples)) for samples in OTHER_SAMPLES]
+        if hasattr(job, "more_examples"):
+            others += map(plain_batch, job.more_examples(SAMPLES))
     growing = _growing(batch, others[0])
     for other in others[1:]:
         growing = {path: tuple(sorted({*dims, *growing[path]})) for path, dims in _growing(batch, other).items()}
+    growing = _with_declared(growing, batch, getattr(job, "dynamic", {}))
     if not any(growing.values()):
-        raise CaptureError(f"job {job.name!r}: no tensor of the batch grows with the number of samples; check the collate function")
+        raise CaptureError(f"job {job.name!r}: no tensor of the batch grows with the number of samples; check collate_fn")
     attempts = _Attempts(job, model, batch, growing, training)
     with _running_the_users_code(job, "running the model and its loss"):
         program, fake = attempts.run()

@@ -134,7 +134,7 @@ def plain_batch(batch: Any) -> Any:
     if isinstance(batch, Mapping) and not isinstance(batch, dict):
         return dict(batch)
     if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(batch)):
-        raise CaptureError(f"the job's batch holds no tensor: got {type(batch).__name__}; the collate function must return tensors")
+        raise CaptureError(f"the job's batch holds no tensor: got {type(batch).__name__}; collate_fn must return tensors")
     return batch
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 __all__ = ["Constraint", "Graph", "Layer", "Node", "Precision", "SharedParameter", "Work", "WorkKind"]
 
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "bf16", "fp16", "bf16-true"]
 WorkKind = Literal["matmul", "attention", "conv", "memory", "gather"]
 
 
@@ -117,6 +117,7 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True):
     constraints: tuple[Constraint, ...] = ()
     nodes: tuple[Node, ...] = ()
     input_bytes: float = 0.0  # per sample, the batch itself
+    master_weights: bool = True  # in half precision weights are kept, and gradients summed, in fp32; False: all is in half precision
     eager: bool = False  # the model could not be captured: its one layer runs as it is written
 
     def __hash__(self) -> int:

@@ -15,7 +15,7 @@ from atoll.graph.graph import Layer, Precision, Work
 __all__ = ["ELEMENT_BYTES", "Experts", "LayerPart", "TransformerShape"]
 __all__ += ["block", "embedding", "head", "layer_of", "matmul", "memory", "vocabulary_loss"]
 
-ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "bf16-true": 2}
 _MASK_BYTES = 1  # a dropout mask keeps one byte an element
 Split = Literal["", "rows", "columns", "depth"]
 Positions = Literal["learned", "rotary", "none"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from atoll.data import Batch, Dataset
+from atoll.data import Batch, Dataset, Samples
 from atoll.graph.capture import Captured, capture_program
 from atoll.graph.graph import Precision
 from atoll.job import Job, LossFunction
@@ -23,7 +23,7 @@ class _Measured:
     loss: LossFunction
     precision: Precision
     job: Job
-    dataset: Dataset
+    samples: Samples
 
     @property
     def batch_size(self) -> int:
@@ -32,7 +32,7 @@ class _Measured:
 
     def example_batch(self, samples: int) -> Batch:
         """As many samples of the evaluation data, collated."""
-        return self.job.collate([self.dataset[i % len(self.dataset)] for i in range(samples)])
+        return self.samples.at(range(samples))
 
 
 def capture_evaluated(job: Job, dataset: Dataset | None = None) -> dict[str, Captured]:
@@ -46,5 +46,5 @@ def capture_evaluated(job: Job, dataset: Dataset | None = None) -> dict[str, Cap
 def capture_function(job: Job, name: str, function: LossFunction, dataset: Dataset) -> Captured:
     """The program of one of them, for pieces of the data."""
     known = name or ("eval_loss" if job.eval_loss else "loss")
-    measured = _Measured(f"{job.name}: {known}", job.model, function, job.precision, job, dataset)
+    measured = _Measured(f"{job.name}: {known}", job.model, function, job.precision, job, job.evaluation_samples(dataset))
     return capture_program(measured, training=False, divided=True)

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,12 +14,13 @@ from atoll.data import Batch, Dataset, to_device
 from atoll.errors import AtollError, JobFailedError
 from atoll.events import Evaluated
 from atoll.job import Job, LossFunction, LossValue, read_loss
+from atoll.runtime.batch_loader import BatchLoader
 from atoll.runtime.nonfinite import checked_weight
 
 if TYPE_CHECKING:  # what captures models takes seconds to load, and a coordinator that has others evaluate does without it
     from atoll.runtime.whole_program import Divided
 
-__all__ = ["EvaluationSums", "ModelEvaluator", "averaged", "evaluated_functions", "evaluates_after"]
+__all__ = ["EvaluationSums", "ModelEvaluator", "averaged", "evaluated_functions", "evaluates_after", "loader_for"]
 
 
 def evaluates_after(job: Job, step: int, steps: int) -> bool:
@@ -31,6 +33,15 @@ def evaluates_after(job: Job, step: int, steps: int) -> bool:
 def evaluated_functions(job: Job) -> dict[str, LossFunction]:
     """The evaluation loss, under an empty name, and the metrics."""
     return {"": job.eval_loss or job.loss, **job.metrics}
+
+
+def loader_for(job: Job, dataset: Any, before: BatchLoader | None, lock: AbstractContextManager[Any] | None = None) -> BatchLoader:
+    """What loads data to evaluate on: the same as before, with its workers, for the same data."""
+    if before is not None:
+        if before.samples.dataset is dataset:
+            return before
+        before.close()
+    return BatchLoader(job.evaluation_samples(dataset), job.num_workers, lock)
 
 
 def averaged(name: str, why: str = "what it is a mean over is not known") -> str:
@@ -83,6 +94,7 @@ class ModelEvaluator:
 
     def __init__(self, job: Job, model: nn.Module, device: torch.device, dataset: Dataset) -> None:
         self._job, self._model, self._device, self.dataset = job, model, device, dataset
+        self._loader = loader_for(job, dataset, None)
         self._divided: dict[str, Divided] = {}  # how what is evaluated in pieces is computed
         self._notes: list[str] = []  # not told yet
 
@@ -90,15 +102,16 @@ class ModelEvaluator:
     def run(self, step: int) -> Evaluated:
         """After so many steps. The model is in training mode afterwards; `at_seconds` is the caller's to set."""
         began, job = time.perf_counter(), self._job
-        size = job.micro_batch_size or job.batch_size
-        with users_code(f"evaluation after step {step}: the length of eval_data", JobFailedError):
-            length = len(self.dataset)
+        samples = self._loader.samples
+        size, length = samples.batch_size, samples.length
         self._model.eval()
         measures = {name: self._measure(name, function, step, divided=length > size) for name, function in evaluated_functions(job).items()}
         sums = {name: EvaluationSums.of_terms(self._terms(name)) for name in measures}
-        for start in range(0, length, size):
-            indices = range(start, min(start + size, length))
-            batch = self._load(step, indices)
+        pieces = [range(start, min(start + size, length)) for start in range(0, length, size)]
+        batches = self._loader.batches(map(samples.request, pieces))
+        for indices in pieces:
+            with users_code(f"evaluation after step {step}: loading samples {indices[0]} to {indices[-1]}", JobFailedError):
+                batch = to_device(next(batches).batch, self._device)
             for name, measure in measures.items():
                 sums[name].add(measure(indices, batch), len(indices))
         self._model.train()
@@ -110,9 +123,9 @@ class ModelEvaluator:
         seconds = time.perf_counter() - began
         return Evaluated(at_seconds=0.0, step=step, loss=loss, metrics=means, samples=length, seconds=seconds, notes=notes)
 
-    def _load(self, step: int, indices: range) -> Batch:
-        with users_code(f"evaluation after step {step}: loading samples {indices[0]} to {indices[-1]}", JobFailedError):
-            return to_device(self._job.collate([self.dataset[i] for i in indices]), self._device)
+    def close(self) -> None:
+        """Ends the processes that load its data."""
+        self._loader.close()
 
     def _measure(self, name: str, function: LossFunction, step: int, *, divided: bool) -> "Callable[[range, Batch], LossValue]":
         """What says something of a piece: the user's own code, or the program whose results add up."""
@@ -140,7 +153,9 @@ class ModelEvaluator:
         from atoll.runtime.evaluated_programs import capture_function
         from atoll.runtime.whole_program import Divided
 
-        batch = self._load(0, range(min(len(self.dataset), 2)))
+        samples = self._loader.samples
+        with users_code("evaluation: loading its first samples", JobFailedError):
+            batch = to_device(samples.at(range(min(samples.length, 2))), self._device)
         if self._eagerly(0, name, function, batch).weight is not None:
             return Divided()
         try:

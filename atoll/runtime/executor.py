@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils import _pytree as pytree
 
 from atoll.blame import users_code
@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # loads PyTorch's distributed checkpoint, which takes seconds
     from atoll.runtime.checkpoint.local_shard import LocalShard
 
 __all__ = [
+    "EMA",
     "Accumulated",
     "Contributed",
     "GradientSink",
@@ -44,6 +45,9 @@ __all__ = [
     "loss_share",
     "scaled",
 ]
+
+
+EMA = "ema"  # what the averages of a parameter are called among the optimizer's state
 
 
 @dataclass(frozen=True)
@@ -226,9 +230,11 @@ class Updater:
         scale: LossScale,
         *,
         steps: int,
+        ema_decay: float | None = None,
     ) -> None:
         self.parameters, self.optimizer, self.scheduler, self.scale = parameters, optimizer, scheduler, scale
         self._steps = steps  # of the run, for sentences
+        self._ema_decay = ema_decay
 
     def unscale(self) -> bool:
         """Take the loss scale out of `.grad`; whether one is not finite, so that the step must be skipped. False but in fp16."""
@@ -252,15 +258,50 @@ class Updater:
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         if gradients and update.factor != 1.0:
             torch._foreach_mul_(gradients, update.factor)
+        before = self._not_averaged_yet(update)
         with users_code(f"step {update.step}: the optimizer", JobFailedError):
             self.optimizer.step()
-        if self.scheduler is not None:
+        if self._ema_decay is not None:
+            self._average(self._ema_decay, before)
+        if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
             with users_code(f"step {update.step} of {self._steps}: the learning-rate schedule", JobFailedError):
                 self.scheduler.step()
         if update.gradients is not None:
             for parameter in self.parameters:
                 parameter.grad = None
         return True
+
+    def evaluated(self, step: int, loss: float | None) -> None:
+        """Tell a schedule that waits for a plateau what an evaluation found, the same on all ranks."""
+        if isinstance(self.scheduler, ReduceLROnPlateau) and loss is not None:
+            with users_code(f"step {step} of {self._steps}: the learning-rate schedule", JobFailedError):
+                self.scheduler.step(loss)
+
+    def averages(self) -> dict[nn.Parameter, Tensor]:
+        """The exponential moving average of each parameter that has one, in the memory that goes on averaging."""
+        state = self.optimizer.state if self.optimizer is not None else {}
+        return {parameter: state[parameter][EMA] for parameter in self.parameters if EMA in state.get(parameter, {})}
+
+    def _not_averaged_yet(self, update: Update) -> dict[nn.Parameter, Tensor]:
+        """What parameters are before their first gradient, where that comes after the first step: their average until then.
+
+        Until then nothing is noted of them: optimizers take a parameter with some state for one that they know.
+        """
+        if self._ema_decay is None or update.step == 1 or self.optimizer is None:
+            return {}
+        known = self.averages()
+        return {p: p.detach().clone() for p in self.parameters if p.grad is not None and p not in known}
+
+    @torch.no_grad()
+    def _average(self, decay: float, before: Mapping[nn.Parameter, Tensor]) -> None:
+        """As `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn`: the first average is the weights after the first step."""
+        assert self.optimizer is not None
+        for parameter in self.parameters:
+            if parameter.grad is not None and EMA not in self.optimizer.state[parameter]:
+                self.optimizer.state[parameter][EMA] = before[parameter] if parameter in before else parameter.detach().clone()
+        averages = self.averages()
+        if averages:
+            torch._foreach_lerp_(list(averages.values()), [parameter.detach() for parameter in averages], 1 - decay)
 
 
 @dataclass

@@ -61,6 +61,9 @@ class Training(Protocol):
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's, copied to the CPU of the first process; the others get none of it."""
 
+    def bring_model(self) -> None:
+        """Before the run ends, where nothing is saved that `result` could read the model from: let it have it all the same."""
+
     def result(self) -> RunResult:
         """What the run leaves behind, once it has ended."""
 

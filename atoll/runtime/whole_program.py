@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from atoll.errors import CaptureError, DividedLossError
-from atoll.graph.capture import Captured, capture_program
+from atoll.graph.capture import Captured
+from atoll.graph.eager import capture_for_pieces
 from atoll.graph.loss_check import UNCHECKED, check_eagerly
 from atoll.graph.loss_weight import BatchWeights
 from atoll.job import Job, LossValue
@@ -62,7 +63,7 @@ class PieceCounts:
 def divided_program(job: Job, model: nn.Module) -> Divided:
     """What computes micro-batches whose losses add up to the batch's; DividedLossError where nothing does."""
     try:
-        captured = capture_program(job, divided=True, check=True)
+        captured = capture_for_pieces(job, check=True)
     except DividedLossError:
         raise
     except CaptureError as error:

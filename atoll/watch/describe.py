@@ -53,7 +53,8 @@ def _training(event: events.AnyEvent) -> str | None:
         case events.RunStarted():
             where = f" on {_listed(event.devices)}" if event.devices else ""
             steps = f"{plural(event.steps, 'step')} of {plural(event.batch_size, 'sample')}"
-            return f"{event.name}: {format_count(event.parameters)} parameters, {steps}, {event.precision}{where}"
+            frozen = f" and {format_count(event.frozen_parameters)} frozen" if event.frozen_parameters else ""
+            return f"{event.name}: {format_count(event.parameters)} parameters{frozen}, {steps}, {event.precision}{where}"
         case events.StepFinished(applied=False):
             return f"step {event.step}: fp16 gradients overflowed; step skipped, loss scale lowered"
         case events.StepFinished():
@@ -62,6 +63,8 @@ def _training(event: events.AnyEvent) -> str | None:
             metrics = "".join(f", {name} {_number(value, '.4g')}" for name, value in event.metrics.items())
             notes = "".join(f"; {note}" for note in event.notes)
             return f"step {event.step}: evaluation loss {_number(event.loss, '.4f')}{metrics}{notes}"
+        case events.Logged():
+            return f"step {event.step}: " + ", ".join(f"{name} {_number(value, '.4g')}" for name, value in event.numbers.items())
         case events.EvaluationFailed():
             return f"step {event.step}: not evaluated: {event.message}"
         case events.NonFinite():

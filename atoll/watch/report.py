@@ -3,6 +3,7 @@
 It reads the run's directory and says what is missing there; it needs neither PyTorch nor the training script.
 """
 
+import math
 import time
 from collections import Counter
 from pathlib import Path
@@ -15,6 +16,7 @@ from atoll.errors import PlanError
 from atoll.events import (
     AnyEvent,
     CheckpointSaved,
+    Logged,
     NonFinite,
     Restarted,
     RunFinished,
@@ -31,10 +33,11 @@ from atoll.runtime.run_directory import RunDirectory
 from atoll.units import format_seconds
 from atoll.watch.describe import describe_event
 
-__all__ = ["RunReport", "SampleCounts", "is_silent", "read_report"]
+__all__ = ["DataWaits", "RunReport", "SampleCounts", "is_silent", "read_report"]
 
 _SILENT_SECONDS = 120.0  # a file of events nobody has written to for so long, and for so many steps, is no run under way
 _SILENT_STEPS = 10
+_WAITS_WORTH_TELLING = 0.05  # of the time
 _STARTING_SECONDS = 30.0  # so long nobody may listen while a coordinator is started in another's place
 
 
@@ -53,6 +56,25 @@ class StepSeconds(msgspec.Struct, frozen=True, kw_only=True):
     predicted: float | None = None
 
 
+class DataWaits(msgspec.Struct, frozen=True, kw_only=True):
+    """How long training waited for data, by the steps after each start's first, which waits for workers to begin."""
+
+    waited_share: float  # of the steps' time
+    loading_seconds_per_sample: float  # of one process
+    num_workers: int  # for every process that trains
+    workers_needed: int  # so that loading a step's data takes no longer than computing it
+
+    def in_words(self) -> str:
+        """What to do about it; nothing where there is no need."""
+        if self.waited_share < _WAITS_WORTH_TELLING:
+            return ""
+        waited = f"Training waited for data {self.waited_share:.0%} of the time"
+        if self.workers_needed > self.num_workers:
+            return f"{waited}; num_workers={self.workers_needed} would cure it."
+        loading = f"a sample takes {format_seconds(self.loading_seconds_per_sample)} to load"
+        return f"{waited}, with num_workers={self.num_workers}: {loading}, and workers have too little of the processor or the disk."
+
+
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """Everything there is to say about a run."""
 
@@ -68,6 +90,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: StepSeconds
     steps_since_start: int  # made since the run was last started: none where nothing was left to do
     events: dict[str, int]  # by kind
+    logged: dict[str, list[float]] = {}  # numbers that callbacks logged, by name, one a step, the last that was logged
+    data: DataWaits | None = None  # None: nobody measured it
     conclusion: str = ""
     missing: list[str] = []  # what could not be reported, and why
     sections: tuple[ReportSection, ...] = ()  # of its mode
@@ -133,7 +157,34 @@ def _story(events: list[AnyEvent], state: str, message: str) -> RunReport:
         step_seconds=StepSeconds(median=median(latest[2:] or latest[1:] or latest) if latest else None),
         steps_since_start=len(starts[-1]),
         samples_per_second=_rate(steps_after_the_first(events) if started and starts_in_first_step(started[-1].mode) else steps),
+        data=_data_waits(events),
         events=dict(sorted(Counter(event.kind for event in events).items())),
+        logged=_logged(events),
+    )
+
+
+def _logged(events: list[AnyEvent]) -> dict[str, list[float]]:
+    found: dict[str, dict[int, float]] = {}
+    for event in events:
+        if isinstance(event, Logged):
+            for name, value in event.numbers.items():
+                found.setdefault(name, {})[event.step] = value
+    return {name: [values[step] for step in sorted(values)] for name, values in sorted(found.items())}
+
+
+def _data_waits(events: list[AnyEvent]) -> DataWaits | None:
+    steps = [step for step in steps_after_the_first(events) if step.data_seconds is not None and step.loading_seconds is not None]
+    seconds, samples = sum(step.seconds for step in steps), sum(step.samples for step in steps)
+    if not seconds or not samples:
+        return None
+    waited, loading = (sum(getattr(step, name) for step in steps) for name in ("data_seconds", "loading_seconds"))
+    computing = max(seconds - waited, 1e-3 * seconds)
+    workers = next(event.num_workers for event in reversed(events) if isinstance(event, RunStarted))
+    return DataWaits(
+        waited_share=waited / seconds,
+        loading_seconds_per_sample=loading / samples,
+        num_workers=workers,
+        workers_needed=math.ceil(loading / computing - 1e-3),
     )
 
 

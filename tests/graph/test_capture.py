@@ -409,7 +409,7 @@ def test_text_in_a_batch_is_named() -> None:
     def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
         return to_zero(model, batch["x"])
 
-    with pytest.raises(CaptureError, match=r"batch\['name'\] holds text.*leave it out in `collate`"):
+    with pytest.raises(CaptureError, match=r"batch\['name'\] holds text.*leave it out in `collate_fn`"):
         capture(job_of(nn.Linear(4, 2), loss=loss, batch=batch))
 
 

@@ -230,7 +230,7 @@ def test_tensors_without_the_samples_first_are_not_taken_for_samples() -> None:
         rows = torch.cat([sample["x"][keep] for sample, keep in zip(samples, kept, strict=True)])
         return {"x": rows, "n": torch.tensor([int(keep.sum()) for keep in kept])}
 
-    ragged_job = replace(job(lambda model, batch: model(batch["x"]).pow(2).sum() + 0 * batch["n"].sum()), collate=ragged)
+    ragged_job = replace(job(lambda model, batch: model(batch["x"]).pow(2).sum() + 0 * batch["n"].sum()), collate_fn=ragged)
     with pytest.raises(DividedLossError):
         export_job(ragged_job, divided=True, check=True)
     assert export_job(ragged_job, divided=True).loss_form.kind == "unknown"

@@ -224,7 +224,7 @@ def test_padding_that_counts_is_found_in_the_first_batch() -> None:
         return {"x": nn.utils.rnn.pad_sequence([sample["x"] for sample in samples], batch_first=True)}
 
     data = [{"x": torch.randn(9 if index == 6 else 5, 6, generator=torch.Generator().manual_seed(index))} for index in range(40)]
-    job = replace(job_of(Model, lambda model, batch: model(batch["x"]).pow(2).mean(), data), collate=padded)
+    job = replace(job_of(Model, lambda model, batch: model(batch["x"]).pow(2).mean(), data), collate_fn=padded)
     first = [job.samples.index(position) for position in range(BATCH)]
     data[first[6]], data[6] = data[6], data[first[6]]
     with pytest.raises(DividedLossError, match="pad to one length"):

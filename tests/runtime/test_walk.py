@@ -33,7 +33,7 @@ def plain() -> tuple[list[float], nn.Module, torch.optim.AdamW]:
     model = job.build_model("cpu")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02, eps=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warm)
-    samples, losses = Samples(Data(), job.collate, job.seed, BATCH), []
+    samples, losses = Samples(Data(), job.collate_fn, job.seed, BATCH), []
     for step in range(STEPS):
         found = loss(model, samples.batch(step))
         optimizer.zero_grad()

@@ -109,6 +109,12 @@ def told(directory: Path, *events: AnyEvent) -> RunReport:
     return read_report(directory)
 
 
+def shown(report: RunReport) -> str:
+    out = StringIO()
+    Console(file=out, width=200).print(report_view(report))
+    return out.getvalue()
+
+
 def steps(first: int, last: int) -> list[StepFinished]:
     return [step(number) for number in range(first, last + 1)]
 
@@ -213,6 +219,24 @@ def test_steps_of_a_plan_before_are_not_compared_with_this_plans_prediction(tmp_
     report = told(tmp_path, started(steps=3), *steps(1, 3), finished("done", 3), started(steps=3), finished("done", 3))
     assert report.step_seconds.predicted is None
     assert "plan.json: no step was made under this plan, so there is nothing to compare" in report.missing
+
+
+def test_waits_for_data_are_told_with_the_workers_that_would_cure_them(tmp_path: Path) -> None:
+    """A step computes for 0.1 s; its 8 samples take 50 ms each to load, of which nothing is hidden: four processes are needed."""
+
+    def loaded(number: int, waited: float) -> StepFinished:
+        return msgspec.structs.replace(step(number, seconds=0.1 + waited), data_seconds=waited, loading_seconds=8 * 0.05)
+
+    slow = [loaded(1, 9.0), *(loaded(number, 0.4) for number in (2, 3, 4))]  # the first waits for workers to begin
+    report = told(tmp_path / "slow", started("alone"), *slow, finished("done", 4))
+    assert report.data is not None
+    assert (report.data.waited_share, report.data.workers_needed) == (pytest.approx(0.8), 4)
+    assert "Training waited for data 80% of the time; num_workers=4 would cure it." in shown(report)
+    assert json.loads(report.to_json())["data"]["loading_seconds_per_sample"] == pytest.approx(0.05)
+    busy = told(tmp_path / "busy", msgspec.structs.replace(started("alone"), num_workers=4), loaded(1, 0.0), loaded(2, 0.1))
+    assert "50% of the time, with num_workers=4: a sample takes 50 ms to load" in shown(busy)
+    fine = told(tmp_path / "fine", msgspec.structs.replace(started("alone"), num_workers=4), loaded(1, 0.0), loaded(2, 0.001))
+    assert "waited for data" not in shown(fine)
 
 
 def test_a_runs_time_goes_on_after_its_last_event(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from atoll.errors import AtollError, CheckpointError, JobFailedError
 from atoll.events import CheckpointFailed, CheckpointIntervalChosen, CheckpointSaved
 from atoll.plan.checkpoint_interval import CheckpointInterval, checkpoint_interval
 from atoll.runtime.checkpoint.assignment import Agreement, Assigned, of_rank, outlines
-from atoll.runtime.checkpoint.directory import commit, partial_path, prune, step_path, tidy
+from atoll.runtime.checkpoint.directory import commit, keep_as, partial_path, prune, step_path, tidy
 from atoll.runtime.checkpoint.exchange import CheckpointRanks
 from atoll.runtime.checkpoint.loading import Loaded, load_from
 from atoll.runtime.checkpoint.local_shard import LocalShard, Piece, pieces
@@ -146,8 +146,10 @@ class Checkpointer:
         optimizers: Sequence[torch.optim.Optimizer] = (),
         extra: Mapping[str, Any] | None = None,
         final: bool = False,
+        keep: str | None = None,
     ) -> None:
-        """Save the state after `step` steps. Returns when it is copied; a thread writes it.
+        """Save the state after `step` steps. Returns when it is copied; a thread writes it. Under a name to `keep`, it is not removed
+        before another is kept under that name.
 
         A save still under way is waited for first: skipping would need the ranks to agree on who is late, and would widen the gap between
         checkpoints exactly when the disk is slow. What goes wrong is an `Outcome` in `finished` and the run goes on, except with
@@ -155,7 +157,11 @@ class Checkpointer:
         """
         began = time.perf_counter()
         self.wait()
-        failed = None if self._last_saved == step else self._start(began, step, tensors, optimizers, extra or {}, at_once=final)
+        if self._last_saved == step and keep is not None and self._ranks.rank == 0:
+            keep_as(self.directory, keep, step)
+        failed = None
+        if self._last_saved != step:
+            failed = self._start(began, step, tensors, optimizers, extra or {}, keep, at_once=final)
         self._finished.extend([failed] if failed else [])
         if final:
             outcome = failed or self.wait()
@@ -215,6 +221,7 @@ class Checkpointer:
         tensors: Sequence[LocalShard],
         optimizers: Sequence[torch.optim.Optimizer],
         extra: Mapping[str, Any],
+        keep: str | None,
         *,
         at_once: bool,
     ) -> Outcome | None:
@@ -245,14 +252,14 @@ class Checkpointer:
         self._outcome, blocked = None, time.perf_counter() - began
 
         def write() -> None:
-            verdict = self._save_copies(step, copies, small, plain)
+            verdict = self._save_copies(step, copies, small, plain, keep)
             self._outcome = Outcome(step, path, blocked, time.perf_counter() - began, verdict.size_bytes, verdict.error)
 
         self._thread = threading.Thread(target=write, name=f"checkpoint of step {step}", daemon=True)
         write() if at_once else self._thread.start()
         return None
 
-    def _save_copies(self, step: int, copies: Sequence[Piece], small: SmallState, extra: dict[str, Any]) -> _Verdict:
+    def _save_copies(self, step: int, copies: Sequence[Piece], small: SmallState, extra: dict[str, Any], keep: str | None) -> _Verdict:
         """Called in its own thread, on every rank. All ranks get the same answer, unless one of them is gone."""
         partial = partial_path(self.directory, step)
         try:
@@ -261,24 +268,24 @@ class Checkpointer:
             report = _Report(None, _explain(partial, error), SmallState())
         try:
             reports = self._ranks.gather(report, _Report)
-            verdict = self._conclude(step, reports, extra) if self._ranks.rank == 0 else _Verdict(None, 0)
+            verdict = self._conclude(step, reports, extra, keep) if self._ranks.rank == 0 else _Verdict(None, 0)
             return self._ranks.gather(verdict, _Verdict)[0]
         except RuntimeError as error:  # what torch.distributed raises
             return _Verdict(f"{step_path(self.directory, step)}: another rank is gone: {error}", 0)
 
-    def _conclude(self, step: int, reports: Sequence[_Report], extra: dict[str, Any]) -> _Verdict:
+    def _conclude(self, step: int, reports: Sequence[_Report], extra: dict[str, Any], keep: str | None) -> _Verdict:
         """Rank 0 puts the checkpoint in place, or removes what there is of it."""
         partial = partial_path(self.directory, step)
         errors = [of_rank(rank, len(reports), report.error) for rank, report in enumerate(reports) if report.error is not None]
         try:
             if not errors:
-                return _Verdict(None, self._commit(step, [report.written for report in reports if report.written], reports, extra))
+                return _Verdict(None, self._commit(step, [report.written for report in reports if report.written], reports, extra, keep))
         except Exception as error:  # the other ranks wait for this, too
             errors = [_explain(partial, error)]
         shutil.rmtree(partial, ignore_errors=True)
         return _Verdict(errors[0], 0)
 
-    def _commit(self, step: int, written: Sequence[Written], reports: Sequence[_Report], extra: dict[str, Any]) -> int:
+    def _commit(self, step: int, written: Sequence[Written], reports: Sequence[_Report], extra: dict[str, Any], keep: str | None) -> int:
         tensors = {
             key: StoredTensor(
                 shape=outline.shape, dtype=outline.dtype, chunks=tuple(chunk for part in written for chunk in part.chunks.get(key, ()))
@@ -289,6 +296,8 @@ class Checkpointer:
         manifest = make_manifest(step, self.identity, index, self._ranks.count)
         write_description(partial_path(self.directory, step), manifest, index, merge_small([report.small for report in reports], extra))
         commit(self.directory, step)
+        if keep is not None:
+            keep_as(self.directory, keep, step)
         if self.keep_last is not None:
             with suppress(OSError):  # one too many is no reason to fail; the next save tries again
                 prune(self.directory, step, self.keep_last)

@@ -1,4 +1,5 @@
-"""The directory of a run's checkpoints: `step-00000012/` is whole, `step-00000012.partial/` is not, `latest` names the one to resume from.
+"""The directory of a run's checkpoints: `step-00000012/` is whole, `step-00000012.partial/` is not, `latest` names the one to resume from,
+`kept` those that are kept under a name.
 
 After a crash at any moment the last whole one can be found and read; `tidy` removes what the crash left behind.
 """
@@ -14,9 +15,9 @@ from atoll.errors import CheckpointError
 from atoll.runtime.checkpoint.manifest import MANIFEST, read_manifest, seal, unseal
 from atoll.runtime.checkpoint.safetensors_file import sync_directory, write_atomically
 
-__all__ = ["candidates", "commit", "find", "partial_path", "prune", "step_path", "steps", "tidy"]
+__all__ = ["candidates", "commit", "find", "keep_as", "kept", "partial_path", "prune", "step_path", "steps", "tidy"]
 
-_LATEST = "latest"
+_LATEST, _KEPT = "latest", "kept"
 
 
 class _Latest(msgspec.Struct):
@@ -92,10 +93,24 @@ def commit(directory: Path, step: int) -> Path:
 
 
 def prune(directory: Path, newest: int, keep_last: int) -> None:
-    """Remove all but the checkpoint of step `newest` and those written last before it, `keep_last` in all."""
-    others = sorted((step for step in steps(directory) if step != newest), key=lambda step: (_written_at(directory, step), step))
+    """Remove all but the checkpoint of step `newest` and those written last before it, `keep_last` in all, and those that are kept."""
+    spared = {newest, *kept(directory).values()}
+    others = sorted((step for step in steps(directory) if step not in spared), key=lambda step: (_written_at(directory, step), step))
     for step in others[: len(others) - (keep_last - 1)]:
         _remove(step_path(directory, step))
+
+
+def keep_as(directory: Path, name: str, step: int) -> None:
+    """Keep the checkpoint of a step under a name, instead of the one that was."""
+    write_atomically(directory / _KEPT, seal(msgspec.json.encode({**kept(directory), name: step}, order="sorted")))
+
+
+def kept(directory: Path) -> dict[str, int]:
+    """Names and the steps that are kept under them."""
+    try:
+        return msgspec.json.decode(unseal(directory / _KEPT, (directory / _KEPT).read_bytes()), type=dict[str, int])
+    except (OSError, CheckpointError, msgspec.DecodeError, UnicodeDecodeError):
+        return {}  # none, or lost with the file
 
 
 def tidy(directory: Path) -> None:
@@ -108,7 +123,8 @@ def tidy(directory: Path) -> None:
             path.rename(final)
     for path in (*directory.glob("step-*.partial"), *directory.glob("step-*.removed")):
         shutil.rmtree(path)
-    (directory / f"{_LATEST}.tmp").unlink(missing_ok=True)
+    for name in (_LATEST, _KEPT):
+        (directory / f"{name}.tmp").unlink(missing_ok=True)
 
 
 def _remove(path: Path) -> None:

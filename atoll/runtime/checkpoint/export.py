@@ -1,9 +1,10 @@
-"""Export: a checkpoint as safetensors with the user's names, for plain PyTorch and transformers.
+"""Export: a checkpoint as safetensors with the user's names, for plain PyTorch, transformers and peft.
 
-It goes block by block, so that the model may be larger than memory.
+It goes block by block, so that the model may be larger than memory; all but `export_merged`, where peft computes.
 """
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +14,16 @@ import msgspec
 import torch
 
 from atoll.errors import CheckpointError
-from atoll.runtime.checkpoint.directory import find
+from atoll.model_identity import Adapter, ModelIdentity
+from atoll.runtime.checkpoint.directory import find, kept
 from atoll.runtime.checkpoint.local_shard import Piece
 from atoll.runtime.checkpoint.manifest import MANIFEST, MODEL, Index, StoredTensor, read_index, read_manifest
 from atoll.runtime.checkpoint.rectangles import Rectangle, split_longest, whole
 from atoll.runtime.checkpoint.safetensors_file import DTYPES, Entry, raw_bytes, write_atomically, write_safetensors
 from atoll.runtime.checkpoint.storage import check_chunks, read_pieces
+from atoll.runtime.checkpoint.training_state import EMA_KEY
 
-__all__ = ["Exported", "export"]
+__all__ = ["Exported", "export", "export_merged", "kept_step"]
 
 _BLOCK_BYTES = 64 * 2**20  # of a tensor in memory at a time
 _LARGEST_FILE_BYTES = 5_000_000_000  # where Hugging Face divides
@@ -41,20 +44,28 @@ def export(
     to: Path,
     *,
     step: int | None = None,
+    ema: bool = False,
     largest_file_bytes: int = _LARGEST_FILE_BYTES,
 ) -> Exported:
     """Write a checkpoint's parameters and buffers to `to`: a file `….safetensors`, or a folder that gets `model.safetensors`.
 
     `run` is a run's directory, its folder of checkpoints or one checkpoint; `step` chooses another than the latest. Above
     `largest_file_bytes` there are several files and an index, as Hugging Face has them. Shared tensors are written under each of their
-    names, so that a strict `load_state_dict` finds them. In a folder, the configuration the run was saved with becomes `config.json`.
+    names, so that a strict `load_state_dict` finds them. A folder of a Hugging Face model is one that `from_pretrained` loads, with the
+    configuration the run was saved with; of a PEFT model it is the adapter's, for `PeftModel.from_pretrained`. With `ema` trained
+    parameters are the averages the run kept of them.
     """
     checkpoint = _find_checkpoint(run, step)
     manifest = read_manifest(checkpoint)
     index = read_index(checkpoint, manifest)
-    names = _names(index, manifest.run.tied)
+    in_folder = to.suffix != ".safetensors"
+    adapter = manifest.run.adapter if in_folder else None
+    names = _names(checkpoint, index, manifest.run.tied, ema)
+    if adapter is not None:
+        names = _adapter_names(adapter, names)
+        largest_file_bytes = sys.maxsize  # PEFT reads one file
     check_chunks(checkpoint, index, [(key, chunk) for key in sorted(set(names.values())) for chunk in index.tensors[key].chunks])
-    folder, stem = (to.parent, to.name.removesuffix(".safetensors")) if to.suffix == ".safetensors" else (to, "model")
+    folder, stem = (to, "model" if adapter is None else "adapter_model") if in_folder else (to.parent, to.name.removesuffix(".safetensors"))
     shards = _shards({name: index.tensors[key] for name, key in names.items()}, largest_file_bytes)
     parts = [""] if len(shards) == 1 else [f"-{number + 1:05d}-of-{len(shards):05d}" for number in range(len(shards))]
     files = [folder / f"{stem}{part}.safetensors" for part in parts]
@@ -63,8 +74,8 @@ def export(
     if len(files) > 1:
         weight_map = {name: path.name for path, shard in zip(files, shards, strict=True) for name in shard}
         described[folder / f"{stem}.safetensors.index.json"] = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    if folder is to and manifest.run.model_config is not None:  # beside a file it might be another model's that is replaced
-        described[folder / "config.json"] = manifest.run.model_config
+    if in_folder:  # beside a file they might be another model's that are replaced
+        described |= {folder / name: content for name, content in _descriptions(manifest.run).items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, shard in zip(files, shards, strict=True):
@@ -76,10 +87,81 @@ def export(
     return Exported(manifest.step, (*files, *described), len(names), size)
 
 
-def _names(index: Index, tied: Mapping[str, str]) -> dict[str, str]:
+def kept_step(run: Path, name: str) -> int:
+    """The step of the checkpoint that is kept under a name."""
+    for directory in (run, run / "checkpoints"):
+        if name in kept(directory):
+            return kept(directory)[name]
+    raise CheckpointError(f"{run}: no checkpoint was kept as {name!r}; give the job the callback atoll.BestCheckpoint()")
+
+
+def _names(checkpoint: Path, index: Index, tied: Mapping[str, str], ema: bool) -> dict[str, str]:
     """Every name in the user's model, and the key it is stored under."""
     names = {key.removeprefix(MODEL): key for key in index.tensors if key.startswith(MODEL)}
-    return names | {alias: MODEL + name for alias, name in tied.items() if MODEL + name in index.tensors}
+    if ema:
+        averages = {name: EMA_KEY + name for name in names if EMA_KEY + name in index.tensors}
+        if not averages:
+            raise CheckpointError(f"{checkpoint}: it has no averages; give the job ema_decay, such as 0.999")
+        names |= averages
+    return names | {alias: names[name] for alias, name in tied.items() if name in names}
+
+
+def _adapter_names(adapter: Adapter, names: Mapping[str, str]) -> dict[str, str]:
+    """Every name in the adapter's file, and the key it is stored under."""
+    if adapter.problem:
+        advice = "export to a file whose name ends in .safetensors and load it into the model with load_state_dict"
+        raise CheckpointError(f"this adapter cannot be written as peft has it: {adapter.problem}; {advice}")
+    return {name: names[known] for name, known in adapter.names.items()}
+
+
+def _descriptions(identity: ModelIdentity) -> dict[str, dict[str, Any]]:
+    """The JSON files of a folder of the model."""
+    if identity.adapter is not None:
+        return {"adapter_config.json": identity.adapter.config}
+    files = {"config.json": identity.model_config, "generation_config.json": identity.generation_config}
+    return {name: content for name, content in files.items() if content is not None}
+
+
+def export_merged(run: Path, to: Path, *, step: int | None = None, ema: bool = False) -> Exported:
+    """Write a PEFT model's base model with its adapter merged into it, as transformers' own `save_pretrained` does; it needs its memory."""
+    checkpoint = _find_checkpoint(run, step)
+    manifest = read_manifest(checkpoint)
+    index = read_index(checkpoint, manifest)
+    names = _names(checkpoint, index, manifest.run.tied, ema)
+    check_chunks(checkpoint, index, [(key, chunk) for key in sorted(set(names.values())) for chunk in index.tensors[key].chunks])
+    model = _peft_model(checkpoint, manifest.run)
+    state = {key: torch.empty(index.tensors[key].shape, dtype=DTYPES[index.tensors[key].dtype]) for key in set(names.values())}
+    read_pieces(checkpoint, index, [Piece(key, tuple(value.shape), whole(value.shape), value) for key, value in state.items()])
+    try:
+        model.load_state_dict({name: state[key] for name, key in names.items()}, assign=True)
+        model.get_base_model().tie_weights()
+        merged = model.merge_and_unload()
+    except Exception as error:  # what peft and transformers raise, which differs by the kind of adapter
+        raise CheckpointError(f"{checkpoint}: peft cannot merge this adapter: {type(error).__name__}: {error}") from error
+    merged.save_pretrained(to)
+    files = tuple(sorted(to.glob("*.safetensors")) + sorted(to.glob("*.json")))
+    return Exported(manifest.step, files, len(merged.state_dict()), sum(path.stat().st_size for path in files))
+
+
+def _peft_model(checkpoint: Path, identity: ModelIdentity) -> Any:
+    """The run's model without its weights, made of its configurations."""
+    if identity.adapter is None:
+        raise CheckpointError(f"{checkpoint}: its model has no adapter to merge; leave out --merge")
+    import peft
+    import transformers
+
+    config = dict(identity.model_config or {})
+    made = getattr(transformers, (config.get("architectures") or [""])[0], None)
+    if made is None or "model_type" not in config:
+        raise CheckpointError(
+            f"{checkpoint}: the model that was adapted is not one of transformers' own, so it cannot be made here; "
+            "export the adapter without --merge, load it in Python and call merge_and_unload()"
+        )
+    with torch.device("meta"):
+        base = made(transformers.AutoConfig.for_model(**config))
+        options: dict[str, Any] = {**identity.adapter.config, "inference_mode": False}
+        adapter = peft.PeftConfig.from_peft_type(**options)  # type: ignore[no-untyped-call]
+        return peft.get_peft_model(base, adapter, autocast_adapter_dtype=False)
 
 
 def _shards(tensors: Mapping[str, StoredTensor], largest_bytes: int) -> list[list[str]]:

@@ -29,8 +29,9 @@ from atoll.runtime.checkpoint.safetensors_file import DTYPES
 from atoll.runtime.checkpoint.storage import check_chunks, read_pieces
 from atoll.runtime.checkpoint.training_state import allocate_state, restore_groups
 from atoll.runtime.checkpoint.values import from_plain
+from atoll.weights import MatchedWeights
 
-__all__ = ["Loaded", "load_from"]
+__all__ = ["Loaded", "fill_shards", "load_from"]
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,12 @@ def load_from(
         others = f"; nor is any of the {len(damage) - 1} before it whole" if len(damage) > 1 else ""
         raise DamagedCheckpointError(damage[0][1] + others)
     return None
+
+
+def fill_shards(weights: MatchedWeights, shards: Sequence[LocalShard]) -> None:
+    """Read what the shards hold of the weights that a job begins with."""
+    held = pieces([(shard.name, shard) for shard in shards])
+    weights.fill([(piece.key, piece.rectangle.slices(), piece.view) for piece in held])
 
 
 def _agreed_paths(ranks: CheckpointRanks, directory: Path, step: int | None) -> list[Path]:

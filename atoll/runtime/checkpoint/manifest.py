@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from atoll.errors import CheckpointError, DamagedCheckpointError
+from atoll.model_identity import ModelIdentity
 from atoll.runtime.checkpoint.rectangles import Rectangle, disjoint, whole
 from atoll.runtime.checkpoint.safetensors_file import DTYPES, Entry, StoredFile, write_atomically
 
@@ -44,16 +45,20 @@ MODEL = "model/"  # what keys of parameters and buffers begin with
 T = TypeVar("T")
 
 
-class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint belongs to. What must be the same to resume is compared; the rest is for people."""
+class RunIdentity(ModelIdentity, frozen=True, kw_only=True):
+    """What a checkpoint belongs to. What must be the same to resume is compared; the rest is for people and for who exports it."""
 
     job: str
     optimizer: str  # class name
     seed: int
     batch_size: int
     plan: str = ""  # its text
-    tied: dict[str, str] = {}  # other names of shared tensors → the name they are stored under
-    model_config: dict[str, Any] | None = None  # of a Hugging Face model: `model.config.to_dict()`
+
+    @classmethod
+    def of(cls, model: ModelIdentity, *, job: str, optimizer: str, seed: int, batch_size: int, plan: str = "") -> "RunIdentity":
+        """Of a run of that model."""
+        fields: dict[str, Any] = {name: getattr(model, name) for name in ModelIdentity.__struct_fields__}
+        return cls(job=job, optimizer=optimizer, seed=seed, batch_size=batch_size, plan=plan, **fields)
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):

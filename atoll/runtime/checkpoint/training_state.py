@@ -14,17 +14,29 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from atoll.data import Samples
 from atoll.errors import CheckpointError
 from atoll.runtime.checkpoint.local_shard import Keyed, LocalShard
 from atoll.runtime.checkpoint.manifest import Index, SmallState, number_of
 from atoll.runtime.checkpoint.safetensors_file import DTYPES
 from atoll.runtime.checkpoint.values import from_plain, to_plain
-from atoll.runtime.executor import LossScale
+from atoll.runtime.executor import EMA, LossScale
 from atoll.runtime.stage.shard_spec import ShardSpec
 
-__all__ = ["OptimizerState", "allocate_state", "optimizer_state", "restore_groups", "restore_training", "training_state"]
+__all__ = [
+    "EMA_KEY",
+    "OptimizerState",
+    "allocate_state",
+    "data_state",
+    "optimizer_state",
+    "restore_data",
+    "restore_groups",
+    "restore_training",
+    "training_state",
+]
 
 _PREFIX = "optimizer/"  # then the state's name, a slash, and the parameter's name
+EMA_KEY = f"{_PREFIX}{EMA}/"  # what keys of averaged weights begin with
 
 
 class OptimizerState(NamedTuple):
@@ -144,6 +156,18 @@ def training_state(scheduler: LRScheduler | None, scale: LossScale, losses: Sequ
     if scheduler is not None:
         schedule = {key: value for key, value in scheduler.state_dict().items() if not callable(value)}
     return {"scheduler": schedule, "loss_scale": scale.state(), "losses": list(losses)}
+
+
+def data_state(state: Mapping[str, Any] | None) -> Any:
+    """Where a stream is (`StreamState`), as a checkpoint keeps it; None where it does not say."""
+    return None if state is None or state["state"] is None else to_plain(dict(state), "the data's state_dict")
+
+
+def restore_data(extra: Mapping[str, Any], samples: Samples) -> None:
+    """A stream goes on where it was, if the checkpoint says where."""
+    state = from_plain(extra.get("data"), "the data's state")
+    if state is not None:
+        samples.go_on_from(state)
 
 
 def restore_training(extra: Mapping[str, Any], step: int, scheduler: LRScheduler | None, scale: LossScale) -> list[float]:

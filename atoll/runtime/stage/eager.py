@@ -34,7 +34,7 @@ class WholeBatch(Sizes):
         self.dtypes, self._shapes, self._samples, self._known, self._paths = {}, {}, set(), {}, []
 
     def leaves(self, batch: Any, weights: Tensor | None = None) -> dict[str, Any]:
-        """Whatever `collate` returned; a loss that could not be captured has no terms to weigh."""
+        """Whatever `collate_fn` returned; a loss that could not be captured has no terms to weigh."""
         return {_BATCH: batch}
 
 

@@ -5,7 +5,7 @@ A unit's graph, and the regions inside it, are changed before it runs: `_own_reg
 
 import copy
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -145,8 +145,9 @@ def _last_uses(program: StageProgram) -> list[list[str]]:
 class StageBuilder:
     """Makes the stages of one rank. A parameter that several of its stages use is one object."""
 
-    def __init__(self, state: InitialState, *, device: torch.device, key: DrawKey) -> None:
-        self._state, self._key, self._device = state, key, device
+    def __init__(self, state: InitialState, *, device: torch.device, key: DrawKey, on_meta: Container[str] = ()) -> None:
+        """Parameters whose names are `on_meta` get no memory: they are to be divided first."""
+        self._state, self._key, self._device, self._on_meta = state, key, device, on_meta
         self.holdings: dict[str, ShardSpec] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self._buffers: dict[str, Tensor] = {}
@@ -185,7 +186,10 @@ class StageBuilder:
         if name not in self.parameters:
             whole = self._state.parameter(name)
             holding = self.holdings.setdefault(name, ShardSpec(name=name, shape=tuple(whole.shape)))
-            own = holding.take(whole.detach()).to(self._device, copy=True).contiguous()
+            if name in self._on_meta:
+                own = torch.empty(holding.local_shape, dtype=whole.dtype, device="meta")
+            else:
+                own = holding.take(whole.detach()).to(self._device, copy=True).contiguous()
             self.parameters[name] = nn.Parameter(own, requires_grad=whole.requires_grad)
         return self.parameters[name]
 

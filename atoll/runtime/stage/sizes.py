@@ -66,7 +66,7 @@ class Sizes:
         if missing or len(found) != len(self._paths):
             extra = [path for path in found if path not in self._paths]
             what = f"batch{missing[0]} is missing" if missing else f"batch{extra[0]} is new"
-            raise JobError(f"Job: collate: {what}; every batch must have the same structure as the first")
+            raise JobError(f"Job: collate_fn: {what}; every batch must have the same structure as the first")
         leaves = {name: found[path] for name, path in zip(self.names, self._paths, strict=True) if name is not None}
         for name, path in zip(self.names, self._paths, strict=True):
             if name is not None and name in self._shapes:
@@ -81,11 +81,13 @@ class Sizes:
         fits = len(shape) == len(expected) and all(not isinstance(e, int) or e == n for e, n in zip(expected, shape, strict=True))
         if not fits:
             wanted = ", ".join(str(e) if isinstance(e, int) else "any" for e in expected)
-            advice = "make every batch that size in `collate` (pad or cut)"
-            raise JobError(f"Job: collate: batch{path} has shape {list(shape)}, but the job was captured with [{wanted}]; {advice}")
+            dim = next((d for d, (e, n) in enumerate(zip(expected, shape, strict=False)) if isinstance(e, int) and e != n), 0)
+            name = path[2:-2] if path.startswith("['") and path.count("[") == 1 else path
+            advice = f"say that it varies with dynamic={{{name!r}: {dim}}}, or make every batch that size in `collate_fn` (pad or cut)"
+            raise JobError(f"Job: collate_fn: batch{path} has shape {list(shape)}, but the job was captured with [{wanted}]; {advice}")
         if leaf.dtype != dtype:
-            advice = "make it the same in every batch, in the data or in `collate`"
-            raise JobError(f"Job: collate: batch{path} is of {leaf.dtype}, but the job was captured with {dtype}; {advice}")
+            advice = "make it the same in every batch, in the data or in `collate_fn`"
+            raise JobError(f"Job: collate_fn: batch{path} is of {leaf.dtype}, but the job was captured with {dtype}; {advice}")
 
     def take(self, leaves: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
         """Some samples of the leaves (all of the batch's or some); what does not count samples stays whole."""
@@ -106,7 +108,7 @@ class Sizes:
         counts = sorted({values[symbol] for symbol in self._samples})
         if len(counts) > 1:
             raise JobError(
-                f"Job: collate: tensors of a batch count {counts[0]} and {counts[-1]} along dimensions that both were the number of "
+                f"Job: collate_fn: tensors of a batch count {counts[0]} and {counts[-1]} along dimensions that both were the number of "
                 "samples when the job was captured; a length that varies must not happen to be that number in the first batch"
             )
         return tuple(values[symbol] for symbol in self.symbols)

@@ -2,15 +2,15 @@
 
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.export.graph_signature import InputKind
 
 from atoll.errors import CaptureError
 from atoll.graph.capture import Captured
+from atoll.model_identity import tied_names
 
-__all__ = ["InitialState", "model_config", "tied_names", "unread_names", "unread_state"]
+__all__ = ["InitialState", "unread_names", "unread_state"]
 
 
 class InitialState:
@@ -47,13 +47,6 @@ class InitialState:
         return constant.detach()
 
 
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Other names of parameters that are used under several → the first name, which is the one everything here uses."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    names = ((name, first[id(parameter)]) for name, parameter in model.named_parameters(remove_duplicate=False))
-    return {name: known for name, known in names if name != known}
-
-
 def unread_state(captured: Captured, model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers that no operator reads: they keep their first values, and belong into checkpoints all the same."""
     values = model.state_dict()
@@ -65,9 +58,3 @@ def unread_names(captured: Captured, model: nn.Module) -> list[str]:
     table = captured.liveness.table
     read = {name for value, name in (*table.parameters.items(), *table.buffers.items()) if value.users} | tied_names(model).keys()
     return [name for name in model.state_dict() if name not in read]
-
-
-def model_config(model: nn.Module) -> dict[str, Any] | None:
-    """The configuration a Hugging Face model is loaded by, if it is one."""
-    to_text = getattr(getattr(model, "config", None), "to_json_string", None)
-    return msgspec.json.decode(to_text(), type=dict[str, Any]) if to_text is not None else None

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from atoll.graph.capture import Captured, capture_program
+from atoll.model_identity import tied_names
 from atoll.runtime.stage.module import StageBuilder
 from atoll.runtime.stage.program import cut_stage
 from atoll.runtime.stage.rng import DrawKey
 from atoll.runtime.stage.shard_spec import ShardSpec
 from atoll.runtime.stage.sizes import Sizes
-from atoll.runtime.stage.state import InitialState, tied_names, unread_state
+from atoll.runtime.stage.state import InitialState, unread_state
 
 from .stage_chain import Chain, job_of
 

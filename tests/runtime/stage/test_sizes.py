@@ -81,7 +81,7 @@ def test_any_length_runs_through_every_cut(of_any_length: Captured, samples: int
 
 
 def test_a_batch_of_another_size_is_refused(of_fixed_length: Captured) -> None:
-    with pytest.raises(JobError, match=r"collate: batch\['labels'\] has shape \[2, 6\].*captured with \[any, 5\].*pad or cut"):
+    with pytest.raises(JobError, match=r"collate_fn: batch\['labels'\] has shape \[2, 6\].*captured with \[any, 5\].*pad or cut"):
         Sizes(of_fixed_length).leaves({"text": {"ids": torch.zeros(2, 5, dtype=torch.long)}, "labels": torch.zeros(2, 6, dtype=torch.long)})
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from atoll.events import EventLog, Observer
+from atoll.callbacks import Callback
+from atoll.events import EventLog
 from atoll.plan.modes.alone import ALONE
 from atoll.runtime.mode import ResumePoint, RunContext, RunOutcome, newest_checkpoint
 from atoll.runtime.report import ModeReport, RunSummary, read_prediction
@@ -49,7 +50,7 @@ class AloneRuntime:
             def opener(job: Job, own_loop: bool) -> Iterator[AloneTrainer]:
                 if size != (job.micro_batch_size or job.batch_size):
                     job = replace(job, micro_batch_size=size)
-                observers: list[Observer] = [log, *run.observers, *job.callbacks]
+                observers: list[Callback] = [log, *run.observers, *job.callbacks]
                 with training_alone(job, device=local_device(), observers=observers, saved_in=(run.directory, settings)) as trainer:
                     opened.append(trainer)
                     yield trainer

@@ -9,23 +9,24 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Literal
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, Literal
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
 from atoll.blame import users_code
+from atoll.callbacks import Callback, Snapshot, callback_states, logged, restore_callbacks, with_run
 from atoll.cluster.memory import keep_freed_memory
 from atoll.data import Batch, Dataset, to_device
-from atoll.errors import CheckpointError, JobError, JobFailedError
+from atoll.errors import JobError, JobFailedError
 from atoll.events import (
     AnyEvent,
     CheckpointBegun,
     Evaluated,
     NonFinite,
-    Observer,
+    Note,
     RunFinished,
     RunStarted,
     StepFinished,
@@ -33,14 +34,17 @@ from atoll.events import (
     Warned,
 )
 from atoll.job import Job, LossValue, RunResult, read_loss
+from atoll.model_identity import identify, tied_names
 from atoll.plan.modes.alone import ALONE
 from atoll.randomness import mix, own_randomness, seed_everything
+from atoll.runtime.batch_loader import BatchLoader, LoadedBatch
 from atoll.runtime.checkpoint.checkpointer import Checkpointer, SavePolicy
+from atoll.runtime.checkpoint.gathering import gather_snapshot
 from atoll.runtime.checkpoint.loading import Loaded
-from atoll.runtime.checkpoint.local_shard import LocalShard
 from atoll.runtime.checkpoint.manifest import RunIdentity
 from atoll.runtime.checkpoint.safetensors_file import dtype_name
-from atoll.runtime.checkpoint.training_state import restore_training, training_state
+from atoll.runtime.checkpoint.trained import held_tensors
+from atoll.runtime.checkpoint.training_state import data_state, restore_data, restore_training, training_state
 from atoll.runtime.evaluation import ModelEvaluator, evaluates_after
 from atoll.runtime.executor import Accumulated, LossScale, Update, Updater, WorkItem, loss_share, scaled
 from atoll.runtime.loss_weights import StepWeights
@@ -48,8 +52,6 @@ from atoll.runtime.nonfinite import checked_weight, not_finite
 from atoll.runtime.peak import peak_memory_bytes
 from atoll.runtime.run_directory import RunDirectory, RunSettings
 from atoll.runtime.stage.rng import DrawKey, EagerDraws
-from atoll.runtime.stage.shard_spec import ShardSpec
-from atoll.runtime.stage.state import model_config, tied_names
 from atoll.runtime.training import Reason, train
 from atoll.runtime.whole_program import PieceCounts, WholeProgram, divided_program
 
@@ -60,7 +62,7 @@ def train_alone(
     job: Job,
     *,
     device: torch.device,
-    observers: Sequence[Observer],
+    observers: Sequence[Callback],
     saved_in: tuple[RunDirectory, RunSettings] | None = None,
 ) -> RunResult:
     """Train the job on one device and tell the observers what happens."""
@@ -74,7 +76,7 @@ def training_alone(
     job: Job,
     *,
     device: torch.device,
-    observers: Sequence[Observer],
+    observers: Sequence[Callback],
     saved_in: tuple[RunDirectory, RunSettings] | None = None,
 ) -> Iterator["AloneTrainer"]:
     """The job on one device, ready for its first step; leaving the block ends the run.
@@ -95,7 +97,33 @@ def training_alone(
             with suppress(Exception):  # an observer that failed may fail again; the first error is the one to show
                 trainer.finish("failed", f"{type(error).__name__}: {error}")
             raise
+        finally:
+            trainer.close()
         trainer.finish(trainer.reason or "stopped", "")
+
+
+class _Handle:
+    """The run as callbacks see it."""
+
+    def __init__(self, trainer: "AloneTrainer") -> None:
+        self._trainer = trainer
+
+    @property
+    def step(self) -> int:
+        """Steps made."""
+        return len(self._trainer.losses)
+
+    def snapshot(self) -> Snapshot:
+        """Copies of weights and optimizer."""
+        return self._trainer.snapshot()
+
+    def log(self, **numbers: float) -> None:
+        """As an event."""
+        self._trainer.emit(logged(self._trainer.moment(), self.step, numbers))
+
+    def keep(self, name: str = "best") -> None:
+        """Save this step and keep it."""
+        self._trainer.keep(name)
 
 
 class AloneTrainer:
@@ -105,22 +133,27 @@ class AloneTrainer:
         self,
         job: Job,
         device: torch.device,
-        observers: Sequence[Observer],
+        observers: Sequence[Callback],
         saved_in: tuple[RunDirectory, RunSettings] | None,
         interrupt: threading.Event,
     ) -> None:
-        self.job, self.device, self.observers, self._interrupt = job, device, observers, interrupt
+        self.job, self.device, self._interrupt = job, device, interrupt
+        self.observers = [with_run(observer, _Handle(self)) for observer in observers]
         self._stopping = False  # somebody asked for it
         self.began, self.seconds_before = time.perf_counter(), 0.0
         self.mode = ALONE.name  # or of the run whose process this is
         self.steps = job.total_steps
         self.data_length = job.samples.length
+        self.loader = BatchLoader(job.samples, job.num_workers)
+        self.batches: Iterator[LoadedBatch] | None = None
+        self.data_state: dict[str, Any] | None = None  # of a stream, after the last step
+        self.data_seconds = self.loading_seconds = 0.0  # of the step: waiting for data, and what loading it took whoever did
         self.model = _on_device(job, device)
-        self.optimizer = job.build_optimizer(self.model.parameters())
+        self.optimizer = job.build_model_optimizer(self.model)
         self.parameters: list[nn.Parameter] = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.scheduler = job.build_scheduler(self.optimizer)
         scale = LossScale(job.precision == "fp16")
-        self.updater = Updater(self.parameters, self.optimizer, self.scheduler, scale, steps=self.steps)
+        self.updater = Updater(self.parameters, self.optimizer, self.scheduler, scale, steps=self.steps, ema_decay=job.ema_decay)
         self.gradients = Accumulated(job.batch_size)
         self.counts: PieceCounts | None = None  # what micro-batches weigh, where it is not their samples
         self.pieces: WholeProgram | None = None  # what computes micro-batches whose losses have several terms
@@ -137,7 +170,7 @@ class AloneTrainer:
             self.mode = settings.mode
             self.seconds_before = directory.last_moment()
             checkpoints = _checkpointer(directory, settings, job, self.model, self.optimizer)
-            self._resume(checkpoints.load(_held_tensors(self.model), optimizers=[self.optimizer]))
+            self._resume(checkpoints.load(held_tensors(self.model), optimizers=[self.optimizer]))
             self.saving = checkpoints, SavePolicy(settings.checkpoint_every, step=len(self.losses), moment=self.moment())
 
     def _resume(self, loaded: Loaded | None) -> None:
@@ -146,6 +179,14 @@ class AloneTrainer:
         if loaded is not None:
             self.losses = restore_training(loaded.extra, loaded.step, self.scheduler, self.updater.scale)
             self.random = bool(loaded.extra.get("draws", True))
+            restore_callbacks(self.job.callbacks, loaded.extra.get("callbacks", {}))
+            restore_data(loaded.extra, self.job.samples)
+
+    def close(self) -> None:
+        """End the processes that load data."""
+        self.loader.close()
+        if self.evaluator is not None:
+            self.evaluator.close()
 
     def elapsed(self) -> float:
         return time.perf_counter() - self.began
@@ -170,8 +211,13 @@ class AloneTrainer:
         """Tell that the run has begun, or goes on."""
         with self._stoppable():
             self.emit(self._started())
+            for remark in self.job.remarks(len(self.losses)):
+                self.emit(Note(at_seconds=self.moment(), message=remark))
             if self.resumed is not None:
                 self.emit(self.resumed.event(self.moment()))
+            note = self.job.weights_note(self.model) if self.resumed is None else None
+            if note is not None:
+                self.emit(Note(at_seconds=self.moment(), message=note))
             self._find_pieces()
 
     @contextmanager
@@ -228,9 +274,11 @@ class AloneTrainer:
             losses=tuple(self.losses),
             evaluations=tuple(self.evaluations),
             seconds=self.elapsed(),
-            model=self.model,
-            optimizer=self.optimizer,
+            trained=lambda: (self.model, self.optimizer),
         )
+
+    def bring_model(self) -> None:
+        """It is here."""
 
     def finish(self, reason: Reason | Literal["failed"], message: str) -> None:
         """Tell how the run ended."""
@@ -268,11 +316,24 @@ class AloneTrainer:
             with suppress(StopTraining):
                 self._tell_of_saves(*self.saving)
 
-    def _save(self, checkpoints: Checkpointer, policy: SavePolicy, *, final: bool = False) -> None:
+    def _save(self, checkpoints: Checkpointer, policy: SavePolicy, *, final: bool = False, keep: str | None = None) -> None:
         step = len(self.losses)
-        extra = training_state(self.scheduler, self.updater.scale, self.losses) | {"draws": self.random}
+        extra = training_state(self.scheduler, self.updater.scale, self.losses)
+        extra |= {"draws": self.random, "data": data_state(self.data_state), "callbacks": callback_states(self.job.callbacks)}
         policy.begun(step)
-        checkpoints.save(step, _held_tensors(self.model), optimizers=[self.optimizer], extra=extra, final=final)
+        checkpoints.save(step, held_tensors(self.model), optimizers=[self.optimizer], extra=extra, final=final, keep=keep)
+
+    def keep(self, name: str) -> None:
+        """Save now, under a name that keeps it."""
+        if self.saving is None:
+            raise JobError("run.keep: there is nowhere to save; give a directory with out")
+        self._save(*self.saving, keep=name)
+
+    def snapshot(self) -> Snapshot:
+        """Copies of weights and optimizer."""
+        found = gather_snapshot(len(self.losses), held_tensors(self.model), [self.optimizer], tied_names(self.model), None)
+        assert found is not None  # on rank 0
+        return found
 
     def _tell_of_saves(self, checkpoints: Checkpointer, policy: SavePolicy) -> None:
         outcomes = checkpoints.finished()
@@ -297,11 +358,14 @@ class AloneTrainer:
             precision=self.job.precision,
             seed=self.job.seed,
             unix_seconds=time.time(),
+            frozen_parameters=sum(parameter.numel() for parameter in self.model.parameters() if not parameter.requires_grad),
+            num_workers=self.job.num_workers,
         )
 
     def _step(self, step: int) -> StepFinished:
         """One step of the optimizer on one global batch. Nothing is applied unless loss and gradient are finite."""
         began = time.perf_counter()
+        self.data_seconds = self.loading_seconds = 0.0
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.zero_grad()
         loss, weight = self._accumulate_gradient(step)
@@ -320,6 +384,8 @@ class AloneTrainer:
             gradient_norm=gradient_norm,
             memory_bytes=peak_memory_bytes(self.device),
             applied=applied,
+            data_seconds=self.data_seconds,
+            loading_seconds=self.loading_seconds,
         )
 
     def _accumulate_gradient(self, step: int) -> tuple[float, float]:
@@ -378,7 +444,7 @@ class AloneTrainer:
         assert self.weights is not None
         total, weight = torch.zeros((), device=self.device), 0.0
         for number, (start, stop) in enumerate(self.job.micro_batches):
-            batch, weights = to_device((self._batch(step, start, stop), self.weights.of(step)), self.device)
+            batch, weights = to_device((self._next_batch(step), self.weights.of(step)), self.device)
             seed_everything(mix(self.job.seed, 5, step, number), devices=self.device.type != "cpu")
             with users_code(f"step {step}: the loss", JobFailedError):
                 found = pieces.train(WorkItem(0, step, number, start, stop - start), batch, weights)
@@ -387,7 +453,7 @@ class AloneTrainer:
 
     def _accumulate_counted(self, counts: PieceCounts, step: int) -> tuple[float, float]:
         """A micro-batch in which nothing counts has no loss, and adds nothing."""
-        batches = [self._batch(step, start, stop) for start, stop in self.job.micro_batches]
+        batches = [self._next_batch(step) for _ in self.job.micro_batches]
         with users_code(f"step {step}: the batch", JobFailedError):
             shares, weight = counts.shares(batches)
         total = torch.zeros((), device=self.device)
@@ -402,10 +468,10 @@ class AloneTrainer:
 
     def _batch(self, step: int, start: int, stop: int) -> Batch:
         with users_code(f"step {step}: loading the batch", JobFailedError):
-            return self.job.samples.batch(step - 1, start, stop)
+            return self.loader.load(self.job.samples.part(step - 1, start, stop, last=False)).batch
 
     def _forward(self, step: int, number: int, start: int, stop: int) -> LossValue:
-        return self._loss_of(step, number, start, self._batch(step, start, stop))
+        return self._loss_of(step, number, start, self._next_batch(step))
 
     def _loss_of(self, step: int, number: int, start: int, loaded: Batch) -> LossValue:
         batch = to_device(loaded, self.device)
@@ -415,6 +481,20 @@ class AloneTrainer:
         if not value.value.requires_grad:
             raise JobError("Job: loss: no gradient flows from it to the model; is it computed under no_grad, or detached?")
         return value
+
+    def _next_batch(self, step: int) -> Batch:
+        """The next micro-batch. The first that is asked for is a step's first, wherever the run goes on."""
+        if self.batches is None:
+            samples, parts = self.job.samples, self.job.micro_batches
+            rows = ((s - 1, part) for s in range(step, self.steps + 1) for part in parts)
+            self.batches = self.loader.batches(samples.part(s, *part, last=part == parts[-1]) for s, part in rows)
+        began = time.perf_counter()
+        with users_code(f"step {step}: loading the batch", JobFailedError):
+            loaded = next(self.batches)
+        self.data_state = loaded.state
+        self.data_seconds += time.perf_counter() - began
+        self.loading_seconds += loaded.seconds
+        return loaded.batch
 
     @contextmanager
     def _draws(self, step: int, first_sample: int) -> Iterator[None]:
@@ -439,49 +519,52 @@ class AloneTrainer:
 
     def _not_finite(self, step: int, what: Literal["loss", "gradient"], value: float) -> None:
         self.emit(NonFinite(at_seconds=self.moment(), step=step, what=what, value=str(value)))
-        raise not_finite(step, what, value)
+        checkpoints = None
+        if self.saving is not None:
+            self.saving[0].wait()
+            checkpoints = self.saving[0].directory
+        raise not_finite(step, what, value, checkpoints)
 
     def _evaluate_when_due(self, step: int) -> None:
         dataset = self.job.eval_dataset
         if dataset is not None and evaluates_after(self.job, step, self.steps):
-            self._evaluate(dataset)
+            self._evaluate(dataset, planned=True)
 
-    def _evaluate(self, dataset: Dataset) -> None:
+    def _evaluate(self, dataset: Dataset, *, planned: bool = False) -> None:
+        """A schedule that waits for a plateau hears of evaluations that the job planned."""
         if self.evaluator is None or self.evaluator.dataset is not dataset:
+            if self.evaluator is not None:
+                self.evaluator.close()
             self.evaluator = ModelEvaluator(self.job, self.model, self.device, dataset)
-        found = self.evaluator.run(len(self.losses))
+        with self._averaged_weights() if self.job.eval_ema else nullcontext():
+            found = self.evaluator.run(len(self.losses))
+        if planned:
+            self.updater.evaluated(len(self.losses), found.loss)
         self.evaluations.append(msgspec.structs.replace(found, at_seconds=self.moment()))
         self.emit(self.evaluations[-1])
+
+    @contextmanager
+    def _averaged_weights(self) -> Iterator[None]:
+        """The model has its averages meanwhile, which change places with the weights."""
+        averages = self.updater.averages()
+        weights = {parameter: parameter.data for parameter in averages}
+        for parameter, average in averages.items():
+            parameter.data = average
+        try:
+            yield
+        finally:
+            for parameter, weight in weights.items():
+                parameter.data = weight
 
 
 def _checkpointer(
     directory: RunDirectory, settings: RunSettings, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Checkpointer:
-    for held in _held_tensors(model):
+    for held in held_tensors(model):
         dtype_name(held.tensor.dtype, f"{held.name!r}")  # what cannot be saved is refused before it is trained
-    identity = RunIdentity(
-        job=job.name,
-        optimizer=type(optimizer).__name__,
-        seed=job.seed,
-        batch_size=job.batch_size,
-        tied=tied_names(model),
-        model_config=model_config(model),
-    )
+    name = type(optimizer).__name__
+    identity = RunIdentity.of(identify(model), job=job.name, optimizer=name, seed=job.seed, batch_size=job.batch_size)
     return Checkpointer(directory.checkpoints, identity=identity, keep_last=settings.keep_last)
-
-
-def _held_tensors(model: nn.Module) -> list[LocalShard]:
-    """Parameters and persistent buffers, each under its first name; the optimizer knows parameters as these very objects.
-
-    Asked anew for every save: a model may put another tensor in a buffer's place.
-    """
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers(remove_duplicate=False))
-    names = [name for name in model.state_dict() if name not in parameters and name not in tied_names(model)]
-    for name in names:
-        if name not in buffers:
-            raise CheckpointError(f"{name!r}: state that is neither a parameter nor a buffer cannot be saved; register it as a buffer")
-    found = parameters | {name: buffers[name] for name in names}
-    return [LocalShard(ShardSpec(name=name, shape=tuple(value.shape)), value) for name, value in found.items()]
 
 
 def _on_device(job: Job, device: torch.device) -> nn.Module:

@@ -19,37 +19,48 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from atoll.callbacks import takes_run
 from atoll.errors import JobError
 from atoll.job import Job
+from atoll.model_identity import tied_names
 from atoll.runtime.checkpoint.exchange import CheckpointRanks
 from atoll.runtime.modes.lockstep.layout import RankPlace
+from atoll.weights import MatchedWeights
 
 __all__ = ["Bundle", "ChangedBuffers", "Said", "SaidOfBuffers", "agree", "bundles", "difference", "digest_of_weights"]
 
 _SAMPLED = 64  # numbers of each tensor that are compared
-_WORDS = {"samples": "the length of its data", "optimizer": "the optimizer's settings", "weights": "the weights the model starts from"}
+_WORDS = {
+    "samples": "the length of its data",
+    "order": "the samples of the first batch",
+    "optimizer": "the optimizer's settings",
+    "weights": "the weights the model starts from",
+}
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank says of its job. All but `callbacks` must be the same on every rank."""
+    """What a rank says of its job. All but what it says of callbacks must be the same on every rank."""
 
     steps: int
     batch_size: int
     seed: int
     samples: int
+    order: str  # of the first samples, in words
     precision: str
     max_grad_norm: float | None
     eval_every: int | None
     optimizer: str
     weights: str  # digest of the weights it starts from
     callbacks: bool
+    requests: bool = False  # whether callbacks may ask for something (`atoll.callbacks.RunHandle`)
 
 
-def digest_of_weights(model: nn.Module) -> str:
-    """Of some numbers of every parameter and buffer, bit for bit."""
-    digest = hashlib.sha256()
+def digest_of_weights(model: nn.Module, read: MatchedWeights | None = None) -> str:
+    """Of some numbers of every parameter and buffer, bit for bit. Of those that are `read` from files, of the files."""
+    digest = hashlib.sha256(b"" if read is None else read.digest().encode())
+    tied = tied_names(model)
     for name, value in model.state_dict().items():
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or (read is not None and tied.get(name, name) in read.names):
             continue
         flat = value.detach().reshape(-1)
         chosen = flat[:: max(1, flat.numel() // _SAMPLED)][: 2 * _SAMPLED].contiguous()
@@ -59,7 +70,7 @@ def digest_of_weights(model: nn.Module) -> str:
 
 def difference(said: list[Said]) -> str | None:
     """The first thing on which ranks do not agree, in words; None when they do."""
-    for field in (name for name in Said.__struct_fields__ if name != "callbacks"):
+    for field in (name for name in Said.__struct_fields__ if name not in ("callbacks", "requests")):
         first = getattr(said[0], field)
         for rank, other in enumerate(said):
             value = getattr(other, field)
@@ -72,26 +83,28 @@ def difference(said: list[Said]) -> str | None:
     return None
 
 
-def agree(job: Job, weights: str) -> bool:
-    """Compare with all other ranks; whether any of them has callbacks that could ask to stop."""
+def agree(job: Job, weights: str) -> tuple[bool, bool]:
+    """Compare with all other ranks; whether any of them has callbacks that could ask to stop, and such that could ask for more."""
     probe = job.build_optimizer([nn.Parameter(torch.zeros(2, 2))])
     own = Said(
         steps=job.total_steps,
         batch_size=job.batch_size,
         seed=job.seed,
         samples=job.samples.length,
+        order=", ".join(str(index) for index in job.samples.request(range(min(_SAMPLED, job.batch_size))).indices),
         precision=job.precision,
         max_grad_norm=job.max_grad_norm,
         eval_every=job.eval_every,
         optimizer=f"{type(probe).__name__}{ {key: value for key, value in sorted(probe.defaults.items()) if not callable(value)} }",
         weights=weights,
         callbacks=bool(job.callbacks),
+        requests=any(takes_run(callback) for callback in job.callbacks),
     )
     said = CheckpointRanks(dist.group.WORLD).gather(own, Said)
     wrong = difference(said)
     if wrong is not None:
         raise JobError(wrong)
-    return any(rank.callbacks for rank in said)
+    return any(rank.callbacks for rank in said), any(rank.requests for rank in said)
 
 
 class SaidOfBuffers(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ that a rank holds only part of is put together, unit by unit, among the ranks of
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from atoll.events import Evaluated
 from atoll.graph.capture import Captured
 from atoll.job import Job, LossValue
 from atoll.runtime.activations import Activations
-from atoll.runtime.evaluation import EvaluationSums, averaged, evaluated_functions
+from atoll.runtime.batch_loader import BatchLoader, LoadedBatch
+from atoll.runtime.evaluation import EvaluationSums, averaged, evaluated_functions, loader_for
 from atoll.runtime.executor import Accumulated, BuiltStage, LossScale, StageExecutor, Updater, WorkItem
 from atoll.runtime.modes.lockstep.agreement import ChangedBuffers
 from atoll.runtime.modes.lockstep.heartbeat import Doing
@@ -153,11 +155,17 @@ class Evaluation:
         owned: Sequence[OptimizerShard],
         lane_divided: set[str],
         doing: Callable[[object, int], None],
+        lock: Lock,
         buffers: ChangedBuffers | None = None,
     ) -> None:
-        """`buffers` that evaluation reads and training's exchange after every step does not bring up to date, if there may be some."""
+        """`lock` is held while this process loads data, which seeds the generators; `buffers` are those that evaluation reads and
+        training's exchange after every step does not bring up to date, if there may be some.
+        """
         self._doing, self._step, self._buffers = doing, 0, buffers
-        self._dataset: Dataset | None = None  # that is evaluated now
+        self._averages: Mapping[nn.Parameter, Tensor] = {}
+        self._lock = lock
+        self._loader: BatchLoader | None = None  # of what was evaluated last
+        self._batches: Iterator[LoadedBatch] = iter(())
         self._notes = tuple(function.note for function in functions if function.note)  # told by the first evaluation
         self._job, self._layout, self.rank, self.device, self._functions = job, layout, rank, device, functions
         self._owned = {part.name: part for part in owned}
@@ -177,14 +185,20 @@ class Evaluation:
                     own[s] = made.get(ranks)
         return own
 
-    def run(self, step: int, moment: Callable[[], float], dataset: Dataset | None = None) -> Evaluated:
-        """The losses and metrics of a whole data set; None: the job's evaluation data."""
+    def run(
+        self,
+        step: int,
+        moment: Callable[[], float],
+        dataset: Dataset | None = None,
+        averages: Mapping[nn.Parameter, Tensor] | None = None,
+    ) -> Evaluated:
+        """The losses and metrics of a whole data set; None: the job's evaluation data. `averages` stand for parameters that have one."""
+        self._averages = averages or {}
         began, self._step = time.perf_counter(), step
-        dataset = self._dataset = dataset if dataset is not None else self._job.eval_dataset
-        assert dataset is not None
+        self._loader = loader_for(self._job, dataset if dataset is not None else self._job.eval_dataset, self._loader, self._lock)
         if self._buffers is not None:
             self._buffers.agree()
-        size, length = self._job.micro_batch_size or self._job.batch_size, len(dataset)
+        size, length = self._loader.samples.batch_size, self._loader.samples.length
         pieces = [range(start, min(start + size, length)) for start in range(0, length, size)]
         found = []
         for function in self._functions:
@@ -202,12 +216,20 @@ class Evaluation:
     def _measure(self, function: EvaluatedFunction, pieces: Sequence[range]) -> EvaluationSums:
         """Totals and weights of what this rank computed."""
         turns = _Turns(self, function, pieces, self._step)
-        most = max(self._rounds(stage.place, len(pieces)) for stage in function.stages)
-        for number in range(most):
-            for stage in function.stages:
-                if number < self._rounds(stage.place, len(pieces)):
-                    turns.take(stage, self._micro_batch(stage.place, number))
+        taken = list(self._taken(function, len(pieces)))
+        read = (pieces[number] for stage, number in taken if stage.place.tensor == 0 and number < len(pieces))
+        assert self._loader is not None
+        self._batches = self._loader.batches(map(self._loader.samples.request, read))
+        for stage, number in taken:
+            turns.take(stage, number)
         return turns.finish()
+
+    def _taken(self, function: EvaluatedFunction, count: int) -> Iterator[tuple[_EvalStage, int]]:
+        """The micro-batches of a rank's stages, in the order it takes them."""
+        for number in range(max(self._rounds(stage.place, count) for stage in function.stages)):
+            for stage in function.stages:
+                if number < self._rounds(stage.place, count):
+                    yield stage, self._micro_batch(stage.place, number)
 
     def _rounds(self, place: RankPlace, count: int) -> int:
         """How often a worker's lanes take a micro-batch each; in the last round some may have none."""
@@ -225,40 +247,47 @@ class Evaluation:
         replica, lane = number % len(stage.replicas), number // len(stage.replicas) % stage.lanes
         return self._layout.rank(RankPlace(place.stage, replica, lane, 0))
 
-    def load(self, indices: range) -> Batch:
-        """The samples of a micro-batch, collated, on the device."""
-        dataset = self._dataset
-        assert dataset is not None
-        samples = []
-        for index in indices:
-            self._doing(Doing(f"reading sample {index} of the evaluation data", "user"), self._step)
-            samples.append(dataset[index])
-        batch = to_device(self._job.collate(samples), self.device)
+    def load(self) -> Batch:
+        """The next micro-batch that this rank takes, on the device."""
+        self._doing(Doing(self._in_words, "user"), self._step)
+        batch = to_device(next(self._batches).batch, self.device)
         self._doing("evaluating", self._step)
         return batch
+
+    def _value(self, own: OptimizerShard) -> Tensor:
+        return self._averages.get(own.leaf, own.leaf).detach()
+
+    def _in_words(self) -> str:
+        index = self._loader.samples.reading if self._loader is not None else None
+        return f"reading sample {index} of the evaluation data" if index is not None else "reading the evaluation data"
+
+    def close(self) -> None:
+        """Ends the processes that load its data."""
+        if self._loader is not None:
+            self._loader.close()
 
     def whole(self, name: str, stage: int) -> Tensor:
         """A parameter, put together by all ranks of the worker where each holds a part."""
         own = self._owned[name]
         if own.holding.dim is None and not own.sharded:
-            return own.leaf.detach()
+            return self._value(own)
         place = next(place for place in self._layout.places(self.rank) if place.stage == stage)
         value = torch.zeros(own.holding.shape, dtype=own.leaf.dtype, device=self.device)
         among_lanes = own.sharded or name in self._lane_divided
         along_lane = own.holding.dim is not None and name not in self._lane_divided
         if (place.lane == 0 or among_lanes) and (place.tensor == 0 or along_lane):
-            _put(own, value)
+            _put(own, self._value(own), value)
         dist.all_reduce(value, group=self._workers[stage])
         return value
 
 
-def _put(own: OptimizerShard, whole: Tensor) -> None:
+def _put(own: OptimizerShard, value: Tensor, whole: Tensor) -> None:
     """Write what a rank owns of a parameter into its place in the whole."""
     if own.flat is None:
-        own.holding.put(whole, own.leaf.detach())
+        own.holding.put(whole, value)
         return
     part = torch.zeros(own.holding.local_shape, dtype=whole.dtype, device=whole.device)
-    part.view(-1)[own.flat[0] : own.flat[1]] = own.leaf.detach().reshape(-1)
+    part.view(-1)[own.flat[0] : own.flat[1]] = value.reshape(-1)
     own.holding.put(whole, part)
 
 
@@ -289,7 +318,7 @@ class _Turns:
 
     def _inputs(self, stage: _EvalStage, number: int) -> Activations:
         sizes, program, place = self._function.sizes, stage.program, stage.place
-        leaves = sizes.leaves(self._evaluation.load(self._pieces[number]))
+        leaves = sizes.leaves(self._evaluation.load())
         binding = sizes.bind(leaves)
         if place.stage == 0:
             return Activations(binding, leaves, [])

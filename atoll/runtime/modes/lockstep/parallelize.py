@@ -140,8 +140,15 @@ def _check_samples(layout: Layout, captured: Captured, sizes: Sizes) -> None:
                 if stop - start != sizes.fixed:
                     raise PlanError(
                         f"stage {stage}: a device gets {stop - start} samples of micro-batch {m}, but {captured.graph.name} could be "
-                        f"captured for {sizes.fixed} samples only; choose shares and a micro_batch that give every device as many"
+                        f"captured for {sizes.fixed} samples only{_fixed_tensors(captured)}; choose shares and a micro_batch that give "
+                        "every device as many, or, where the model allows it, say with `dynamic` which dimensions vary"
                     )
+
+
+def _fixed_tensors(captured: Captured) -> str:
+    """Where sizes of the batch went into the program."""
+    found = [f"batch{path} in dimension {', '.join(map(str, dims))}" for path, dims in captured.fixed.items()]
+    return f" ({'; '.join(found)} keeps its size)" if found else ""
 
 
 def _check_crossing(layout: Layout, captured: Captured, sizes: Sizes, stage: int) -> None:

@@ -9,7 +9,8 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,12 @@ from atoll.cost.evaluate import DEFAULT_BUCKET_BYTES
 from atoll.data import Dataset
 from atoll.graph.capture import Captured
 from atoll.graph.eager import Uncaptured
-from atoll.job import Job
+from atoll.job import Job, ParameterGroup
+from atoll.model_identity import ModelIdentity, identify
+from atoll.runtime.batch_loader import BatchLoader
 from atoll.runtime.checkpoint.exchange import CheckpointRanks
+from atoll.runtime.checkpoint.loading import fill_shards
+from atoll.runtime.checkpoint.local_shard import LocalShard
 from atoll.runtime.executor import Accumulated, LossScale, StageExecutor, Updater, WorkItem
 from atoll.runtime.imposed_speed import Pace
 from atoll.runtime.modes.lockstep.agreement import ChangedBuffers, agree, digest_of_weights
@@ -54,7 +59,7 @@ from atoll.runtime.stage.collectives import Lanes
 from atoll.runtime.stage.eager import EagerStage
 from atoll.runtime.stage.rng import DrawKey
 from atoll.runtime.stage.shard_spec import ShardSpec
-from atoll.runtime.stage.state import model_config, tied_names
+from atoll.weights import MatchedWeights
 
 __all__ = ["RankWork", "assemble", "make_plan_schedule", "turns"]
 
@@ -76,12 +81,14 @@ class RankWork:
     owned: list[OptimizerShard]  # its parts of trainable and frozen parameters
     counted: list[Counted]  # what it adds to the norm of the gradient
     trainable_parameters: int  # of the whole model
-    tied: dict[str, str]  # other names of a parameter → its first
-    model_config: dict[str, Any] | None  # of a Hugging Face model
+    frozen_parameters: int
+    identity: ModelIdentity
     buffers: ChangedBuffers  # running statistics and the like
     evaluation: Evaluation | None  # None: the job has no evaluation data
     evaluation_on: Callable[[Dataset], Evaluation]  # other data, later; all ranks make it together
     callbacks: bool  # whether some rank has callbacks, which may ask to stop
+    requests: bool  # and whether they may ask for more
+    notes: list[str]  # on what the run begins with, to be told once
     doing: Callable[[object, int], None]  # told what the rank does, and at which step
 
 
@@ -113,29 +120,18 @@ def assemble(
     rank = _Rank(job, layout, source, device, dist.get_rank(), DrawKey(job.seed))
     cut = source.cut(layout, rank.number)
     parts = _build_in_turn(lambda: _take_parts(rank, cut), 4.0 * source.graph.parameters)
-    callbacks = agree(job, parts.weights)
+    callbacks, requests = agree(job, parts.weights)
     held = _held(rank, cut, parts, _shard(rank, cut, parts))
+    _read_weights(parts, held)
     groups = _agree_on_groups(rank, parts, held)
     _check_optimizer(rank, groups)
     recorder = Recorder(device)
     gradients = _gradients(rank, held, groups, recorder, bucket_bytes)
-    stages = [
-        StageWork(
-            program=stage.program,
-            module=module,
-            turn_to=_tell(stage.lanes, layout),
-            place=stage.place,
-            parameters=list(module.parameters_by_name().values()),
-            before_backward=BackwardPhases(module),
-            after_backwards=_after_backwards(module, rank),
-        )
-        for stage, module in zip(cut, parts.modules, strict=True)
-    ]
+    stages = [_stage_work(rank, stage, module) for stage, module in zip(cut, parts.modules, strict=True)]
     schedule, activity = make_plan_schedule(layout), Activity(doing)
     actions = schedule[layout.worker_of(rank.number)]
-    feed = ShardLoader(
-        job.samples, layout, actions, stages, source.sizes, device, last_step=job.total_steps, ahead=_AHEAD, lock=rank.key.lock
-    )
+    loader = BatchLoader(job.samples, job.num_workers, rank.key.lock)
+    feed = ShardLoader(loader, layout, actions, stages, source.sizes, device, last_step=job.total_steps, ahead=_AHEAD)
     executor = _executor(rank, stages, parts, held, Generators(rank.key.lock, feed.reading, activity))
     runner = ScheduleRunner(
         layout,
@@ -152,7 +148,9 @@ def assemble(
     )
     buffers = _changed_buffers(rank, cut, parts, parts.evaluated)
     divided = _lane_divided(cut)
-    evaluation = Evaluation(job, layout, rank.number, device, parts.evaluated, held.owned, divided, doing) if parts.evaluated else None
+    evaluation = None
+    if parts.evaluated:
+        evaluation = Evaluation(job, layout, rank.number, device, parts.evaluated, held.owned, divided, doing, rank.key.lock)
     return RankWork(
         layout=layout,
         rank=rank.number,
@@ -163,12 +161,14 @@ def assemble(
         owned=held.owned,
         counted=_counted(rank, held, groups),
         trainable_parameters=parts.trainable,
-        tied=parts.tied,
-        model_config=parts.config,
+        frozen_parameters=parts.frozen,
+        identity=parts.identity,
         buffers=buffers,
         evaluation=evaluation,
         evaluation_on=lambda dataset: _evaluation_on(dataset, rank, cut, parts, held, doing),
         callbacks=callbacks,
+        requests=requests,
+        notes=[note for note in (parts.weights_read.note() if parts.weights_read is not None else None,) if note],
         doing=doing,
     )
 
@@ -198,11 +198,25 @@ class _Parts:
     order: list[str]  # of all parameters of the model
     weights: str  # digest of the whole model's
     trainable: int
+    frozen: int
+    groups: list[ParameterGroup]  # of the optimizer, of the whole model
     persistent: frozenset[str]
     unread: dict[str, Tensor]
-    tied: dict[str, str]
-    config: dict[str, Any] | None
+    identity: ModelIdentity
+    weights_read: MatchedWeights | None  # from files, by whoever holds a part of them
     evaluated: list[EvaluatedFunction]
+
+
+def _stage_work(rank: _Rank, stage: CutStage, module: TrainedStage) -> StageWork:
+    return StageWork(
+        program=stage.program,
+        module=module,
+        turn_to=_tell(stage.lanes, rank.layout),
+        place=stage.place,
+        parameters=list(module.parameters_by_name().values()),
+        before_backward=BackwardPhases(module),
+        after_backwards=_after_backwards(module, rank),
+    )
 
 
 def turns(hosts: list[str], free_bytes: list[float], model_bytes: float) -> list[int]:
@@ -235,21 +249,31 @@ def _build_in_turn(build: Callable[[], T], model_bytes: float) -> T:
 
 def _take_parts(rank: _Rank, cut: Sequence[CutStage]) -> _Parts:
     """Build the whole model and take from it what this rank holds."""
-    model = rank.job.build_model("cpu")
-    weights = digest_of_weights(model)
-    taken = rank.source.take(cut, model, rank.layout, rank.number, rank.device, rank.key)
+    model, read = rank.job.build_to_take_parts_from() if rank.source.takes_parts else (rank.job.build_model("cpu"), None)
+    weights = digest_of_weights(model, read)
+    without_memory = _sharded_names(rank, cut, model) & read.names.keys() if read is not None else set[str]()
+    taken = rank.source.take(cut, model, rank.layout, rank.number, rank.device, rank.key, without_memory)
     return _Parts(
         modules=taken.modules,
         holdings=taken.holdings,
         order=[name for name, _ in model.named_parameters()],
         weights=weights,
         trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        frozen=sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
+        groups=rank.job.group_names(model.named_parameters()),
         persistent=frozenset(model.state_dict()),
         unread=taken.unread,
-        tied=tied_names(model),
-        config=model_config(model),
+        identity=identify(model),
+        weights_read=read,
         evaluated=taken.evaluated,
     )
+
+
+def _sharded_names(rank: _Rank, cut: Sequence[CutStage], model: nn.Module) -> set[str]:
+    """What `_shard` will shard of stages that are cut from a program."""
+    stages = [stage for stage in cut if rank.layout.plan.stages[stage.place.stage].sharded]
+    names = {name for stage in stages for unit in stage.program.units for name in unit.parameters.values()}
+    return {name for name in names - rank.source.shared - _lane_divided(cut) if model.get_parameter(name).dim()}
 
 
 def _shard(rank: _Rank, cut: Sequence[CutStage], parts: _Parts) -> dict[str, RankPlace]:
@@ -266,7 +290,24 @@ def _shard(rank: _Rank, cut: Sequence[CutStage], parts: _Parts) -> dict[str, Ran
         sharded.update(dict.fromkeys(names.keys() - whole, place))
         ends_model = place.stage == len(plan.stages) - 1
         shard_stage(module, meshes[place.stage, place.tensor], {names[name] for name in whole}, ends_model=ends_model)
+        if parts.weights_read is not None:  # those that are read get their memory now that they are divided
+            module._apply(partial(_with_memory, rank.device))  # type: ignore[no-untyped-call]
     return sharded
+
+
+def _with_memory(device: torch.device, value: Tensor) -> Tensor:
+    return torch.empty_like(value, device=device) if value.is_meta else value
+
+
+def _read_weights(parts: _Parts, held: "_HeldParameters") -> None:
+    """Fill what the rank holds of the weights that are in files; nobody has a whole copy."""
+    if parts.weights_read is None:
+        return
+    buffers = [item for module in parts.modules for item in module.buffers_by_name().items()]
+    others = [*buffers, *buffers_read(parts.evaluated), *parts.unread.items()]
+    kept = [(name, value) for name, value in others if name in parts.persistent]
+    shards = [LocalShard(ShardSpec(name=name, shape=tuple(value.shape)), value) for name, value in kept]
+    fill_shards(parts.weights_read, [*(part.held for part in held.owned), *shards])
 
 
 @dataclass(frozen=True)
@@ -359,19 +400,23 @@ def _executor(rank: _Rank, stages: Sequence[StageWork], parts: _Parts, held: _He
         autocast=lambda: rank.job.autocast(rank.device),
         generators=generators,
         gradients=Accumulated(rank.job.batch_size),
-        updater=_updater(rank.job, held.owned),
+        updater=_updater(rank.job, held.owned, parts.groups),
         persistent=parts.persistent,
         owned=[part.held for part in held.owned],
         unread=parts.unread if rank.number == 0 else {},
     )
 
 
-def _updater(job: Job, owned: Sequence[OptimizerShard]) -> Updater:
+def _updater(job: Job, owned: Sequence[OptimizerShard], groups: Sequence[ParameterGroup]) -> Updater:
     """A rank whose stages are frozen keeps the schedule too: it may be the one that tells and saves it."""
     trained = [part for part in owned if part.leaf.requires_grad]
     leaves, shapes = [part.leaf for part in trained], [part.holding.shape for part in trained]
-    optimizer = build_on_parts(job.build_optimizer, leaves or [nn.Parameter(torch.zeros(0))], shapes or [(0,)])
-    return Updater(leaves, optimizer, job.build_scheduler(optimizer), LossScale(job.precision == "fp16"), steps=job.total_steps)
+    if job.parameter_groups is not None and leaves:
+        optimizer = job.build_part_optimizer({part.name: part.leaf for part in trained}, groups)
+    else:
+        optimizer = build_on_parts(job.build_optimizer, leaves or [nn.Parameter(torch.zeros(0))], shapes or [(0,)])
+    scheduler, scale = job.build_scheduler(optimizer), LossScale(job.precision == "fp16")
+    return Updater(leaves, optimizer, scheduler, scale, steps=job.total_steps, ema_decay=job.ema_decay)
 
 
 def _evaluation_on(
@@ -386,7 +431,9 @@ def _evaluation_on(
     build = rank.source.evaluation_on(dataset, parts.modules, rank.layout, rank.number, rank.device, rank.key)
     functions = _build_in_turn(build, 4.0 * rank.source.graph.parameters)
     changed = _changed_buffers(rank, cut, parts, functions)
-    return Evaluation(rank.job, rank.layout, rank.number, rank.device, functions, held.owned, _lane_divided(cut), doing, changed)
+    return Evaluation(
+        rank.job, rank.layout, rank.number, rank.device, functions, held.owned, _lane_divided(cut), doing, rank.key.lock, changed
+    )
 
 
 def _changed_buffers(rank: _Rank, cut: Sequence[CutStage], parts: _Parts, evaluated: Sequence[EvaluatedFunction]) -> ChangedBuffers:

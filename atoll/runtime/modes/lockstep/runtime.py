@@ -20,10 +20,15 @@ class LockstepRuntime:
         """There are none."""
 
     def check(self, run: RunContext) -> None:
-        """PlanError where the plan says what lockstep does not do."""
-        from atoll.runtime.modes.lockstep.layout import Layout  # PyTorch takes seconds to load: mistakes are told before
+        """PlanError where the plan says what lockstep does not do, or not with the sizes the job was captured for."""
+        from atoll.graph.capture import Captured  # PyTorch takes seconds to load: mistakes are told before
+        from atoll.runtime.modes.lockstep.layout import Layout
+        from atoll.runtime.modes.lockstep.parallelize import check_lane_sizes
+        from atoll.runtime.stage.sizes import Sizes
 
-        Layout(run.plan)
+        layout = Layout(run.plan)
+        if isinstance(run.captured, Captured):
+            check_lane_sizes(layout, run.captured, Sizes(run.captured))
 
     def resume(self, run: RunContext) -> ResumePoint | None:
         """The newest checkpoint; ranks load it when they start."""

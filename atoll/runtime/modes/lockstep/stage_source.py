@@ -1,6 +1,6 @@
 """Where a rank's stages come from: cut from the captured program, or the user's own code as one stage where that could not be captured."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from atoll.data import Dataset
-from atoll.errors import PlanError
+from atoll.errors import JobError, PlanError
 from atoll.graph import Graph
 from atoll.graph.capture import Captured
 from atoll.graph.eager import Uncaptured
@@ -49,13 +49,23 @@ class StageSource(Protocol):
     loss: pytree.TreeSpec  # what the last stage returns
     shared: frozenset[str]  # parameters that several layers read
     late: bool  # a backward gives some parameters their gradient in several portions
+    takes_parts: bool  # of a model, so that it needs no memory of its own for those that are read from files
 
     def cut(self, layout: Layout, rank: int) -> list[CutStage]:
         """The rank's stages as programs. All ranks do so together: groups are made on the way."""
         ...
 
-    def take(self, cut: Sequence[CutStage], model: nn.Module, layout: Layout, rank: int, device: torch.device, key: DrawKey) -> TakenStages:
-        """The stages with what the rank holds of the model."""
+    def take(
+        self,
+        cut: Sequence[CutStage],
+        model: nn.Module,
+        layout: Layout,
+        rank: int,
+        device: torch.device,
+        key: DrawKey,
+        without_memory: Container[str],
+    ) -> TakenStages:
+        """The stages with what the rank holds of the model; parameters `without_memory` are to be divided first."""
         ...
 
     def evaluation_on(
@@ -75,7 +85,7 @@ def stage_source(job: Job, captured: Captured | Uncaptured, evaluated: Mapping[s
 class _Program:
     """Stages cut from a captured program."""
 
-    late = False
+    late, takes_parts = False, True
 
     def __init__(self, job: Job, captured: Captured, evaluated: Mapping[str, Captured]) -> None:
         self._job, self._captured, self._evaluated = job, captured, evaluated
@@ -86,8 +96,17 @@ class _Program:
         check_lane_sizes(layout, self._captured, self.sizes)
         return cut_stages(layout, rank, self._captured)
 
-    def take(self, cut: Sequence[CutStage], model: nn.Module, layout: Layout, rank: int, device: torch.device, key: DrawKey) -> TakenStages:
-        builder = StageBuilder(InitialState(self._captured, model), device=device, key=key)
+    def take(
+        self,
+        cut: Sequence[CutStage],
+        model: nn.Module,
+        layout: Layout,
+        rank: int,
+        device: torch.device,
+        key: DrawKey,
+        without_memory: Container[str],
+    ) -> TakenStages:
+        builder = StageBuilder(InitialState(self._captured, model), device=device, key=key, on_meta=without_memory)
         last_layer, modules = len(self.graph.layers) - 1, []
         for stage in cut:
             again = layout.plan.stages[stage.place.stage].recompute
@@ -114,8 +133,12 @@ class _UsersCode:
     """The user's own model and loss, whole on every device."""
 
     shared: frozenset[str] = frozenset()
+    takes_parts = False
 
     def __init__(self, job: Job, uncaptured: Uncaptured) -> None:
+        if job.eval_ema:
+            advice = "leave out eval_ema, and evaluate what `atoll export --ema` writes"
+            raise JobError(f"Job: eval_ema: a model that is not captured is evaluated with its weights, not with their averages; {advice}")
         self._job, self._uncaptured = job, uncaptured
         self.graph, self.loss, self.late = uncaptured.graph, loss_structure(uncaptured), uncaptured.late
         self.sizes: Sizes = WholeBatch()
@@ -126,7 +149,16 @@ class _UsersCode:
             raise PlanError(f"the plan cuts the model or divides its layers, which cannot be done here: {self._uncaptured.reason}")
         return [CutStage(place, eager_program(), {}, set(), None) for place in layout.places(rank)]
 
-    def take(self, cut: Sequence[CutStage], model: nn.Module, layout: Layout, rank: int, device: torch.device, key: DrawKey) -> TakenStages:
+    def take(
+        self,
+        cut: Sequence[CutStage],
+        model: nn.Module,
+        layout: Layout,
+        rank: int,
+        device: torch.device,
+        key: DrawKey,
+        without_memory: Container[str],
+    ) -> TakenStages:
         starts = sorted(start for m in range(len(layout.micro_batches)) for start, _ in layout.pieces(0, m))
         numbers = {start: number for number, start in enumerate(starts)}
         stage = EagerStage(model.to(device), self._job.loss, self._uncaptured, key, device, numbers)

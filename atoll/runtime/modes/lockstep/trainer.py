@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,12 +12,14 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
 from atoll.blame import users_code
+from atoll.callbacks import Callback, Snapshot, logged, with_run
 from atoll.control.clipping import clip_coefficient
 from atoll.data import Dataset
-from atoll.errors import JobFailedError
-from atoll.events import AnyEvent, CodecChosen, Evaluated, NonFinite, Observer, RunFinished, RunStarted, StepFinished, StopTraining
+from atoll.errors import JobError, JobFailedError
+from atoll.events import AnyEvent, CodecChosen, Evaluated, NonFinite, Note, RunFinished, RunStarted, StepFinished, StopTraining
 from atoll.job import Job
 from atoll.plan.modes.lockstep import LOCKSTEP
+from atoll.runtime.checkpoint.gathering import gather_snapshot
 from atoll.runtime.checkpoint.loading import Loaded
 from atoll.runtime.checkpoint.training_state import restore_training
 from atoll.runtime.evaluation import evaluates_after
@@ -25,6 +28,7 @@ from atoll.runtime.modes.lockstep.evaluation import Evaluation
 from atoll.runtime.modes.lockstep.heartbeat import Doing
 from atoll.runtime.modes.lockstep.rank import RankWork
 from atoll.runtime.modes.lockstep.recorder import counted
+from atoll.runtime.modes.lockstep.requests import Requests
 from atoll.runtime.modes.lockstep.sharding import squared_norm
 from atoll.runtime.nonfinite import checked_weight, not_finite
 from atoll.runtime.peak import peak_memory_bytes
@@ -44,13 +48,44 @@ class _Totals(NamedTuple):
     squares: float  # of the gradient, before it is divided by anything
     interrupt: bool  # a signal asked somebody to stop after this step
     stopping: bool  # the loop around the steps asked for it
+    data_seconds: float  # waited for data, the mean of the ranks that read any
+    loading_seconds: float  # that loading it took, likewise
+
+
+class _Handle:
+    """The run as callbacks on rank 0 see it."""
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self._trainer = trainer
+
+    @property
+    def step(self) -> int:
+        """Steps made."""
+        return len(self._trainer.losses)
+
+    def snapshot(self) -> Snapshot:
+        """Weights and optimizer of all ranks."""
+        return self._trainer.requests.snapshot()
+
+    def log(self, **numbers: float) -> None:
+        """As an event."""
+        if self._trainer.tell(logged(self._trainer.moment(), self.step, numbers)):
+            raise StopTraining
+
+    def keep(self, name: str = "best") -> None:
+        """Save this step and keep it."""
+        self._trainer.requests.keep(name)
 
 
 class Trainer:
     """A lockstep run as one rank sees it. Whatever ends it, the weights are those after a whole step."""
 
-    def __init__(self, job: Job, work: RankWork, device: torch.device, observers: Sequence[Observer] = ()) -> None:
-        self.job, self.work, self.device, self.observers = job, work, device, observers
+    def __init__(self, job: Job, work: RankWork, device: torch.device, observers: Sequence[Callback] = ()) -> None:
+        self.job, self.work, self.device = job, work, device
+        self.saved_in: Path | None = None  # where checkpoints are
+        self.save_kept: Callable[[str], None] | None = None  # saves this step under a name; None: there is nowhere to save
+        self.requests = Requests(self.gather, self._keep)
+        self.observe(observers)
         self.began, self.seconds_before = time.perf_counter(), 0.0
         self.trainable = [owned for owned in work.owned if owned.leaf.requires_grad]
         self.updater = work.executor.updater
@@ -59,6 +94,25 @@ class Trainer:
         self.resumed: Loaded | None = None
         self.reason: Reason | None = None  # why no step follows
         self.stopping = False  # the loop around the steps asks all ranks to end it after the next one
+
+    def observe(self, observers: Sequence[Callback]) -> None:
+        """Who is told of events on this rank."""
+        self.observers = [with_run(observer, _Handle(self)) for observer in observers]
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """What there is to save of optimizers: nothing, where this rank trains nothing of the model."""
+        return [self.optimizer] if self.trainable else []
+
+    def gather(self) -> Snapshot | None:
+        """Weights and optimizer, whole, on rank 0. All ranks take part."""
+        self.work.doing("putting the model together on rank 0", len(self.losses))
+        return gather_snapshot(len(self.losses), self.work.executor.shards(), self.optimizers, self.work.identity.tied, dist.group.WORLD)
+
+    def _keep(self, name: str) -> None:
+        if self.save_kept is None:
+            raise JobError("run.keep: there is nowhere to save; give a directory with out")
+        self.save_kept(name)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -101,8 +155,12 @@ class Trainer:
         """Tell that the run has begun, or goes on."""
         self.reason = "done" if self.last_step >= self.job.total_steps else None
         self.tell(self._started())
+        for remark in self.job.remarks(self.last_step):
+            self.tell(Note(at_seconds=self.moment(), message=remark))
         if self.resumed is not None:
             self.tell(self.resumed.event(self.moment()))
+        for note in self.work.notes if self.resumed is None else ():
+            self.tell(Note(at_seconds=self.moment(), message=note))
         for link, codec in self.work.layout.plan.codecs.items():
             if codec != "none":
                 reason = "the plan names it; losses are near those of one process, not equal to float tolerance"
@@ -150,6 +208,8 @@ class Trainer:
             gradient_norm=gradient_norm,
             memory_bytes=peak_memory_bytes(self.device),
             applied=applied,
+            data_seconds=totals.data_seconds,
+            loading_seconds=totals.loading_seconds,
         )
         return event, totals
 
@@ -157,10 +217,13 @@ class Trainer:
         """One small exchange a step: nobody may apply a gradient before all know that it is whole and finite."""
         wanted = self.job.max_grad_norm is not None or self.updater.scale.enabled
         squares = squared_norm(self.work.counted) if wanted else 0.0
-        vector = torch.tensor([total, weight, squares, float(stop_asked), float(self.stopping)], dtype=torch.float64)
+        feed = self.work.feed
+        own = [total, weight, squares, float(stop_asked), float(self.stopping), float(feed.reads), *feed.take_times()]
+        vector = torch.tensor(own, dtype=torch.float64)
         dist.all_reduce(vector)
-        loss, weight, squares, interrupt, stopping = vector.tolist()
-        return _Totals(loss, weight, squares, interrupt > 0, stopping > 0)
+        loss, weight, squares, interrupt, stopping, reading, waited, loading = vector.tolist()
+        reading = max(1.0, reading)
+        return _Totals(loss, weight, squares, interrupt > 0, stopping > 0, waited / reading, loading / reading)
 
     def _apply(self, step: int, totals: _Totals) -> tuple[float, float | None, bool]:
         """Divide, clip and apply; returns the loss, the gradient's norm if it was wanted, and whether anything was applied."""
@@ -185,7 +248,7 @@ class Trainer:
     def _not_finite(self, step: int, what: Literal["loss", "gradient"], value: float) -> None:
         with suppress(StopTraining):
             self.tell(NonFinite(at_seconds=self.moment(), step=step, what=what, value=str(value)))
-        raise not_finite(step, what, value)
+        raise not_finite(step, what, value, self.saved_in)
 
     def tell(self, event: AnyEvent) -> bool:
         """Tell this rank's observers; whether one of them asked to stop."""
@@ -202,9 +265,14 @@ class Trainer:
 
     def _tell_together(self, event: AnyEvent) -> bool:
         """Tell the observers, and all ranks what they asked for; without callbacks nobody can ask."""
-        stop = self.tell(event)
         if not self.work.callbacks:
-            return stop
+            return self.tell(event)
+        if self.work.requests:
+            self.requests.begin()
+        stop = self.tell(event)
+        if self.work.requests:
+            self.work.doing(Doing("doing what callbacks ask for", "others"), len(self.losses))
+            self.requests.end()
         flag = torch.tensor([float(stop)])
         self.work.doing(_AGREEING, len(self.losses))
         dist.all_reduce(flag)
@@ -218,8 +286,11 @@ class Trainer:
         return self.evaluate(evaluation, None)
 
     def evaluate(self, evaluation: Evaluation, dataset: Dataset | None) -> bool:
-        """Evaluate on the job's own data or other; whether an observer asked to stop."""
-        self.evaluations.append(evaluation.run(self.last_step, self.moment, dataset))
+        """Evaluate on the job's own data, as it planned, or other; whether an observer asked to stop."""
+        averages = self.updater.averages() if self.job.eval_ema else {}
+        self.evaluations.append(evaluation.run(self.last_step, self.moment, dataset, averages))
+        if dataset is None:
+            self.updater.evaluated(self.last_step, self.evaluations[-1].loss)
         return self._tell_together(self.evaluations[-1])
 
     def _started(self) -> RunStarted:
@@ -235,6 +306,8 @@ class Trainer:
             precision=self.job.precision,
             seed=self.job.seed,
             unix_seconds=time.time(),
+            frozen_parameters=self.work.frozen_parameters,
+            num_workers=self.job.num_workers,
         )
 
     def finish(self, reason: "Reason | Literal['failed']", message: str = "") -> None:

@@ -5,18 +5,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from atoll.callbacks import Callback, Snapshot, callback_states, restore_callbacks
 from atoll.cluster import Cluster, load_cluster
-from atoll.cluster.memory import keep_freed_memory, memory_to_try
+from atoll.cluster.memory import host_memory, keep_freed_memory, memory_to_try
 from atoll.cost import Evaluator
 from atoll.cost.evaluate import DEFAULT_BUCKET_BYTES, bucket_bytes
-from atoll.data import Dataset
+from atoll.data import Dataset, StreamSamples
 from atoll.errors import AtollError, CaptureError, DividedLossError, JobError, PlanError
 from atoll.events import CheckpointBegun, Evaluated, EventLog, Observer, Warned
 from atoll.graph import Graph
@@ -31,7 +32,8 @@ from atoll.runtime.checkpoint.checkpointer import Checkpointer, SavePolicy
 from atoll.runtime.checkpoint.exchange import CheckpointRanks
 from atoll.runtime.checkpoint.gathering import gather_tensors
 from atoll.runtime.checkpoint.manifest import RunIdentity
-from atoll.runtime.checkpoint.training_state import training_state
+from atoll.runtime.checkpoint.trained import load_trained
+from atoll.runtime.checkpoint.training_state import data_state, restore_data, training_state
 from atoll.runtime.evaluated_programs import capture_evaluated
 from atoll.runtime.imposed_speed import pace_of_rank
 from atoll.runtime.modes.lockstep.calls import Calls
@@ -62,7 +64,7 @@ def training_rank(
     *,
     directory: RunDirectory | None,
     settings: RunSettings,
-    observers: Sequence[Observer],
+    observers: Sequence[Callback],
     order: Sequence[str] | None = None,
     cluster: Cluster | None = None,
     own: Observer = lambda event: None,
@@ -194,6 +196,7 @@ class RankTraining:
         self.ask_at = 0  # after which step rank 0 is asked again whether to save
         self.checkpoints: Checkpointer | None = None
         self._calls = Calls()
+        self._snapshot: Snapshot | None = None  # on rank 0, of a run without a directory
         self._evaluation: Evaluation | None = self.work.evaluation
         self.measured: MeasuredFile | None = None
         if directory is not None:
@@ -201,10 +204,11 @@ class RankTraining:
             self.measured = MeasuredFile(directory, layout, run.role.rank, self.work.schedule, runner.recorder, runner.buckets)
 
     @contextmanager
-    def under_way(self, observers: Sequence[Observer], warnings: Sequence[str] = ()) -> Iterator[None]:
+    def under_way(self, observers: Sequence[Callback], warnings: Sequence[str] = ()) -> Iterator[None]:
         """From the last checkpoint, if there is one, to the last step: inside, steps are made; leaving saves and tells how it ended."""
         with ExitStack() as stack:
             stack.callback(self.work.feed.close)
+            stack.callback(self._close_evaluations)
             self._open(stack, observers)
             for message in warnings:
                 self.trainer.tell(Warned(at_seconds=self.trainer.moment(), message=message))
@@ -225,9 +229,16 @@ class RankTraining:
             self.trainer.finish(self.reason or "stopped")
             self._conclude()
 
-    def _open(self, stack: ExitStack, observers: Sequence[Observer]) -> None:
+    def _close_evaluations(self) -> None:
+        for evaluation in (self.work.evaluation, self._evaluation):
+            if evaluation is not None:
+                evaluation.close()
+
+    def _open(self, stack: ExitStack, observers: Sequence[Callback]) -> None:
         self.checkpoints = self._checkpoints(stack)
         if self.checkpoints is not None:
+            self.trainer.saved_in = self.checkpoints.directory
+            self.trainer.save_kept = partial(self._keep, self.checkpoints)
             self._load(self.checkpoints)
             self.policy = SavePolicy(
                 self.settings.checkpoint_every,
@@ -239,7 +250,7 @@ class RankTraining:
             log = stack.enter_context(EventLog.join(self.directory.path))
             self.trainer.seconds_before = log.seconds() - self.trainer.elapsed()
             observers = [log, *observers]
-        self.trainer.observers = observers
+        self.trainer.observe(observers)
 
     @property
     def reason(self) -> Reason | None:
@@ -274,9 +285,23 @@ class RankTraining:
             losses=tuple(trainer.losses),
             evaluations=tuple(trainer.evaluations),
             seconds=trainer.elapsed(),
-            model=None,
-            optimizer=None,
+            trained=self._trained,
         )
+
+    def _trained(self) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
+        if self.directory is not None:
+            return load_trained(self.job, self.directory.path)
+        return (self._snapshot.load_into(self.job.build_model("cpu")) if self._snapshot is not None else None), None
+
+    def bring_model(self) -> None:
+        """To rank 0, where nothing is saved, unless its memory is too small. All ranks take part."""
+        if self.directory is not None:
+            return
+        ranks = CheckpointRanks(dist.group.WORLD)
+        held = sum(part.tensor.nbytes for part in self.work.executor.shards())
+        needed, free = 3 * sum(ranks.gather(held, int)), ranks.gather(float(host_memory().available_bytes), float)[0]
+        if needed < free:  # the optimizer's state travels too
+            self._snapshot = self.trainer.gather()
 
     def step(self) -> None:
         """The next step, and the evaluation and the save after it if they are due."""
@@ -317,7 +342,7 @@ class RankTraining:
         self.run.doing("putting the model together on rank 0")
         whole = gather_tensors(self.work.executor.shards(), self._calls.group)
         self.run.doing(_LOOP)
-        return {**whole, **{name: whole[first] for name, first in self.work.tied.items() if first in whole}}
+        return {**whole, **{name: whole[first] for name, first in self.work.identity.tied.items() if first in whole}}
 
     def _conclude(self) -> None:
         if self.measured is not None:
@@ -330,30 +355,39 @@ class RankTraining:
         if self.directory is None:
             return None
         group = dist.new_group(backend="gloo")
-        identity = RunIdentity(
+        identity = RunIdentity.of(
+            self.work.identity,
             job=self.job.name,
             optimizer=type(self.trainer.optimizer).__name__,
             seed=self.job.seed,
             batch_size=self.job.batch_size,
             plan=str(self.plan),
-            tied=self.work.tied,
-            model_config=self.work.model_config,
         )
         return stack.enter_context(Checkpointer(self.directory.checkpoints, group, identity=identity, keep_last=self.settings.keep_last))
 
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        return [self.trainer.optimizer] if self.trainer.trainable else []  # else it has nothing of the model's
-
-    def _save(self, checkpoints: Checkpointer, step: int, *, final: bool = False) -> None:
+    def _save(self, checkpoints: Checkpointer, step: int, *, final: bool = False, keep: str | None = None) -> None:
         extra = training_state(self.trainer.scheduler, self.trainer.updater.scale, self.trainer.losses)
-        checkpoints.save(step, self.work.executor.shards(), optimizers=self._optimizers(), extra=extra, final=final)
+        extra |= {"callbacks": callback_states(self.job.callbacks), "data": self._data_state(step)}
+        checkpoints.save(step, self.work.executor.shards(), optimizers=self.trainer.optimizers, extra=extra, final=final, keep=keep)
+
+    def _keep(self, checkpoints: Checkpointer, name: str) -> None:
+        self._save(checkpoints, self.trainer.last_step, keep=name)
+
+    def _data_state(self, step: int) -> Any:
+        """Of a stream, said by the first rank that reads it; all take part."""
+        if not isinstance(self.job.samples, StreamSamples):
+            return None
+        own = data_state(self.work.feed.state_after(step))
+        return next((said for said in CheckpointRanks(dist.group.WORLD).gather(own, Any) if said is not None), None)
 
     def _load(self, checkpoints: Checkpointer) -> None:
         self.run.doing("reading the checkpoint")
-        loaded = checkpoints.load(self.work.executor.shards(), optimizers=self._optimizers())
+        loaded = checkpoints.load(self.work.executor.shards(), optimizers=self.trainer.optimizers)
         if loaded is None:
             return
+        restore_callbacks(self.job.callbacks, loaded.extra.get("callbacks", {}))
         self.trainer.resume(loaded.step, loaded.extra)
+        restore_data(loaded.extra, self.job.samples)
         self.run.saved(loaded.step)
         self.trainer.resumed = loaded
 
@@ -436,7 +470,7 @@ def training_among_others(
     cluster: Cluster | str | Path | None,
     resume: bool,
     checkpoint_every: int | None,
-    observers: Sequence[Observer],
+    observers: Sequence[Callback],
     own: Observer,
     environ: Mapping[str, str],
 ) -> Iterator[RankTraining]:

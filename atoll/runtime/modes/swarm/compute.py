@@ -24,6 +24,7 @@ from atoll.data import to_device
 from atoll.graph.capture import Captured
 from atoll.job import Job
 from atoll.runtime.activations import Activations, activations_of, leaves_from
+from atoll.runtime.checkpoint.loading import fill_shards
 from atoll.runtime.checkpoint.local_shard import LocalShard
 from atoll.runtime.checkpoint.manifest import MODEL
 from atoll.runtime.checkpoint.safetensors_file import dtype_name
@@ -84,6 +85,11 @@ class StageState:
         (stage,) = self.executor.stages.values()
         assert isinstance(stage.module, StageModule)  # a swarm runs nothing else
         return stage.module
+
+    def trained_by_name(self) -> dict[str, nn.Parameter]:
+        """The trained parameters, section by section, by the user's names."""
+        names = {id(parameter): name for name, parameter in self.module.parameters_by_name().items()}
+        return {names[id(parameter)]: parameter for parameter in self.parameters}
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -166,16 +172,20 @@ class StageCompute:
 
     def _build(self, stage: int) -> StageState:
         with self._generators:
-            model = self._job.build_model("cpu")
+            model, read = self._job.build_to_take_parts_from()
         state = self._weights_of(stage, model)
+        if read is not None:
+            fill_shards(read, state.shards())
         for part in state.shards():
             dtype_name(part.tensor.dtype, repr(part.name))  # what cannot be stored is refused before it is trained
         self._sizes_of = {stage: state.sizes}  # a worker is on one stage at a time
         if self._staleness:
             state.before = self._weights_of(stage, model)
+            if read is not None:
+                fill_shards(read, state.before.shards())
         if state.parameters:
             updater = state.executor.updater
-            updater.optimizer = self._job.build_optimizer(state.parameters)
+            updater.optimizer = self._job.build_part_optimizer(state.trained_by_name(), self._job.group_names(model.named_parameters()))
             updater.scheduler = self._job.build_scheduler(updater.optimizer)
             if self._staleness:
                 check_rebindable(updater.optimizer)
@@ -195,7 +205,8 @@ class StageCompute:
         sections = [[parameter for name, parameter in held if name in names and parameter.requires_grad] for names in (own, *shared)]
         sizes = [[parameter.numel() for parameter in section] for section in sections]
         parameters = [parameter for section in sections for parameter in section]
-        updater = Updater(parameters, None, None, LossScale(self._job.precision == "fp16"), steps=self._job.total_steps)
+        job, scale = self._job, LossScale(self._job.precision == "fp16")
+        updater = Updater(parameters, None, None, scale, steps=job.total_steps, ema_decay=job.ema_decay)
         executor = StageExecutor(
             {stage: BuiltStage(program=program, module=module, turn_to=self._turn_to)},
             sizes=self._sizes,
@@ -435,7 +446,7 @@ class StageCompute:
             torch.mul(part.to(self._device), factor, out=own)
         views, counts = _split(flat, state.sizes)
         found = zip(state.parameters, views, torch.cat(counts).tolist(), strict=True)
-        return [view.view_as(parameter) if count else None for parameter, view, count in found]
+        return [view.view_as(parameter).to(parameter.dtype) if count else None for parameter, view, count in found]
 
     @staticmethod
     def _step_aside(present: StageState, after: StageState) -> StageState:

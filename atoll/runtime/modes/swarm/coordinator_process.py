@@ -11,6 +11,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import NamedTuple
 
 import msgspec
@@ -45,6 +46,7 @@ from atoll.plan.modes.swarm import SwarmOptions
 from atoll.runtime.checkpoint.directory import step_path
 from atoll.runtime.checkpoint.manifest import MODEL
 from atoll.runtime.checkpoint.state_file import BUFFER, StateReader, cut
+from atoll.runtime.checkpoint.training_state import EMA_KEY
 from atoll.runtime.evaluation import ModelEvaluator, evaluates_after
 from atoll.runtime.modes.swarm.files import CheckpointFiles, CheckpointService, FileJournal, Key, States
 from atoll.runtime.modes.swarm.jetstream import JetStream, connect_jetstream
@@ -252,7 +254,7 @@ class _Coordinating:
                 self._tell_links()
                 self._tell(self._finished(coordinator.version, records, failed=refused is not None))
                 if refused is not None:
-                    raise refused_step(refused.step, refused.what, float(refused.value))
+                    raise refused_step(refused.step, refused.what, float(refused.value), self.directory.checkpoints)
                 return not coordinator.stopped
             finally:
                 await clock.close()
@@ -313,6 +315,8 @@ class _Coordinating:
         told = since_start(tuple(read_events(self.directory.events)), self._start)
         if not told:
             self._tell(self._started())
+            for remark in self.job.remarks():
+                self._emit(Note(message=remark))
             return True
         for observer in self.observers:
             observer(self._started())
@@ -337,6 +341,7 @@ class _Coordinating:
             steps=job.total_steps,
             batch_size=job.batch_size,
             samples=job.samples.length,
+            num_workers=job.num_workers,
             parameters=self.spec.parameters,
             devices=(),
             precision=job.precision,
@@ -450,12 +455,12 @@ def evaluate_state(directory: RunDirectory, job: Job, step: int) -> Evaluated:
     except CheckpointError as error:
         raise JobFailedError(f"the checkpoint of step {step} is not there any more ({error})") from error
     for name, value in named.items():
-        for key in (MODEL + name, BUFFER + name):
+        for key in (MODEL + name, BUFFER + name, *((EMA_KEY + name,) if job.eval_ema else ())):
             if key in saved:
                 saved.fill(key, value)
-    dataset = job.eval_dataset
-    assert dataset is not None
-    return ModelEvaluator(job, model, torch.device("cpu"), dataset).run(step)
+    assert job.eval_dataset is not None
+    with closing(ModelEvaluator(job, model, torch.device("cpu"), job.eval_dataset)) as evaluator:
+        return evaluator.run(step)
 
 
 async def evaluate_elsewhere(directory: RunDirectory, step: int) -> Evaluated:

@@ -26,7 +26,7 @@ __all__ = [
     "FileJournal",
     "Key",
     "RemoteCheckpoints",
-    "Snapshot",
+    "StageSnapshot",
     "States",
     "WantedState",
     "state_digest",
@@ -85,7 +85,7 @@ class Key(msgspec.Struct, frozen=True):
     stage: int
 
 
-class Snapshot(msgspec.Struct, frozen=True):
+class StageSnapshot(msgspec.Struct, frozen=True):
     """A stage's state as bytes; None: nothing is stored."""
 
     key: Key
@@ -220,7 +220,7 @@ class CheckpointService:
         self._states, self._checkpoints, self._loop, self._leader, self._warn = states, checkpoints, loop, leader, warn
 
     @allowed("worker")
-    async def write(self, snapshot: Snapshot, peer: CallingPeer) -> None:
+    async def write(self, snapshot: StageSnapshot, peer: CallingPeer) -> None:
         """Comes back when durable; RefusedError where the coordinator has not told this worker to store it."""
         if snapshot.content is not None:
             await self._there(self._take(snapshot.key, snapshot.content, peer.name))
@@ -237,10 +237,10 @@ class CheckpointService:
             leader.stored(key.epoch, key.version, key.stage, await asyncio.to_thread(state_digest, stored))
 
     @allowed("worker")
-    async def read(self, wanted: WantedState, peer: CallingPeer) -> Snapshot:
+    async def read(self, wanted: WantedState, peer: CallingPeer) -> StageSnapshot:
         """What is stored."""
         content = await self._there(self._states.read(wanted.key))
-        return Snapshot(wanted.key, await asyncio.to_thread(self._cut, wanted) if content is None else content)
+        return StageSnapshot(wanted.key, await asyncio.to_thread(self._cut, wanted) if content is None else content)
 
     def _cut(self, wanted: WantedState) -> Tensor | None:
         path = step_path(self._checkpoints, wanted.key.version)
@@ -264,7 +264,7 @@ class RemoteCheckpoints:
         """Comes back when durable or refused; tries until then."""
         while True:
             try:
-                stored = Snapshot(Key(epoch, version, stage), snapshot)
+                stored = StageSnapshot(Key(epoch, version, stage), snapshot)
                 await asyncio.wrap_future(self._coordinator.call_soon(CheckpointService.write, stored))
                 return
             except RefusedError:

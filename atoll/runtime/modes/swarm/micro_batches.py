@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -11,12 +11,13 @@ from torch import Tensor
 
 from atoll.blame import users_code
 from atoll.control.messages import Backward, Forward, Message
-from atoll.data import to_device
+from atoll.data import BatchRequest, to_device
 from atoll.errors import JobFailedError
 from atoll.graph.capture import Captured
 from atoll.job import Job
 from atoll.plan.division import apportion
 from atoll.runtime.activations import Activations, activations_of, leaves_from
+from atoll.runtime.batch_loader import BatchLoader, LoadedBatch
 from atoll.runtime.loss_weights import StepWeights
 from atoll.runtime.stage.program import Crossing, StageProgram
 from atoll.runtime.stage.sizes import Sizes
@@ -36,29 +37,52 @@ class SampleFeed:
     def __init__(
         self, job: Job, captured: Captured, programs: Sequence[StageProgram], micro_batches: Sequence[Range], generators: threading.Lock
     ) -> None:
-        self._generators = generators  # loading seeds them for every sample
         self._samples, self._sizes = job.samples, Sizes(captured)
+        self._loader = BatchLoader(job.samples, job.num_workers, generators)  # loading seeds the generators for every sample
+        self._steps, self._submitting = job.total_steps, threading.Lock()
+        self._ahead: dict[tuple[int, int], Future[bytes]] = {}  # by version and micro-batch: what workers were given to load
         self._needed = leaves_from(programs)[0]
         self._micro_batches = micro_batches
         self._weights = StepWeights(self._sizes, micro_batches, self._batch)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-feed")
+        # where weights are counted, which reads the whole batch, one thread does it for all
+        threads = 1 if self._sizes.weights is not None else max(1, self._loader.num_workers)
+        self._thread = ThreadPoolExecutor(threads, thread_name_prefix="atoll-feed")
 
     async def load(self, version: int, micro_batch: int) -> Activations:
         """The same for the same (version, micro_batch), whoever asks and whenever."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._load, version, micro_batch)
 
     def _load(self, version: int, micro_batch: int) -> Activations:
-        weights, batch = self._weights.of(version), self._batch(version, *self._micro_batches[micro_batch])
-        leaves = self._sizes.leaves(*to_device((batch, weights), torch.device("cpu")))
+        weights = self._weights.of(version)
+        with users_code(f"step {version + 1}: loading the batch", JobFailedError):
+            if self._loader.num_workers:
+                loaded = self._from_workers(version, micro_batch)
+            else:
+                loaded = self._loader.load(self._request(version, micro_batch))
+        leaves = self._sizes.leaves(*to_device((loaded.batch, weights), torch.device("cpu")))
         return Activations(self._sizes.bind(leaves), {name: leaf for name, leaf in leaves.items() if name in self._needed}, [])
 
+    def _request(self, version: int, micro_batch: int) -> BatchRequest:
+        return self._samples.part(version, *self._micro_batches[micro_batch], last=False)
+
+    def _from_workers(self, version: int, micro_batch: int) -> LoadedBatch:
+        """Whoever feeds a micro-batch of one step most likely feeds that of the next, which is therefore loaded ahead."""
+        with self._submitting:
+            self._ahead = {key: future for key, future in self._ahead.items() if version <= key[0] <= version + 1}
+            future = self._ahead.pop((version, micro_batch), None) or self._loader.submit(self._request(version, micro_batch))
+            following = (version + 1, micro_batch)
+            if version + 1 < self._steps and following not in self._ahead:
+                self._ahead[following] = self._loader.submit(self._request(*following))
+        return self._loader.result(future)
+
     def _batch(self, version: int, start: int, stop: int) -> Any:
-        with self._generators, users_code(f"step {version + 1}: loading the batch", JobFailedError):
-            return self._samples.batch(version, start, stop)
+        with users_code(f"step {version + 1}: loading the batch", JobFailedError):
+            return self._loader.load(self._samples.part(version, start, stop, last=False)).batch
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the threads and the processes that load."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._loader.close()
 
 
 class TensorChecks:

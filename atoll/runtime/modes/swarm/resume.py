@@ -15,6 +15,7 @@ from atoll.control.settings import Settings
 from atoll.control.world import Journal
 from atoll.errors import AtollError, CheckpointError, JobFailedError
 from atoll.job import Job
+from atoll.model_identity import identify
 from atoll.runtime.checkpoint.directory import candidates, step_path
 from atoll.runtime.checkpoint.manifest import RunIdentity, read_manifest, read_state
 from atoll.runtime.checkpoint.state_file import WholeCheckpoint, assemble_checkpoint, newest_whole
@@ -138,19 +139,9 @@ def _fitting(found: WholeCheckpoint | None, job: Job) -> WholeCheckpoint | None:
 
 def checkpoint_identity(job: Job, plan: str) -> RunIdentity:
     """What a checkpoint of the job belongs to."""
-    from atoll.runtime.stage.state import model_config, tied_names  # it loads what captures, which a coordinator's start does not wait for
-
     model = job.build_model("meta")
     optimizer = type(job.build_optimizer([torch.nn.Parameter(torch.zeros(1))])).__name__
-    return RunIdentity(
-        job=job.name,
-        optimizer=optimizer,
-        seed=job.seed,
-        batch_size=job.batch_size,
-        plan=plan,
-        tied=tied_names(model),
-        model_config=model_config(model),
-    )
+    return RunIdentity.of(identify(model), job=job.name, optimizer=optimizer, seed=job.seed, batch_size=job.batch_size, plan=plan)
 
 
 async def complete_checkpoint(

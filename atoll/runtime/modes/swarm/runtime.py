@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from atoll.units import plural
 
 if TYPE_CHECKING:
     from atoll.fabric.security import Authority
+    from atoll.job import Job
     from atoll.runtime.modes.swarm.resume import Resumed
     from atoll.runtime.modes.swarm.spec import SwarmSpec
 
@@ -55,6 +57,7 @@ class SwarmRuntime:
 
         assert isinstance(run.captured, Captured)  # as devices are needed, and nothing else passes its rules
         check_divisible(run.captured, bounds_of(run.plan))
+        _check_training(run.job)
         if run.plan.staleness:
             check_optimizer(run.job)
         if run.resumed and _own(run.options).nats is None:
@@ -132,6 +135,26 @@ def _spec(run: RunContext) -> "SwarmSpec":
     settings, job, plan = run.settings, run.job, run.plan
     every, codec = settings.checkpoint_every, settings.codec
     return spec_of(Path(settings.script), settings.arguments, job, plan, run.captured, every, codec, run.cluster)
+
+
+def _check_training(job: "Job") -> None:
+    """Refuse what needs all members to do something together between two steps."""
+    import torch
+    from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+    from atoll.callbacks import EarlyStopping, takes_run
+
+    for callback in job.callbacks:
+        name = getattr(callback, "__name__", type(callback).__name__)
+        if takes_run(callback):
+            raise JobError(f"mode swarm: the callback {name} takes the run, which a swarm cannot stop for; use lockstep, or one argument")
+        if isinstance(callback, EarlyStopping):
+            raise JobError("mode swarm: EarlyStopping waits for evaluations, which a swarm makes while it trains on; use lockstep")
+    scheduler = None
+    with suppress(JobError):  # it may be made for several groups, which one parameter is not
+        scheduler = job.build_scheduler(job.build_optimizer([torch.nn.Parameter(torch.zeros(1))]))
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise JobError("mode swarm: ReduceLROnPlateau waits for evaluations, which a swarm makes while it trains on; use lockstep")
 
 
 def _authority(directory: RunDirectory) -> "Authority":

@@ -60,7 +60,7 @@ SEVENTH = JOB.samples.index(7)
     [
         ({"data": Rows(bad=SEVENTH)}, f"step 2: loading the batch failed: ZeroDivisionError: mine (sample {SEVENTH} of 20)"),
         (
-            {"collate": fail},
+            {"collate_fn": fail},
             f"step 1: loading the batch failed: ZeroDivisionError: mine (collating samples {JOB.samples.index(0)}, {JOB.samples.index(1)})",
         ),
         ({"loss": lambda model, batch: fail()}, "step 1: the loss failed: ZeroDivisionError: mine"),
@@ -70,7 +70,7 @@ SEVENTH = JOB.samples.index(7)
             {"scheduler": lambda optimizer: LambdaLR(optimizer, lambda step: 1.0 if step < 3 else fail())},
             "step 3 of 6: the learning-rate schedule failed: ZeroDivisionError: mine",
         ),
-        ({"eval_data": Rows(bad=3)}, "evaluation after step 6: loading samples 2 to 3 failed: ZeroDivisionError: mine"),
+        ({"eval_data": Rows(bad=3)}, "evaluation after step 6: loading samples 2 to 3 failed: ZeroDivisionError: mine (sample 3 of 20)"),
         (
             {"eval_data": Rows(), "eval_every": 2, "eval_loss": fail},
             "evaluation after step 2: eval_loss failed: ZeroDivisionError: mine",

@@ -279,7 +279,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "several": lambda: job(gpt2, several_losses, eval_data=rows(tokens, 19, seed=8)),
     "doubled": lambda: job(lambda: gpt2(4).double(), counted_loss, max_grad_norm=1.0),
     "odd": lambda: job(gpt2, counted_loss, batch_size=7),
-    "padded": lambda: job(tiny("bert").model, padded_loss, rows(masked_tokens, seed=9), collate=padded),
+    "padded": lambda: job(tiny("bert").model, padded_loss, rows(masked_tokens, seed=9), collate_fn=padded),
     "dropout": lambda: job(partial(gpt2, 2, 0.1), micro_batch_size=2),
     "transformer": lambda: job(partial(Pairs, 0.0), word_loss),
     "transformer-dropout": lambda: job(partial(Pairs, 0.1), word_loss, micro_batch_size=2),

@@ -129,7 +129,7 @@ def loss_of_exported(job: Job, run: Path) -> float:
     model.eval()
     data: Any = job.eval_dataset
     with torch.no_grad():
-        return float(job.loss(model, job.collate([data[i] for i in range(len(data))])))
+        return float(job.loss(model, job.collate_fn([data[i] for i in range(len(data))])))
 
 
 def rank_process(rank: int, port: int, folder: Path, subjects: dict[str, Subject], cases: list[tuple[str, str, Plan, Plan]]) -> None:

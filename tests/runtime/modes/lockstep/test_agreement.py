@@ -12,6 +12,7 @@ SAID = Said(
     batch_size=8,
     seed=0,
     samples=64,
+    order="1, 2",
     precision="fp32",
     max_grad_norm=None,
     eval_every=None,

@@ -13,6 +13,7 @@ from atoll.data import Samples
 from atoll.errors import JobFailedError
 from atoll.graph.capture import Captured, capture_program
 from atoll.plan import Plan
+from atoll.runtime.batch_loader import BatchLoader
 from atoll.runtime.modes.lockstep.data_loader import ShardLoader
 from atoll.runtime.modes.lockstep.layout import Layout
 from atoll.runtime.modes.lockstep.rank import make_plan_schedule
@@ -86,8 +87,8 @@ def feed_of(captured: Captured, plan: Plan, rank: int, data: Numbered, collate: 
         module: Any = None
         stages.append(StageWork(program=program, module=module, place=place, parameters=[], before_backward=lambda last: None))
     actions = make_plan_schedule(layout)[layout.worker_of(rank)]
-    samples = Samples(data, collate, 0, plan.batch_size)
-    return ShardLoader(samples, layout, actions, stages, Sizes(captured), device, last_step=STEPS, ahead=ahead)
+    loader = BatchLoader(Samples(data, collate, 0, plan.batch_size), 0)
+    return ShardLoader(loader, layout, actions, stages, Sizes(captured), device, last_step=STEPS, ahead=ahead)
 
 
 def seen(feed: ShardLoader, layout: Layout, rank: int, step: int) -> list[list[float]]:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from atoll.events import StepFinished, read_events
 
@@ -35,7 +36,8 @@ job = atoll.Job(
     optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1), batch_size=16, steps=3, name="small",
 )
 if __name__ == "__main__":
-    job.run(out=sys.argv[1])
+    result = job.run(out=sys.argv[1])
+    torch.save(result.model.state_dict(), f"{sys.argv[1]}/{__import__('os').environ.get('RANK', 'alone')}.pt")
 """
 PLAN = """plan v1 graph=small cluster=two mode=lockstep schedule=1f1b batch=16 micro_batch=4
 stage 0: layers 0-0: oslo/0=16
@@ -73,6 +75,10 @@ def test_a_plan_that_rank_0_has_is_everybodys(other: str | None, tmp_path: Path)
     environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     subprocess.run([sys.executable, "train.py", "alone"], cwd=tmp_path, env=environ, check=True, capture_output=True)
     assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    expected = torch.load(tmp_path / "alone" / "alone.pt")
+    for rank in range(2):
+        for name, value in torch.load(tmp_path / "out" / f"{rank}.pt").items():
+            assert torch.allclose(value, expected[name], atol=1e-5), f"what rank {rank} has of the trained model"
 
 
 def test_another_plan_than_that_of_rank_0_is_refused(tmp_path: Path) -> None:

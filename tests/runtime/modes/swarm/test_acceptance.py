@@ -19,7 +19,7 @@ from atoll.control.world import SwarmProcess
 from atoll.errors import RefusedError
 from atoll.events import AnyEvent, PeerRefused
 from atoll.fabric.security import Authority, RunMember, serve
-from atoll.runtime.modes.swarm.files import CheckpointFiles, CheckpointService, FileJournal, Key, Snapshot, state_digest
+from atoll.runtime.modes.swarm.files import CheckpointFiles, CheckpointService, FileJournal, Key, StageSnapshot, state_digest
 from atoll.runtime.modes.swarm.transport import LoopClock
 
 GOOD, WRONG = torch.full((64,), 1, dtype=torch.uint8), torch.full((64,), 2, dtype=torch.uint8)
@@ -64,7 +64,7 @@ def running(path: Path) -> Iterator[tuple[Stored, Any]]:
     def send(name: str, key: Key, content: torch.Tensor) -> None:
         member = members.setdefault(name, RunMember(authority.credentials(name, "worker")))
         remote = member.fabric.peers.get("coordinator") or member.join(address)
-        remote.call_soon(CheckpointService.write, Snapshot(key, content)).result(30)
+        remote.call_soon(CheckpointService.write, StageSnapshot(key, content)).result(30)
 
     try:
         yield found, send

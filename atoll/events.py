@@ -54,6 +54,7 @@ __all__ = [
     "PeerChanged",
     "PeerRefused",
     "PeerRetried",
+    "PhaseFinished",
     "PlanChosen",
     "ProcessEnded",
     "ProcessStarted",
@@ -100,6 +101,14 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=_k
 # ---- the run
 
 
+class PhaseFinished(Event, frozen=True, kw_only=True):
+    """A part of a run's start is over, such as loading PyTorch, capturing, planning or building."""
+
+    phase: str  # what is done by then: "model captured"
+    seconds: float
+    source: str = ""  # the process it was in; empty: the one that starts the others
+
+
 class RunStarted(Event, frozen=True, kw_only=True):
     """A run began: what is going to be done, and where."""
 
@@ -133,6 +142,7 @@ class StepFinished(Event, frozen=True, kw_only=True):
     rounds: int = 1  # of a swarm: how often the step was sealed until nothing was missing
     data_seconds: float | None = None  # of `seconds`, spent waiting for data: the mean of the processes that read any
     loading_seconds: float | None = None  # that loading the data took them or their workers, added up: the mean of these processes
+    losses: dict[str, float] = {}  # of a job with several: by name; `loss` is their sum
 
 
 class Evaluated(Event, frozen=True, kw_only=True):

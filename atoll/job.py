@@ -9,7 +9,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Self, TypeAlias, cast
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["Job", "LossFunction", "LossValue", "ParameterGroup", "RunResult", "local_device", "read_loss"]
 
 LossFunction: TypeAlias = Callable[[Any, Batch], Tensor | tuple[Tensor, Tensor | float]]
+OptimizerBuilder: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+SchedulerBuilder: TypeAlias = Callable[[torch.optim.Optimizer], LRScheduler]
 _SEEDS = 2**64  # what the mixing of seeds tells apart
 _PRECISIONS: dict[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -101,13 +103,15 @@ class Job:
     model: nn.Module | Callable[[], nn.Module]
     """A callable that builds the module: it is called with the seed set, so that all hosts agree, and planning costs no memory.
     Or a built module, which is trained in place."""
-    loss: LossFunction
-    """`loss(model, batch)`: the mean over the samples, or `(total, weight)` when the mean is over something else, such as tokens."""
+    loss: LossFunction | Any  # or Mapping[str, LossFunction]
+    """`loss(model, batch)`: the mean over the samples, or `(total, weight)` when the mean is over something else, such as tokens.
+    Or several, by names of the model's submodules: in every step each is computed in turn and trains that submodule alone (a GAN)."""
     data: "Dataset | Iterable[Any] | DataLoader[Any] | Callable[[], Dataset | Iterable[Any]]"
     """Anything with a length and indexing, or that is read in order (an `IterableDataset`), or a callable that builds it when it is first
     needed. Or a `torch.utils.data.DataLoader`, which stands for its dataset, batch_size, collate_fn, num_workers, sampler, drop_last."""
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    """From the trainable parameters to an optimizer: `functools.partial(torch.optim.AdamW, lr=3e-4)`, or a class."""
+    optimizer: OptimizerBuilder | Mapping[str, OptimizerBuilder]
+    """From the trainable parameters to an optimizer: `functools.partial(torch.optim.AdamW, lr=3e-4)`, or a class. One for each loss,
+    by the same names, where there are several."""
     batch_size: int = cast(int, None)
     """Samples in a step, over all devices. Left out only where `data` is a DataLoader, which has it."""
     steps: int | None = None
@@ -136,8 +140,9 @@ class Job:
     gradients, optimizer and inputs are bfloat16 too, as after `model.to(torch.bfloat16)`."""
     max_grad_norm: float | None = None
     """Clip the norm of the whole gradient to this."""
-    scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
-    """From the optimizer to a learning-rate schedule, stepped after every step; `ReduceLROnPlateau`, at every evaluation with its loss."""
+    scheduler: SchedulerBuilder | Mapping[str, SchedulerBuilder] | None = None
+    """From the optimizer to a learning-rate schedule, stepped after every step; `ReduceLROnPlateau`, at every evaluation with its loss.
+    With several losses: one for all, or by their names."""
     parameter_groups: Callable[[str, nn.Parameter], Mapping[str, Any]] | None = None
     """From a parameter's name and itself (whole, maybe without values) to options of its group, such as `{"weight_decay": 0.0}`."""
     ema_decay: float | None = None
@@ -182,6 +187,40 @@ class Job:
                 object.__setattr__(self, name, value)
         if isinstance(self.eval_data, DataLoader):
             object.__setattr__(self, "eval_data", evaluation_parts(self.eval_data, self.collate_fn))
+
+    @cached_property
+    def turns(self) -> "dict[str, Job]":
+        """What a step does, one after another: each a job with one loss and one optimizer. This very job, with an empty name, if it is."""
+        if not isinstance(self.loss, Mapping):
+            return {"": self}
+        assert isinstance(self.optimizer, Mapping)
+        schedulers = self.scheduler if isinstance(self.scheduler, Mapping) else dict.fromkeys(self.loss, self.scheduler)
+        return {
+            name: replace(self, loss=loss, optimizer=self.optimizer[name], scheduler=schedulers.get(name), data=lambda: self.dataset)
+            for name, loss in self.loss.items()
+        }
+
+    def trained_in(self, model: nn.Module) -> dict[str, list[str]]:
+        """The names of the parameters that each turn trains; a JobError where that is not clear for one of them."""
+        named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        if "" in self.turns:
+            return {"": list(named)}
+        owner: dict[str, str] = {}
+        for turn in self.turns:
+            try:
+                own = {id(parameter) for parameter in model.get_submodule(turn).parameters()}
+            except AttributeError:
+                _wrong(
+                    "loss", f"{turn!r}: the model has no submodule of this name; it has {', '.join(n for n, _ in model.named_children())}"
+                )
+            for name in [name for name, parameter in named.items() if id(parameter) in own]:
+                if name in owner:
+                    _wrong("loss", f"{turn!r} and {owner[name]!r} both have the parameter {name!r}; every parameter has one optimizer")
+                owner[name] = turn
+        left = [name for name in named if name not in owner]
+        if left:
+            _wrong("optimizer", f"none trains the parameter {left[0]!r}; name its submodule, or set requires_grad=False on it")
+        return {turn: [name for name in named if owner[name] == turn] for turn in self.turns}
 
     @cached_property
     def dataset(self) -> Any:
@@ -339,6 +378,7 @@ class Job:
         trainable: list[Any] = [parameter for parameter in parameters if parameter.requires_grad]
         if not trainable:
             raise JobError("Job: model: it has no trainable parameter; set requires_grad on what is to be trained")
+        assert not isinstance(self.optimizer, Mapping), "each turn has its own"
         if groups:
             trainable = [{"params": list(own), **options} for options, own in groups]
         with users_code("Job: optimizer: making it"):
@@ -356,6 +396,13 @@ class Job:
         """The job's optimizer for a whole model, in the job's groups of parameters."""
         return self.build_part_optimizer(dict(model.named_parameters()), self.group_names(model.named_parameters()))
 
+    def build_optimizers(self, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
+        """Of all turns of a step, by their names: one without a name, unless the job has several losses."""
+        if "" in self.turns:
+            return {"": self.build_model_optimizer(model)}
+        named, names = dict(model.named_parameters()), self.trained_in(model)
+        return {turn: part.build_optimizer([named[name] for name in names[turn]]) for turn, part in self.turns.items()}
+
     def build_part_optimizer(self, parameters: Mapping[str, nn.Parameter], groups: Sequence[ParameterGroup]) -> torch.optim.Optimizer:
         """The job's optimizer for some parameters of a model, in the groups of the whole: each is there, in the same order, if empty."""
         if self.parameter_groups is None:
@@ -367,6 +414,7 @@ class Job:
         """The job's learning-rate schedule, if it has one, long enough for all its steps."""
         if self.scheduler is None:
             return None
+        assert not isinstance(self.scheduler, Mapping), "each turn has its own"
         with users_code("Job: scheduler: making it"):
             scheduler = cast(Any, self.scheduler(optimizer))
         if not hasattr(scheduler, "step"):
@@ -520,8 +568,11 @@ def _check_functions(job: Job) -> None:
         _wrong("weights", f"must be a path, got {_kind_of(job.weights)}")
     if job.weights is not None and isinstance(job.model, nn.Module):
         _wrong("weights", "a built module has weights already; give a callable that builds the model")
-    _check_callable("loss", job.loss, 2, "a function loss(model, batch)")
-    _check_callable("optimizer", job.optimizer, 1, "a callable from parameters to an optimizer, such as torch.optim.AdamW")
+    _check_turns(job)
+    for name, loss in _named("loss", job.loss).items():
+        _check_callable(name, loss, 2, "a function loss(model, batch)")
+    for name, optimizer in _named("optimizer", job.optimizer).items():
+        _check_callable(name, optimizer, 1, "a callable from parameters to an optimizer, such as torch.optim.AdamW")
     if job.parameter_groups is not None:
         _check_callable("parameter_groups", job.parameter_groups, 2, "a function of a parameter's name and the parameter")
     _check_callable("collate_fn", job.collate_fn, 1, "a callable from a list of samples to a batch")
@@ -529,8 +580,8 @@ def _check_functions(job: Job) -> None:
         _wrong("dynamic", f"must be a mapping from names of a batch's tensors to dimensions, got {_kind_of(job.dynamic)}")
     if job.sampler is not None and not isinstance(job.sampler, Sampler):
         _check_callable("sampler", job.sampler, 1, "a torch.utils.data.Sampler or a callable from the epoch to its indices")
-    if job.scheduler is not None:
-        _check_callable("scheduler", job.scheduler, 1, "a callable from an optimizer to a learning-rate scheduler")
+    for name, scheduler in _named("scheduler", job.scheduler).items() if job.scheduler is not None else ():
+        _check_callable(name, scheduler, 1, "a callable from an optimizer to a learning-rate scheduler")
     if job.eval_loss is not None:
         _check_callable("eval_loss", job.eval_loss, 2, "a function eval_loss(model, batch)")
     if not isinstance(job.metrics, Mapping):
@@ -555,6 +606,33 @@ def _check_functions(job: Job) -> None:
             _check_callable(name, data, 0, wanted)
     if is_stream(job.data):
         job._check_stream()
+
+
+def _named(argument: str, value: object) -> dict[str, object]:
+    """What is given for an argument, by the words that name it."""
+    return {f"{argument}[{name!r}]": one for name, one in value.items()} if isinstance(value, Mapping) else {argument: value}
+
+
+def _check_turns(job: Job) -> None:
+    """Several losses go with as many optimizers of the same names."""
+    if not isinstance(job.loss, Mapping):
+        for name in ("optimizer", "scheduler"):
+            if isinstance(getattr(job, name), Mapping):
+                _wrong(name, "several need as many losses, by the same names: loss={…}")
+        return
+    if not job.loss or not all(isinstance(name, str) and name for name in job.loss):
+        _wrong("loss", f"several losses go by names of the model's submodules, got {list(job.loss)}")
+    for name, given in (("optimizer", job.optimizer), ("scheduler", job.scheduler)):
+        names = set(given) if isinstance(given, Mapping) else set(job.loss) if name == "scheduler" else set()
+        if names != set(job.loss) and not (name == "scheduler" and names < set(job.loss)):
+            _wrong(name, f"give one for each loss, by the same names ({', '.join(job.loss)}), got {', '.join(map(str, names)) or 'one'}")
+    if job.precision == "fp16":
+        _wrong("precision", "fp16 scales one loss, and there are several; take bf16")
+    for name in ("ema_decay", "parameter_groups"):
+        if getattr(job, name) is not None:
+            _wrong(name, "is not made for several losses yet; leave it out")
+    if job.eval_data is not None and job.eval_loss is None:
+        _wrong("eval_loss", "there are several losses: say which to evaluate")
 
 
 def _check_callable(name: str, value: object, arguments: int, wanted: str) -> None:

@@ -35,6 +35,7 @@ __all__ = [
     "when_script_ends",
 ]
 
+_OTHER_FILES = {".toml": "a cluster with --cluster FILE", ".plan": "a plan with --plan FILE", ".json": "a plan with --plan FILE"}
 RunOpener: TypeAlias = Callable[[Job, bool], AbstractContextManager[Any]]
 """From a Job that a script runs, and whether the loop around its steps is the script's own, to its Training."""
 
@@ -222,6 +223,8 @@ def _source(file: Path) -> str:
         near = sorted(file.parent.glob("*.py")) if file.parent.is_dir() else []
         hint = f"; there are {', '.join(str(path) for path in near[:5])}" if near else ""
         raise JobError(f"{file}: there is no such file{hint}")
+    if file.suffix in _OTHER_FILES:
+        raise JobError(f"{file}: is no training script; give the script first, and {_OTHER_FILES[file.suffix]}")
     try:
         source = file.read_text(encoding="utf-8")
         ast.parse(source, str(file))

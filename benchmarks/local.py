@@ -151,7 +151,7 @@ def run(names: Sequence[str], rounds: int, threads: int, file: Path | None, say:
     for number in range(rounds):
         if file is None:
             say(f"round {number + 1} of {rounds}: probing")
-            clusters.append(probe_host(budget_s=_PROBE_S).cluster)
+            clusters.append(probe_host(budget_s=_PROBE_S, undisturbed=True).cluster)
         for model in models:
             say(f"round {number + 1} of {rounds}: training {model.name}")
             model.train()

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from atoll.errors import JobError
+from atoll.cluster import load_cluster
+from atoll.errors import ClusterError, JobError, PlanError
 from atoll.job import Job
+from atoll.plan import load_plan
 from atoll.script import load_job
 
 GOOD = """
@@ -83,6 +85,15 @@ def test_missing_files_and_directories(tmp_path: Path) -> None:
     assert failure(tmp_path / "trian.py") == f"{tmp_path}/trian.py: there is no such file; there are {tmp_path}/train.py"
     assert "is a directory" in failure(tmp_path)
     assert failure(tmp_path / "no" / "x.py") == f"{tmp_path}/no/x.py: there is no such file"
+
+
+def test_other_files_of_ours_are_known(tmp_path: Path) -> None:
+    assert "is no training script; give the script first, and a cluster with --cluster" in failure(script(tmp_path, "", "here.toml"))
+    (tmp_path / "plan.txt").write_text("plan v1 graph=g cluster=c mode=lockstep schedule=1f1b batch=2 micro_batch=1\n")
+    with pytest.raises(ClusterError, match="is a plan, not a cluster file; give it with --plan"):
+        load_cluster(tmp_path / "plan.txt")
+    with pytest.raises(PlanError, match="is a cluster file, not a plan; give it with --cluster"):
+        load_plan(script(tmp_path, 'name = "c"', "c.toml"))
 
 
 def test_syntax_errors_and_what_is_not_text(tmp_path: Path) -> None:

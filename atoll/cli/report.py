@@ -107,6 +107,8 @@ def _heading(found: "RunReport") -> Text:
         text.append(f" · loss {found.losses[0]:.4f} → {found.losses[-1]:.4f}")
     if found.samples_per_second:
         text.append(f" · {found.samples_per_second:,.4g} samples/s")
+    if found.codecs:
+        text.append(f"\ncodecs · {' · '.join(found.codecs)}")
     counted = found.samples
     text.append(f"\n{plural(counted.committed, 'sample')} committed, {counted.lost:,} lost, {counted.redone:,} redone\n")
     return text.append_text(_step_line(found)).append("\n")

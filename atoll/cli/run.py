@@ -1,6 +1,7 @@
 """`atoll run SCRIPT --cluster FILE`: plan the job, show the plan, and have its mode train it."""
 
 import os
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from atoll.cli.forkable_start import ForkableStart
 from atoll.cli.mode_options import apply_to_plan, chosen_options, is_given
-from atoll.cli.output import notes_view, say
+from atoll.cli.output import notes_view, say, working
 from atoll.cli.plan import make_plan_for, priced
 from atoll.cli.render import plan_view, show
 from atoll.cli.report import short_view
@@ -21,7 +23,7 @@ from atoll.cluster import Cluster, dump_cluster, load_cluster
 from atoll.codec import CodecChoice
 from atoll.cost import Calibration, Cost, load_calibration
 from atoll.errors import AtollError, JobError, PlanError
-from atoll.events import EventLog, PlanChosen, Warned
+from atoll.events import EventLog, PhaseFinished, PlanChosen, Warned
 from atoll.plan import Plan, load_plan, validate
 from atoll.plan.link_codecs import PlanCodecs
 from atoll.plan.modes import ModeRules, default_rules, mode_rules
@@ -29,6 +31,7 @@ from atoll.plan.modes.alone import ALONE
 from atoll.runtime.mode import ModeRuntime, RunContext, mode_runtime
 from atoll.runtime.run_directory import SPEEDS, RunDirectory, RunSettings, run_lock, with_checksum
 from atoll.runtime.supervise.placement import Placement, place_processes
+from atoll.units import format_seconds
 
 if TYPE_CHECKING:
     from atoll.job import Job
@@ -77,19 +80,22 @@ def run(
         raise JobError(f"--codec {codec}: a plan that is there already says its own codecs; leave it out, or plan anew with --cluster")
     given = _Given(directory, before, load_plan(plan) if plan is not None else None, plan, cluster, codec)
     constants = load_calibration(calibration) if calibration else None
-    prepared = _prepare(script, arguments, rules, own, given, constants)
-    if prepared.own_loop and not rules.runs_loops:
-        raise JobError(f"{script}: it makes the steps itself (atoll.step), which a {rules.name} does for it; give the run an atoll.Job")
-    settings = msgspec.structs.replace(
-        settings, mode=rules.name, codec=codec, options=msgspec.to_builtins(prepared.options), own_loop=prepared.own_loop
-    )
-    run_context = _context(prepared, directory, settings, resumed=before is not None, max_restarts=max_restarts, sync=sync)
-    runtime.check(run_context)
-    with run_lock(directory.path), _untouched_if_refused(directory):
-        _write(run_context, prepared)
-        _show(prepared)
-        _log_plan(prepared, directory)
-        _launch(runtime, run_context)
+    with ForkableStart(runtime) as start:
+        prepared = _prepare(script, arguments, rules, own, given, constants, start)
+        if prepared.own_loop and not rules.runs_loops:
+            raise JobError(f"{script}: it makes the steps itself (atoll.step), which a {rules.name} does for it; give the run an atoll.Job")
+        settings = msgspec.structs.replace(
+            settings, mode=rules.name, codec=codec, options=msgspec.to_builtins(prepared.options), own_loop=prepared.own_loop
+        )
+        run_context = _context(prepared, directory, settings, start, resumed=before is not None, max_restarts=max_restarts, sync=sync)
+        runtime.check(run_context)
+        with run_lock(directory.path), _untouched_if_refused(directory):
+            _write(run_context, prepared)
+            _show(prepared)
+            _log_plan(prepared, directory)
+            if prepared.phases:
+                say(_ready(prepared.phases, start.why_not))
+            _launch(runtime, run_context)
 
 
 @contextmanager
@@ -160,6 +166,7 @@ class _Prepared:
     notes: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()  # for the plan
     own_loop: bool = False  # the script makes the steps itself
+    phases: tuple[PhaseFinished, ...] = ()  # what it took to prepare
 
 
 def _mode(mode: str | None, alone: bool, plan: Path | None, before: RunSettings | None) -> ModeRules:
@@ -176,7 +183,13 @@ def _mode(mode: str | None, alone: bool, plan: Path | None, before: RunSettings 
 
 
 def _prepare(
-    script: str, arguments: tuple[str, ...], rules: ModeRules, options: msgspec.Struct, given: _Given, constants: Calibration | None
+    script: str,
+    arguments: tuple[str, ...],
+    rules: ModeRules,
+    options: msgspec.Struct,
+    given: _Given,
+    constants: Calibration | None,
+    start: ForkableStart,
 ) -> _Prepared:
     if not rules.needs_devices and given.plan is None and given.cluster_file is None:
         return _prepare_here(script, arguments, rules, options)
@@ -186,7 +199,15 @@ def _prepare(
         plan, options = apply_to_plan(msgspec.structs.replace(plan, mode=rules.name), options, None)
         if (why_not := rules.why_not(plan)) is not None:
             raise PlanError(f"{given.plan_file or 'plan.json'}: {why_not}")
+    began = time.perf_counter()
+    with working("loading PyTorch"):
+        start.prepare()
+    phases = [PhaseFinished(phase="PyTorch loaded", seconds=time.perf_counter() - began)]
     model = load_target(script, None, arguments)
+    start.begin(model)
+    phases.append(PhaseFinished(phase="script loaded", seconds=model.script_seconds))
+    phases.append(PhaseFinished(phase="model captured", seconds=model.capture_seconds - model.script_seconds))
+    began = time.perf_counter()
     reasons: tuple[str, ...] = ("given with --plan" if given.plan is not None else "as before",)
     if plan is None:
         assert cluster is not None  # as it was needed
@@ -196,10 +217,11 @@ def _prepare(
     matching = cluster if cluster is not None and cluster.name == plan.cluster else None
     _validate(plan, model, matching, given.plan_file)
     PlanCodecs(plan, matching)  # an error where it has some that cannot be found in the cluster
+    phases.append(PhaseFinished(phase="plan made", seconds=time.perf_counter() - began))
     predicted, notes = priced(plan, model, matching, constants) if matching is not None else (None, ())
     assert model.job is not None  # a script always has one
     notes = (*model.notes, *_other_micro_batches(plan, model), *notes)
-    return _Prepared(plan, options, model.job, cluster, matching, model, predicted, notes, reasons, model.own_loop)
+    return _Prepared(plan, options, model.job, cluster, matching, model, predicted, notes, reasons, model.own_loop, tuple(phases))
 
 
 def _prepare_here(script: str, arguments: tuple[str, ...], rules: ModeRules, options: msgspec.Struct) -> _Prepared:
@@ -254,11 +276,20 @@ def _directory(
 
 
 def _context(
-    prepared: _Prepared, directory: RunDirectory, settings: RunSettings, *, resumed: bool, max_restarts: int, sync: bool
+    prepared: _Prepared,
+    directory: RunDirectory,
+    settings: RunSettings,
+    start: ForkableStart,
+    *,
+    resumed: bool,
+    max_restarts: int,
+    sync: bool,
 ) -> RunContext:
     def place(hosts: Sequence[str], shared: bool) -> Placement:
-        script, path = Path(settings.script), directory.path
-        return place_processes(hosts, prepared.matching, os.environ, script=script, run=path, sync=sync, shared=shared, say=say)
+        script, path, server = Path(settings.script), directory.path, start.server
+        return place_processes(
+            hosts, prepared.matching, os.environ, script=script, run=path, sync=sync, shared=shared, say=say, server=server
+        )
 
     return RunContext(
         directory=directory,
@@ -308,6 +339,8 @@ def _show(prepared: _Prepared) -> None:
 def _log_plan(prepared: _Prepared, directory: RunDirectory) -> None:
     plan = prepared.plan
     with EventLog(directory.path, resume=True) as log:
+        for phase in prepared.phases:
+            log(msgspec.structs.replace(phase, at_seconds=log.seconds()))
         log(
             PlanChosen(
                 at_seconds=log.seconds(),
@@ -323,6 +356,13 @@ def _log_plan(prepared: _Prepared, directory: RunDirectory) -> None:
             log(Warned(at_seconds=log.seconds(), message=prepared.model.notes[0]))  # it was shown with the plan
 
 
+def _ready(phases: Sequence[PhaseFinished], why_not_forked: str) -> str:
+    """What it took until processes can be started, and what they cannot take over."""
+    took = ", ".join(f"{phase.phase} in {format_seconds(phase.seconds)}" for phase in phases)
+    again = f"; each process loads and captures for itself: {why_not_forked}" if why_not_forked else ""
+    return took + again
+
+
 def _launch(runtime: ModeRuntime, run: RunContext) -> None:
     from atoll.watch.progress import Progress
     from atoll.watch.report import read_report
@@ -334,7 +374,8 @@ def _launch(runtime: ModeRuntime, run: RunContext) -> None:
     with Progress() as progress:
         outcome = runtime.launch(replace(run, resume_point=point, observers=(progress,)))
     if outcome.resumable:
-        say(f"to go on: atoll run {run.settings.script} --resume {path}")
+        own = f" -- {shlex.join(run.settings.arguments)}" if run.settings.arguments else ""
+        say(f"to go on: atoll run {shlex.quote(run.settings.script)} --resume {shlex.quote(str(path))}{own}")
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)
     show(short_view(read_report(path), path))

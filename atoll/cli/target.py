@@ -29,7 +29,8 @@ class Target:
     graph: Graph
     batch_size: int
     optimizer: str
-    capture_seconds: float
+    capture_seconds: float  # of a script, its import included
+    script_seconds: float = 0.0  # of importing the script alone
     loading_seconds: float = 0.0  # processor time of a batch, where the data is at hand
     micro_batch_size: int | None = None  # that the job asks for
     notes: tuple[str, ...] = ()  # what was assumed or estimated, in sentences
@@ -67,6 +68,7 @@ def _from_script(path: str, batch_size: int | None, arguments: Sequence[str]) ->
 
         started = time.perf_counter()
         found = load_script(path, arguments)
+        script_seconds = time.perf_counter() - started
         job = found.job
         with located(path), seen_arguments(path, arguments):
             captured = capture_or_run(job, check=True, most_bytes=memory_to_try())
@@ -81,6 +83,7 @@ def _from_script(path: str, batch_size: int | None, arguments: Sequence[str]) ->
             size,
             optimizer,
             seconds,
+            script_seconds=script_seconds,
             loading_seconds=loading_seconds,
             micro_batch_size=job.micro_batch_size,
             notes=(*captured.notes, *notes),
@@ -95,7 +98,7 @@ def _optimizer(job: "Job") -> tuple[str, tuple[str, ...]]:
     import torch
 
     parameter = torch.nn.Parameter(torch.zeros(64, 64))
-    optimizer = job.build_optimizer([parameter])
+    optimizer = next(iter(job.turns.values())).build_optimizer([parameter])
     name = type(optimizer).__name__.lower()
     if name in OPTIMIZERS and name != "sgd":
         return name, ()

@@ -11,6 +11,7 @@ import msgspec
 from atoll.callbacks import Callback
 from atoll.cli.output import show_what_the_terminal_can
 from atoll.errors import AtollError
+from atoll.runtime.mode import CapturedJob
 from atoll.runtime.modes.lockstep.role import Role, find_role, hidden_role
 from atoll.runtime.run_directory import RunDirectory
 from atoll.watch.progress import Progress
@@ -21,18 +22,21 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the rank that the launcher named in the environment; the run's directory says the rest, but where this host has the script."""
+def main(arguments: Sequence[str], known: CapturedJob | None = None) -> int:
+    """Run the rank that the launcher named in the environment; the run's directory says the rest, but where this host has the script.
+
+    `known` is the job where the process this one was forked from has captured it.
+    """
     role = find_role(os.environ)
     assert role is not None, "the launcher says which rank this is"
     try:
-        return _run(RunDirectory(arguments[0]), role, *arguments[1:])
+        return _run(RunDirectory(arguments[0]), role, known, *arguments[1:])
     except AtollError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
 
 
-def _run(directory: RunDirectory, role: Role, script: str | None = None) -> int:
+def _run(directory: RunDirectory, role: Role, known: CapturedJob | None, script: str | None = None) -> int:
     from atoll.runtime.modes.lockstep.worker import RankTraining, training_rank  # PyTorch takes seconds to load: mistakes are told before
     from atoll.runtime.training import train
     from atoll.script import execute, load_job, seen_arguments
@@ -52,13 +56,14 @@ def _run(directory: RunDirectory, role: Role, script: str | None = None) -> int:
                 observers=observers,
                 own=progress,
                 notes_shown=True,
+                known=known,
             )
 
         if settings.own_loop:
             execute(settings.script, settings.arguments, opened)
             return 0
         with hidden_role(os.environ):
-            job = load_job(settings.script, settings.arguments)
+            job = known.job if known is not None else load_job(settings.script, settings.arguments)
         with seen_arguments(settings.script, settings.arguments), opened(job, False) as training:
             train(training)
     return 0

@@ -68,6 +68,8 @@ def parse_cluster(text: str, where: str = "cluster", *, default_name: str = "clu
     except ValueError as error:
         match = re.fullmatch(r"(.*) \(at (.*)\)", str(error), re.DOTALL)
         place, problem = (f"{match[2]}: ", match[1]) if match else ("", str(error))
+        if text.lstrip().startswith(("plan v", "{")):
+            raise ClusterError(f"{where}: is a plan, not a cluster file; give it with --plan (`atoll plan --check` checks it)") from None
         raise ClusterError(f"{where}: {place}not valid TOML: {problem}") from None
     return _cluster(Table(document, where, ("name", "site", "link", "default_link", "device_kind")), where, default_name)
 

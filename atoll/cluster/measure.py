@@ -1,8 +1,9 @@
 """Measuring a device: matrix products, convolutions, elementwise work, attention, optimizers and the cost of an operator.
 
 Machines are shared and noisy, so every case is timed in many short turns that alternate with all other cases: a disturbance of some seconds
-then touches a few turns of every case instead of ruining one. Disturbances only ever add time, so the fastest tenth of the turns counts;
-how much slower the usual turn was tells how busy the machine is.
+then touches a few turns of every case instead of ruining one. What a step will take is what things usually take, with what neighbours
+cost: the median turn of each case, by the processor's time where there is one thread, stretched as time on the wall was over the usual
+tenth of a second. A machine without its neighbours is the fastest tenth of the turns.
 
 Backward passes are timed on a graph that is kept, so that forward is not part of them. Bytes are counted by `atoll.graph.flops`, as capture
 counts those of a model.
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ __all__ = ["Case", "DeviceMeasurement", "Timing", "interleaved", "measure_device
 
 _MOST_TURNS = 60
 _TURN_S = 0.004  # about a scheduler's time slice: longer turns are rarely left alone
+_WINDOW_S = 0.1  # about a step of a small model
 _MINOR_EVERY = 4
 _FIRST_ROUND = 0.1  # of the whole, as it is told: cases run for the first time then, which takes longer than later turns
 
@@ -43,10 +45,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one run: undisturbed (the fastest tenth of turns), and of the median turn by the clock on the wall."""
+    """Seconds of one run: undisturbed (the fastest tenth of turns), of the median turn by the clock on the wall, and as a part of work that
+    lasts longer than a turn: the median turn, and the share of the usual tenth of a second in which others had the processor."""
 
     seconds: float
     usual_seconds: float
+    lasting_seconds: float
 
 
 def interleaved(
@@ -65,7 +69,8 @@ def interleaved(
     """
     stopwatch = stopwatch or clock
     start = clock()
-    turns = []
+    turns: list[list[tuple[float, float]]] = []
+    taken: list[_Turn] = []
     for i, case in enumerate(cases):
         turns.append([_turn(case.run, 1, synchronize, stopwatch, clock)])
         tick(_FIRST_ROUND * (i + 1) / len(cases))
@@ -77,14 +82,42 @@ def interleaved(
         tick(_FIRST_ROUND + (1 - _FIRST_ROUND) * max(elapsed / budget_s, turn / _MOST_TURNS))
         repeats = max(1, round(_TURN_S / max(min(turns[i])[0], 1e-9)))
         turns[i].append(_turn(cases[i].run, repeats, synchronize, stopwatch, clock))
+        taken.append(_Turn(i, repeats, turns[i][-1][1]))
     tick(1.0)
-    return [_timing(taken) for taken in turns]
+    medians = [statistics.median(seconds for seconds, _ in own) for own in turns]
+    stretch = _stretch(taken, medians)
+    return [_timing(own, median * stretch) for own, median in zip(turns, medians, strict=True)]
 
 
-def _timing(turns: Sequence[tuple[float, float]]) -> Timing:
+class _Turn(NamedTuple):
+    """Some runs of a case one after another, and what each took by the clock on the wall."""
+
+    case: int
+    repeats: int
+    wall_seconds: float
+
+
+def _stretch(turns: Sequence[_Turn], medians: Sequence[float]) -> float:
+    """How many times as long as their medians turns take together in the usual window: neighbours take whole slices of time, so that most
+    short turns do not notice them, but everything that lasts longer does."""
+    windows: list[float] = []
+    wall = own = 0.0
+    for turn in turns:
+        wall, own = wall + turn.repeats * turn.wall_seconds, own + turn.repeats * medians[turn.case]
+        if wall >= _WINDOW_S:
+            windows.append(wall / max(own, 1e-9))
+            wall = own = 0.0
+    return statistics.median(windows) if windows else 1.0
+
+
+def _timing(turns: Sequence[tuple[float, float]], lasting_seconds: float) -> Timing:
     ours = sorted(seconds for seconds, _ in turns)
     everything = sorted(seconds for _, seconds in turns)
-    return Timing(seconds=max(ours[len(ours) // 10], 1e-9), usual_seconds=max(everything[len(everything) // 2], 1e-9))
+    return Timing(
+        seconds=max(ours[len(ours) // 10], 1e-9),
+        usual_seconds=max(everything[len(everything) // 2], 1e-9),
+        lasting_seconds=max(lasting_seconds, 1e-9),
+    )
 
 
 def _turn(
@@ -157,9 +190,13 @@ def measure_device(
     *,
     quick: bool = False,
     budget_s: float | None = None,
+    undisturbed: bool = False,
     tick: Callable[[float], None] = lambda share: None,
 ) -> DeviceMeasurement:
-    """What a device with so much free memory does. Takes about 40 s, quick 7 s, or the budget given; each case is run in any event."""
+    """What a device with so much free memory does. Takes about 40 s, quick 7 s, or the budget given; each case is run in any event.
+
+    `undisturbed` leaves out what neighbours cost.
+    """
     on_cpu = device.type == "cpu"
     synchronize = (lambda: None) if on_cpu else torch.accelerator.synchronize
     # One thread's own processor time leaves out the time others took; several threads wait for each other, so only the clock tells.
@@ -171,7 +208,7 @@ def measure_device(
     cases = [_chain(device), _copy(device, sizes[-1]), *(case for trial in trials for case in trial.cases)]
     budget_s = budget_s if budget_s is not None else _QUICK_S if quick else _FULL_S
     timings = timed([results.keeping(case) for case in cases], budget_s=budget_s, tick=tick)
-    seconds = iter([timing.seconds for timing in timings])
+    seconds = iter([timing.seconds if undisturbed else timing.lasting_seconds for timing in timings])
     operator_seconds, memory_rate = next(seconds) / (2 * _CHAIN), sizes[-1] / next(seconds)
     rates: dict[str, list[Any]] = defaultdict(list)
     for trial in trials:

@@ -3,7 +3,6 @@
 import os
 import platform
 import re
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -17,13 +16,14 @@ from atoll import units
 from atoll.cluster.build import DEFAULT_RESERVE, build_cluster
 from atoll.cluster.cluster import Cluster, Device, DeviceKind, Host, Link, Site
 from atoll.cluster.file import parse_cluster
+from atoll.cluster.host_name import SITE, this_host
 from atoll.cluster.measure import DeviceMeasurement, interleaved, measure_device, one_way_copy
 from atoll.cluster.memory import host_memory, keep_freed_memory
+from atoll.cluster.neighbours import busy_neighbours
 from atoll.cluster.peer import PeerLink, measure_loopback
 
 __all__ = ["Probed", "join_peers", "probe_host", "rounded"]
 
-_SITE = "here"
 _NEAR_S = 2e-3  # a round trip shorter than this is a network inside a site
 _FALLBACK_LATENCY_S = 5e-6
 
@@ -39,35 +39,41 @@ class Probed:
     busy: float
 
 
-def probe_host(*, quick: bool = False, budget_s: float | None = None, processes: int = 1, tick: Tick = lambda share: None) -> Probed:
-    """Measure this machine: its accelerators if PyTorch sees any, else its CPU, as one device or as one for each of several processes."""
-    name = _host_name()
+def probe_host(
+    *,
+    quick: bool = False,
+    budget_s: float | None = None,
+    processes: int = 1,
+    undisturbed: bool = False,
+    tick: Tick = lambda share: None,
+) -> Probed:
+    """Measure this machine: its accelerators if PyTorch sees any, else its CPU, as one device or as one for each of several processes.
+
+    `undisturbed` leaves out what neighbours cost. Several processes are measured at once, as they will run.
+    """
+    name = this_host()
 
     def effort(device: torch.device, available_bytes: float) -> DeviceMeasurement:
-        return measure_device(device, available_bytes, quick=quick, budget_s=budget_s, tick=tick)
+        return measure_device(device, available_bytes, quick=quick, budget_s=budget_s, undisturbed=undisturbed, tick=tick)
 
     devices, busy = _accelerators(name, effort) if torch.accelerator.is_available() else _cpu(name, effort, processes)
     link = _inside_link(name, devices)
-    host = Host(name=name, site=_SITE, devices=tuple(devices), link=link)
-    interface = Link(between=(_SITE, _SITE), bytes_per_s=link.bytes_per_s, latency_s=link.latency_s)
-    return Probed(rounded(Cluster(name=name, sites=(Site(name=_SITE, hosts=(host,), link=interface),))), busy)
-
-
-def _host_name() -> str:
-    name = re.sub(r"[^\w.\-]+", "-", socket.gethostname().split(".")[0]).strip("-._")
-    return name if name and name != _SITE else "this-host"
+    host = Host(name=name, site=SITE, devices=tuple(devices), link=link)
+    interface = Link(between=(SITE, SITE), bytes_per_s=link.bytes_per_s, latency_s=link.latency_s)
+    return Probed(rounded(Cluster(name=name, sites=(Site(name=SITE, hosts=(host,), link=interface),))), busy)
 
 
 def _cpu(host: str, effort: Effort, processes: int) -> tuple[list[Device], float]:
-    """The CPU, or its cores divided among processes; one is measured, and stands for the others."""
+    """The CPU, or its cores divided among processes; one is measured beside the others, and stands for them."""
     memory = host_memory()
     keep_freed_memory()  # as a run does
     if processes > 1:
         torch.set_num_threads(max(1, _cores() // processes))
-    measured = effort(torch.device("cpu"), memory.available_bytes / processes)
+    with busy_neighbours(min(processes, _cores()) - 1, torch.get_num_threads()):
+        measured = effort(torch.device("cpu"), memory.available_bytes / processes)
     kind = _kind(f"{_cpu_name()}, {torch.get_num_threads()} of {_cores()} cores", memory.total_bytes / processes, measured)
     usable = memory.available_bytes / processes * (1.0 - DEFAULT_RESERVE)
-    devices = [Device(name=f"{host}/{i}", kind=kind, host=host, site=_SITE, memory_bytes=usable) for i in range(processes)]
+    devices = [Device(name=f"{host}/{i}", kind=kind, host=host, site=SITE, memory_bytes=usable) for i in range(processes)]
     return devices, measured.busy
 
 
@@ -86,7 +92,7 @@ def _accelerators(host: str, effort: Effort) -> tuple[list[Device], float]:
             measured = effort(torch.device(accelerator.type, i), free)
             kinds[name], busy = _kind(name, total, measured), max(busy, measured.busy)
         usable = free * (1.0 - DEFAULT_RESERVE)
-        devices.append(Device(name=f"{host}/{i}", kind=kinds[name], host=host, site=_SITE, memory_bytes=usable))
+        devices.append(Device(name=f"{host}/{i}", kind=kinds[name], host=host, site=SITE, memory_bytes=usable))
     return devices, busy
 
 

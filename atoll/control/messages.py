@@ -256,11 +256,8 @@ class BufferManifest(msgspec.Struct, frozen=True, gc=False):
     weight: float = 0.0
 
 
-class Manifest(Message, frozen=True, gc=False):
-    """Worker → coordinator: frozen for `round`, with these buffers. `version` is the step's; `state` that of the worker's state.
-
-    With staleness they may differ by one. Whoever cannot apply the commit in between loses its state and its buffers with it.
-    """
+class OfRound(Message, frozen=True, gc=False):
+    """Worker → coordinator, about a round of its own step."""
 
     round: Round
     worker: str
@@ -268,6 +265,14 @@ class Manifest(Message, frozen=True, gc=False):
     epoch: int
     version: int
     stage: int
+
+
+class Manifest(OfRound, frozen=True, gc=False):
+    """Worker → coordinator: frozen for `round`, with these buffers. `version` is the step's; `state` that of the worker's state.
+
+    With staleness they may differ by one. Whoever cannot apply the commit in between loses its state and its buffers with it.
+    """
+
     buffers: tuple[BufferManifest, ...]
     state: int
 
@@ -310,15 +315,9 @@ class SumChunk(OfSum, frozen=True, gc=False):
     payload: Any
 
 
-class Reduced(Message, frozen=True, gc=False):
+class Reduced(OfRound, frozen=True, gc=False):
     """Member → coordinator: holds the reduced gradient, or still waits for those in `missing`."""
 
-    round: Round
-    worker: str
-    incarnation: int
-    epoch: int
-    version: int
-    stage: int
     digest: str  # "": not yet
     norm_squared: float
     missing: tuple[str, ...]

@@ -43,6 +43,10 @@ class StageReplica(NamedTuple):
     device: int  # replicas of several virtual stages may share one
 
 
+Workers = Sequence[Sequence[StageReplica]]  # by stage
+Routes = Sequence[Sequence[int]]  # by stage and micro-batch: which of the stage's workers
+
+
 class Timeline(NamedTuple):
     """The end of all forwards and backwards, and what each worker did (indexed as given, stage by stage)."""
 
@@ -66,12 +70,7 @@ class Played(NamedTuple):
 
 
 def simulate(
-    workers: Sequence[Sequence[StageReplica]],
-    routes: Sequence[Sequence[int]],
-    onward: Sequence[Hops],
-    back: Sequence[Hops],
-    schedule: str,
-    limits: Sequence[int],
+    workers: Workers, routes: Routes, onward: Sequence[Hops], back: Sequence[Hops], schedule: str, limits: Sequence[int]
 ) -> Timeline:
     """Plays a step. `routes[s][m]` is the worker of stage s for micro-batch m; `onward[s][i, j]` leads from worker i of stage s to worker j
     of stage s+1, `back[s][i, j]` the other way; `limits[d]` bounds the micro-batches device d may hold."""
@@ -90,14 +89,7 @@ _Way = tuple[float, float, int]  # how long a link is held, what passes after th
 class _Routes:
     """A step under way. Replicas are numbered stage by stage; replica r has two sides: 2r does its forwards, 2r + 1 its backwards."""
 
-    def __init__(
-        self,
-        workers: Sequence[Sequence[StageReplica]],
-        routes: Sequence[Sequence[int]],
-        onward: Sequence[Hops],
-        back: Sequence[Hops],
-        limits: Sequence[int],
-    ) -> None:
+    def __init__(self, workers: Workers, routes: Routes, onward: Sequence[Hops], back: Sequence[Hops], limits: Sequence[int]) -> None:
         flat = list(chain.from_iterable(workers))
         count = len(flat)
         self.firsts = list(accumulate([len(row) for row in workers], initial=0))
@@ -251,14 +243,7 @@ class _VirtualStages:
     next one after a block, as in Megatron-LM. What follows a task on the next stage is numbered a block further on.
     """
 
-    def __init__(
-        self,
-        workers: Sequence[Sequence[StageReplica]],
-        routes: Sequence[Sequence[int]],
-        onward: Sequence[Hops],
-        back: Sequence[Hops],
-        limits: Sequence[int],
-    ) -> None:
+    def __init__(self, workers: Workers, routes: Routes, onward: Sequence[Hops], back: Sequence[Hops], limits: Sequence[int]) -> None:
         flat = list(chain.from_iterable(workers))
         self.limits = limits
         self.firsts = list(accumulate([len(row) for row in workers], initial=0))  # workers are numbered stage by stage

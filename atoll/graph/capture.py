@@ -19,7 +19,7 @@ from atoll.graph.annotations import annotations_of
 from atoll.graph.constraints import resolve
 from atoll.graph.experts import find_experts
 from atoll.graph.export import ExportedJob, TrainingJob, export_job
-from atoll.graph.fake import Assumption
+from atoll.graph.fake import Assumption, is_symbolic
 from atoll.graph.flops import TensorSpec
 from atoll.graph.graph import Graph, Layer, Node, Precision, SharedParameter
 from atoll.graph.layers import Segment, group_into_segments
@@ -202,7 +202,13 @@ class _Assembly:
             constraints=resolve(annotations_of(self.exported.model), self._modules_of_layers()),
             nodes=tuple(self._node(position) for position in range(len(self.table.operators))),
             input_bytes=self.liveness.bytes_of(self._batch_tensors()) / self.samples,
+            fixed_samples=None if self._takes_any_samples() else self.samples,
         )
+
+    def _takes_any_samples(self) -> bool:
+        """Whether the number of samples is a size that may be another when the program runs."""
+        values = [node.meta["val"] for node in self._batch_tensors()]
+        return any(is_symbolic(size) and size.node.hint == self.samples for value in values for size in value.shape)
 
     def _batch_tensors(self) -> list[fx.Node]:
         return [node for node in self.table.batch if isinstance(self.table.specs[node], TensorSpec)]

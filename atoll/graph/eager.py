@@ -40,7 +40,7 @@ class Uncaptured(msgspec.Struct, frozen=True, kw_only=True):
 
     graph: Graph  # of one layer
     reason: str  # why it could not be captured, and where
-    weighted: bool  # the loss returns (total, weight)
+    weighted: tuple[bool, ...]  # by turn (`Job.turns`), mostly one: the loss returns (total, weight)
     draws: bool  # the forward pass draws random numbers
     late: bool = False  # a backward gives some parameters their gradient in several portions
     notes: tuple[str, ...] = ()  # for people: what is lost, what could not be found out
@@ -65,6 +65,8 @@ def capture_for_pieces(job: Job, *, check: bool = False) -> Captured:
     CaptureError where its code decides by values of the data, so that a captured program would soon have to stop; DividedLossError where
     the losses of pieces do not add up.
     """
+    if len(job.turns) > 1:
+        raise CaptureError(f"job {job.name!r} cannot be captured: it has several losses, with an optimizer each ({', '.join(job.turns)})")
     if not job.capture:
         raise CaptureError(f"job {job.name!r} is not to be captured: it says capture=False")
     captured = capture_program(job, divided=True, check=check)
@@ -100,10 +102,10 @@ def run_once(job: Job, refused: CaptureError, *, most_bytes: float) -> Uncapture
         with _quietly():
             model = _real(job, refused, most_bytes)
             whole = job.example_batch(_SAMPLES)
-            run = _run(job, model, whole)
+            run = _together([_run(turn, model, whole) for turn in job.turns.values()])
         if model is None or run is None or run.changed:
             raise refused
-        checked = check_eagerly(job, model)
+        checked = [check_eagerly(turn, model) for turn in job.turns.values()]
     reason = _reason(refused)
     lost = (
         "every device runs the whole model as it is written: data parallelism, sharded or not, but no pipeline and no tensor "
@@ -115,7 +117,7 @@ def run_once(job: Job, refused: CaptureError, *, most_bytes: float) -> Uncapture
         weighted=run.weighted,
         draws=run.draws,
         late=run.late,
-        notes=tuple(filter(None, (lost, run.note, checked))),
+        notes=tuple(filter(None, (lost, run.note, *dict.fromkeys(checked)))),
     )
 
 
@@ -143,7 +145,7 @@ def _real(job: Job, refused: CaptureError, most_bytes: float) -> nn.Module:
 class _Run(NamedTuple):
     """What a forward and a backward pass showed."""
 
-    weighted: bool
+    weighted: tuple[bool, ...]
     draws: bool
     late: bool
     changed: bool  # the forward changes parameters in place
@@ -167,6 +169,22 @@ def _run(job: Job, model: nn.Module, batch: Any) -> _Run:
         return plain._replace(note=f"the work of the model is estimated from its parameters: {type(error).__name__}: {error}"[:200])
 
 
+def _together(runs: Sequence[_Run]) -> _Run:
+    """All turns of a step; memory is that of the turn that needs most."""
+    return _Run(
+        weighted=tuple(flag for run in runs for flag in run.weighted),
+        draws=any(run.draws for run in runs),
+        late=any(run.late for run in runs),
+        changed=any(run.changed for run in runs),
+        kernels=[kernel for run in runs for kernel in run.kernels],
+        bytes=sum(run.bytes for run in runs),
+        backward_flops=sum(run.backward_flops for run in runs),
+        backward_bytes=sum(run.backward_bytes for run in runs),
+        saved_bytes=max(run.saved_bytes for run in runs),
+        note=next((run.note for run in runs if run.note), ""),
+    )
+
+
 def _counted(job: Job, model: nn.Module, batch: Any) -> _Run:
     saved: list[Tensor] = []
     with _watched(model) as watched, ambient_precision(job.precision), saved_tensors(saved), KernelCounter() as forward:
@@ -178,7 +196,7 @@ def _counted(job: Job, model: nn.Module, batch: Any) -> _Run:
     own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers(), *_tensors(batch))}
     kept = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in saved}
     return _Run(
-        weight is not None,
+        (weight is not None,),
         watched.draws,
         watched.late,
         watched.changed,
@@ -203,7 +221,7 @@ def _plain(job: Job, model: nn.Module, batch: Any) -> _Run:
     kept = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in saved}
     kernels = [Kernel(flops, _SAMPLES * _tokens(batch), 1, parameters, parameters)]
     return _Run(
-        weight is not None, watched.draws, watched.late, watched.changed, kernels, 0.0, 2 * flops, 0.0, float(sum(kept.values())), ""
+        (weight is not None,), watched.draws, watched.late, watched.changed, kernels, 0.0, 2 * flops, 0.0, float(sum(kept.values())), ""
     )
 
 

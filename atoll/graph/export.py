@@ -37,7 +37,7 @@ from atoll.graph.fake import (
 )
 from atoll.graph.graph import Precision
 from atoll.graph.host_randomness import DrawingLine, GeneratorWatch, extreme_draws, only_global, same_program
-from atoll.graph.loss_check import CheckedJob, check_loss
+from atoll.graph.loss_check import OWN_STATISTICS, CheckedJob, check_loss
 from atoll.graph.loss_terms import call_of, is_one_number, loss_of
 from atoll.graph.loss_weight import LossForm, weigh_loss
 from atoll.graph.program_check import check_program
@@ -481,7 +481,7 @@ def _check(
 def _piecewise(program: ExportedProgram) -> str:
     """What is computed from a piece of the batch alone, though one process computes it from the whole."""
     norms = [node for node in program.graph.nodes if call_of(node)[0] == "batch_norm" and call_of(node)[1].get("training")]
-    return "batch normalisation takes the statistics of its own piece of the batch, so plans differ a little (docs/job.md)" if norms else ""
+    return OWN_STATISTICS if norms else ""
 
 
 def export_job(job: TrainingJob, *, training: bool = True, divided: bool = False, check: bool = False) -> ExportedJob:

@@ -117,6 +117,7 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True):
     constraints: tuple[Constraint, ...] = ()
     nodes: tuple[Node, ...] = ()
     input_bytes: float = 0.0  # per sample, the batch itself
+    fixed_samples: int | None = None  # the only number of samples a device can compute at a time; None: any
     master_weights: bool = True  # in half precision weights are kept, and gradients summed, in fp32; False: all is in half precision
     eager: bool = False  # the model could not be captured: its one layer runs as it is written
 

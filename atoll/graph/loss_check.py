@@ -26,7 +26,7 @@ from atoll.graph.loss_weight import LossForm
 from atoll.job import read_loss
 from atoll.randomness import generator_states
 
-__all__ = ["UNCHECKED", "CheckedJob", "check_eagerly", "check_loss", "given_values"]
+__all__ = ["OWN_STATISTICS", "UNCHECKED", "CheckedJob", "check_eagerly", "check_loss", "given_values", "notes_on_pieces"]
 
 
 class CheckedJob(Protocol):
@@ -47,6 +47,7 @@ class CheckedJob(Protocol):
         ...
 
 
+OWN_STATISTICS = "batch normalisation takes the statistics of its own piece of the batch, so plans differ a little (docs/job.md)"
 UNCHECKED = "whether the losses of a batch's pieces add up was not checked"
 _TOLERANCES = {"fp32": 5e-5, "fp16": 3e-3, "bf16": 2e-2, "bf16-true": 2e-2}  # of the loss: products are as exact as that
 _DRAWS = frozenset({"rand", "randn", "rand_like", "randn_like", "randint", "bernoulli", "multinomial", "normal", "uniform", "randperm"})
@@ -92,6 +93,11 @@ def check_loss(
     if any_size and not calm.draws:
         sentence = _Check(job, _by_program(program, before, form, model, calm), form, program).run()
     return sentence if rewritten or not sentence else _Check(job, _eagerly(job, model), form, program).run()
+
+
+def notes_on_pieces(notes: Sequence[str]) -> tuple[str, ...]:
+    """Of what is said of a captured job, what concerns batches that are divided."""
+    return tuple(note for note in notes if note == OWN_STATISTICS or note.startswith(UNCHECKED))
 
 
 def check_eagerly(job: CheckedJob, model: nn.Module) -> str:

@@ -269,6 +269,8 @@ def load_plan(path: "str | Path") -> Plan:
         raise PlanError(f"{path}: cannot read the plan: the file is not UTF-8 text") from None
     if text.lstrip().startswith("{"):
         return Plan.from_json(text, str(path))
+    if Path(path).suffix == ".toml":
+        raise PlanError(f"{path}: is a cluster file, not a plan; give it with --cluster")
     return parse_plan(text, str(path))
 
 

@@ -27,7 +27,7 @@ from atoll.plan.plan import Mark, Plan, Problem, Stage
 from atoll.plan.table import stage_table
 from atoll.plan.text import numbers_text
 
-__all__ = ["parallelism_problems", "share_problems", "validate"]
+__all__ = ["parallelism_problems", "sample_problems", "share_problems", "validate"]
 
 
 def validate(plan: Plan, graph: Graph | None = None, cluster: Cluster | None = None, *, source: object = None) -> None:
@@ -50,11 +50,28 @@ def validate(plan: Plan, graph: Graph | None = None, cluster: Cluster | None = N
             lambda: _against_graph(plan, graph),
             lambda: constraint_problems(plan, graph),
             lambda: _whole_units(plan, graph),
+            lambda: sample_problems(plan, graph),
         ]
     for check in checks:  # each may rely on those before it having found nothing
         for problem in check():
             where = f"{source}: " if source is not None else ""
             raise PlanError(f"{where}{problem.sentence}\n\n{stage_table(plan, problem.mark)}")
+
+
+def sample_problems(plan: Plan, graph: Graph) -> Iterator[Problem]:
+    """Devices that would get another number of samples at a time than the job could be captured for."""
+    fixed = graph.fixed_samples
+    if fixed is None or not mode_rules(plan.mode).needs_devices:  # one process runs the model itself
+        return
+    for index, stage in enumerate(plan.stages):
+        for number, replica in enumerate(stage.replicas):
+            rounds = -(-replica.total_samples // plan.micro_batch_size)
+            if any(samples != fixed * rounds for samples in replica.samples):
+                yield Problem(
+                    f"stage {index}, replica {number}: {graph.name} could be captured for {fixed} samples at a time only; choose shares "
+                    "and a micro_batch that give every device as many",
+                    Mark("samples", index, number),
+                )
 
 
 def _in_mode(plan: Plan, graph: Graph) -> Iterator[Problem]:

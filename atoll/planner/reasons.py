@@ -152,7 +152,7 @@ def what_would_help(ruled_out: Mapping[str, int]) -> str:
     """Advice where every plan was ruled out, by how many were for which reason."""
     found = []
     if ruled_out.get(TOO_FEW):
-        found.append("a larger batch, smaller micro-batches or fewer devices would leave every replica a micro-batch")
+        found.append("the batch has fewer samples or micro-batches than there are devices: a larger batch or fewer devices would do")
     if ruled_out.get("out of memory"):
         found.append("more memory in all, an optimizer with less state or a smaller batch would fit")
     if ruled_out.get("more stages than cuts"):

@@ -11,7 +11,7 @@ from atoll.graph.constraints import describe
 from atoll.plan import CodecName, Plan, Schedule, Stage
 from atoll.plan.constraints import constraint_problems, micro_batches_asked, stage_problems
 from atoll.plan.modes import ModeRules, hosts_of
-from atoll.plan.validate import parallelism_problems, share_problems
+from atoll.plan.validate import parallelism_problems, sample_problems, share_problems
 
 __all__ = ["Rules", "rules_of"]
 
@@ -64,6 +64,8 @@ class Rules(NamedTuple):
                 return "not as annotated"
         if self.graph.constraints and next(constraint_problems(plan, self.graph), None) is not None:
             return "not as annotated"
+        if next(sample_problems(plan, self.graph), None) is not None:
+            return f"the job was captured for {self.graph.fixed_samples} samples at a time"
         if not self.execution.runs_as_priced(plan):
             return f"not for mode {self.execution.name}"
         if self.hosts > 1 and any(len(hosts_of(stage.devices)) < self.hosts for stage in plan.stages):
@@ -94,7 +96,9 @@ class Rules(NamedTuple):
         return () if self.execution.whole_stages else self.split or tuple(heavy)
 
     def micro_batch_sizes(self, batch_size: int) -> list[int] | None:
-        """Micro-batches that make the numbers asked for; None where they are free."""
+        """Micro-batches that make the numbers asked for, or that can be computed at all; None where they are free."""
+        if self.graph.fixed_samples is not None:
+            return [self.graph.fixed_samples]
         if not self.micro_batches:
             return None
         return sorted({batch_size // number for number in self.micro_batches if batch_size % number == 0})

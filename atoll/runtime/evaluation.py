@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from atoll.blame import users_code
 from atoll.data import Batch, Dataset, to_device
-from atoll.errors import AtollError, JobFailedError
+from atoll.errors import AtollError, JobError, JobFailedError
 from atoll.events import Evaluated
 from atoll.job import Job, LossFunction, LossValue, read_loss
 from atoll.runtime.batch_loader import BatchLoader
@@ -32,6 +32,8 @@ def evaluates_after(job: Job, step: int, steps: int) -> bool:
 
 def evaluated_functions(job: Job) -> dict[str, LossFunction]:
     """The evaluation loss, under an empty name, and the metrics."""
+    if len(job.turns) > 1 and job.eval_loss is None:
+        raise JobError("Job: eval_loss: there are several losses: say which to evaluate, and give eval_data")
     return {"": job.eval_loss or job.loss, **job.metrics}
 
 
@@ -130,7 +132,7 @@ class ModelEvaluator:
     def _measure(self, name: str, function: LossFunction, step: int, *, divided: bool) -> "Callable[[range, Batch], LossValue]":
         """What says something of a piece: the user's own code, or the program whose results add up."""
         if divided and name not in self._divided:
-            self._divided[name] = self._found(name, function)
+            self._divided[name] = self._found(step, name, function)
         found = self._divided.get(name)
         if found is None or (found.program is None and found.counts is None):
             return lambda indices, batch: self._eagerly(step, name, function, batch)
@@ -149,14 +151,14 @@ class ModelEvaluator:
         found = self._divided.get(name)
         return 1 if found is None or found.program is None else found.program.loss_form.terms
 
-    def _found(self, name: str, function: LossFunction) -> "Divided":
+    def _found(self, step: int, name: str, function: LossFunction) -> "Divided":
         from atoll.runtime.evaluated_programs import capture_function
         from atoll.runtime.whole_program import Divided
 
         samples = self._loader.samples
-        with users_code("evaluation: loading its first samples", JobFailedError):
+        with users_code(f"evaluation after step {step}: loading its first samples", JobFailedError):
             batch = to_device(samples.at(range(min(samples.length, 2))), self._device)
-        if self._eagerly(0, name, function, batch).weight is not None:
+        if self._eagerly(step, name, function, batch).weight is not None:
             return Divided()
         try:
             with torch.enable_grad():

@@ -20,16 +20,15 @@ from atoll.blame import users_code
 from atoll.errors import JobFailedError
 from atoll.job import LossValue, read_loss
 from atoll.runtime.activations import Activations
+from atoll.runtime.checkpoint.manifest import EMA
 from atoll.runtime.stage.program import StageProgram
 from atoll.runtime.stage.rng import DrawKey
-from atoll.runtime.stage.shard_spec import ShardSpec
 from atoll.runtime.stage.sizes import Sizes
 
 if TYPE_CHECKING:  # loads PyTorch's distributed checkpoint, which takes seconds; who only computes needs none of it
     from atoll.runtime.checkpoint.local_shard import LocalShard
 
 __all__ = [
-    "EMA",
     "Accumulated",
     "Contributed",
     "GradientSink",
@@ -45,9 +44,6 @@ __all__ = [
     "loss_share",
     "scaled",
 ]
-
-
-EMA = "ema"  # what the averages of a parameter are called among the optimizer's state
 
 
 @dataclass(frozen=True)
@@ -433,7 +429,7 @@ class StageExecutor:
         Parameters (trained and frozen) and what else `state_dict` has, each once. `runtime/checkpoint/training_state.py` finds the
         optimizer's state by them. They are those after a whole step except while `apply` runs; with FSDP they are the device's own ranges.
         """
-        from atoll.runtime.checkpoint.local_shard import LocalShard
+        from atoll.runtime.checkpoint.local_shard import whole_shards
 
         parameters: dict[str, nn.Parameter] = {}
         buffers: dict[str, Tensor] = {}
@@ -441,11 +437,4 @@ class StageExecutor:
             parameters |= stage.module.parameters_by_name()
             buffers |= stage.module.buffers_by_name()
         others = {name: value for name, value in buffers.items() if name in self._persistent} | dict(self._unread)
-        owned = self._owned
-        if owned is None:
-            owned = [LocalShard(_whole(name, value), value.detach(), parameter=value) for name, value in parameters.items()]
-        return [*owned, *(LocalShard(_whole(name, value), value) for name, value in others.items())]
-
-
-def _whole(name: str, value: Tensor) -> ShardSpec:
-    return ShardSpec(name=name, shape=tuple(value.shape))
+        return [*(whole_shards(parameters) if self._owned is None else self._owned), *whole_shards(others)]

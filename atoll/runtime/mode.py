@@ -3,7 +3,7 @@
 The modules that runtimes live in are imported to check options and to report, too: what needs PyTorch is imported when a job is run.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pkgutil import resolve_name
@@ -25,7 +25,16 @@ if TYPE_CHECKING:
     from atoll.graph.eager import Uncaptured
     from atoll.job import Job
 
-__all__ = ["ModeRuntime", "RunOutcome", "ResumePoint", "RunContext", "mode_runtime", "newest_checkpoint"]
+__all__ = ["CapturedJob", "ModeRuntime", "RunOutcome", "ResumePoint", "RunContext", "mode_runtime", "newest_checkpoint"]
+
+
+@dataclass(frozen=True)
+class CapturedJob:
+    """A job that was captured once, for all processes of a run: so all have the same layers."""
+
+    job: "Job"
+    captured: "Captured | Uncaptured"  # of training, for pieces of a batch
+    evaluated: "Mapping[str, Captured] | None" = None  # of what lockstep evaluates; None: whoever needs it captures it
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,9 @@ class ModeRuntime(Protocol):
 
     def resume(self, run: RunContext) -> ResumePoint | None:
         """Prepares the directory for those who go on in it; None where nothing was saved yet, so that the run begins anew."""
+
+    def hand_over(self, job: "Job", captured: "Captured | Uncaptured") -> CapturedJob:
+        """What processes of the run begin with that are forked from the one this is called in; it imports what they need."""
 
     def launch(self, run: RunContext) -> RunOutcome:
         """Trains, and comes back when it is over."""

@@ -30,7 +30,7 @@ from atoll.errors import AtollError, JobError
 from atoll.plan import Plan
 from atoll.plan.modes import default_rules
 
-__all__ = ["LOCK", "SPEEDS", "RunDirectory", "RunSettings", "run_lock", "with_checksum"]
+__all__ = ["LOCK", "SPEEDS", "RunDirectory", "RunSettings", "is_held", "run_lock", "with_checksum"]
 
 LOCK = "lock"
 SPEEDS = "ATOLL_SPEEDS"  # in the environment: the cluster file whose speeds are imposed
@@ -99,8 +99,8 @@ class RunDirectory:
     def check_new(self) -> None:
         """A directory that holds a run already is refused."""
         if (self.path / "run.json").exists() or self.events.exists():
-            advice = f"choose another with --out, or continue that run with --resume {self.path}"
-            raise JobError(f"--out {self.path}: holds a run already; {advice}")
+            advice = f"choose another (--out, in Python out=), or continue that run (--resume {self.path}, in Python resume=)"
+            raise JobError(f"{self.path}: holds a run already; {advice}")
 
     def create(self, settings: RunSettings) -> None:
         """Make a new run here; a directory that holds one already is refused."""
@@ -108,7 +108,7 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise AtollError(f"--out {self.path}: cannot make the directory: {(error.strerror or str(error)).lower()}") from None
+            raise AtollError(f"{self.path}: cannot make the directory: {(error.strerror or str(error)).lower()}") from None
         self.write_settings(settings)
 
     def write_settings(self, settings: RunSettings) -> None:
@@ -169,7 +169,7 @@ class RunDirectory:
             return _checked(self.path / name, (self.path / name).read_bytes())
         except FileNotFoundError:
             what = f"is no run's directory: {name} is missing" if self.path.is_dir() else "there is no such directory"
-            raise JobError(f"{self.path}: {what}; `atoll run SCRIPT --out DIRECTORY` makes one") from None
+            raise JobError(f"{self.path}: {what}; `atoll run SCRIPT --out DIRECTORY`, or job.run(out=…), makes one") from None
         except OSError as error:
             raise JobError(f"{self.path / name}: cannot read it: {(error.strerror or str(error)).lower()}") from None
 
@@ -211,6 +211,22 @@ def run_lock(directory: Path) -> Iterator[None]:
             file.truncate(0)
             file.write(msgspec.json.encode(_Holder(os.getpid(), socket.gethostname())))
         yield
+
+
+def is_held(directory: Path) -> bool | None:
+    """Whether a process holds the run's directory; None where that cannot be told: it was last held on another host, or never."""
+    path = directory / LOCK
+    try:
+        holder = msgspec.json.decode(path.read_bytes(), type=_Holder)
+        if holder.host != socket.gethostname():
+            return None
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return False
 
 
 def _holder(path: Path) -> str:

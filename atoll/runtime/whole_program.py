@@ -12,7 +12,7 @@ from torch import nn
 from atoll.errors import CaptureError, DividedLossError
 from atoll.graph.capture import Captured
 from atoll.graph.eager import capture_for_pieces
-from atoll.graph.loss_check import UNCHECKED, check_eagerly
+from atoll.graph.loss_check import check_eagerly, notes_on_pieces
 from atoll.graph.loss_weight import BatchWeights
 from atoll.job import Job, LossValue
 from atoll.runtime.activations import Activations
@@ -71,7 +71,7 @@ def divided_program(job: Job, model: nn.Module) -> Divided:
         model.train()
         averaged = f"micro-batches are averaged by samples; the job cannot be captured: {error}"
         return Divided(notes=tuple(filter(None, (averaged, found))))
-    return Divided.of(captured, tuple(note for note in captured.notes if UNCHECKED in note))
+    return Divided.of(captured, notes_on_pieces(captured.notes))
 
 
 class WholeProgram:

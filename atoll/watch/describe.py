@@ -12,6 +12,7 @@ Importance: TypeAlias = Literal["detail", "notice", "warning"]
 """detail: for the log and the dashboard; notice: shown; warning: shown even where people asked for quiet."""
 
 _SHOWN = 8  # names in a list of many
+_LONG_SECONDS = 2.0  # what takes longer before the first step is told
 
 
 _WARNINGS = (
@@ -32,6 +33,8 @@ def importance(event: events.AnyEvent) -> Importance:
             return "detail" if event.then == "done" or event.role == "rank" else "warning"  # of a rank `WorkerFailed` says more
         case events.MemberChanged():
             return "notice" if event.state in ("active", "silent", "left") and event.role != "rank" else "detail"
+        case events.PhaseFinished():
+            return "notice" if event.seconds >= _LONG_SECONDS else "detail"
         case events.StepFinished():
             return "detail" if event.applied else "notice"
         case events.CoordinatorStarted():
@@ -50,6 +53,9 @@ def describe_event(event: events.AnyEvent) -> str:
 
 def _training(event: events.AnyEvent) -> str | None:
     match event:
+        case events.PhaseFinished():
+            whose = f"{event.source}: " if event.source else ""
+            return f"{whose}{event.phase} in {format_seconds(event.seconds)}"
         case events.RunStarted():
             where = f" on {_listed(event.devices)}" if event.devices else ""
             steps = f"{plural(event.steps, 'step')} of {plural(event.batch_size, 'sample')}"

@@ -19,7 +19,6 @@ __all__ = ["Progress"]
 
 _PLAIN_LINE_SECONDS = 5.0  # between two plain lines
 _REDRAW_SECONDS = 0.1  # between two drawings of the line that moves
-_SMOOTHING = 0.9  # of the loss shown
 _RATE_STEPS = 20  # over how many last steps samples/s is taken
 _STEPS_TO_TELL = 3  # how many were made before the time left is told: the first takes as long as starting does, and says nothing
 
@@ -40,7 +39,6 @@ class Progress:
     def _forget(self) -> None:
         """Nothing was made yet since the run was started; a resumed run has made steps before."""
         self._first_loss: float | None = None
-        self._loss: float | None = None
         self._recent: list[StepFinished] = []
         self._first_at = 0.0  # when the first step was made
         self._first_step = 0  # the earliest: going back to a checkpoint may lead to one before the first that was made
@@ -114,7 +112,6 @@ class Progress:
         self._steps_made.add(event.step)
         self._first_step = min(self._first_step, event.step) if self._seen else event.step
         self._first_loss = event.loss if self._first_loss is None else self._first_loss
-        self._loss = event.loss if self._loss is None else _SMOOTHING * self._loss + (1 - _SMOOTHING) * event.loss
         self._first_at = self._first_at if self._seen else event.at_seconds
         if self._seen:
             self._later_samples, self._later_seconds = self._later_samples + event.samples, self._later_seconds + event.seconds
@@ -146,7 +143,7 @@ class Progress:
 
     def _cells(self, event: StepFinished) -> list[str]:
         memory = [f"memory {format_bytes(event.memory_bytes)}"] if event.memory_bytes is not None else []
-        return [f"step {event.step}/{self._steps}", f"loss {self._loss:.4f}", *self._speed(), *memory, *self._left(event)]
+        return [f"step {event.step}/{self._steps}", f"loss {event.loss:.4f}", *self._speed(), *memory, *self._left(event)]
 
     def _speed(self) -> list[str]:
         """A first step that lasts from the start of the run tells no speed."""

@@ -29,7 +29,7 @@ from atoll.events import (
 from atoll.plan.modes import starts_in_first_step
 from atoll.runtime.mode import ModeRuntime, mode_runtime
 from atoll.runtime.report import ModeReport, ReportSection, RunSummary
-from atoll.runtime.run_directory import RunDirectory
+from atoll.runtime.run_directory import RunDirectory, is_held
 from atoll.units import format_seconds
 from atoll.watch.describe import describe_event
 
@@ -90,6 +90,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: StepSeconds
     steps_since_start: int  # made since the run was last started: none where nothing was left to do
     events: dict[str, int]  # by kind
+    codecs: list[str] = []  # how tensors went over links, where not as they are: "oslo-rome: int8", and what `--codec` said of others
     logged: dict[str, list[float]] = {}  # numbers that callbacks logged, by name, one a step, the last that was logged
     data: DataWaits | None = None  # None: nobody measured it
     conclusion: str = ""
@@ -109,17 +110,23 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def _tell_events(path: Path, listening: bool | None = None) -> RunReport:
     """What `events.jsonl` says; of a run that has not begun if there is none. `listening`: whether its coordinator is, if known."""
+    held = is_held(path.parent)
     if not path.exists():
         return _story([], "not started", "")
     events = list(read_events(path))
     age = max(0.0, time.time() - path.stat().st_mtime)
     steps = [event.seconds for event in events if isinstance(event, StepFinished)]
-    silent = is_silent(age, median(steps) if steps else 0.0, listening)
+    silent = is_silent(age, median(steps) if steps else 0.0, listening, held)
     return _story(events, *_state(events, f"last heard of {format_seconds(age)} ago" if silent else None))
 
 
-def is_silent(age_seconds: float, step_seconds: float, listening: bool | None) -> bool:
-    """Whether a run that has not said how it ended has ended all the same, by the age of its last event and the usual step."""
+def is_silent(age_seconds: float, step_seconds: float, listening: bool | None, held: bool | None = None) -> bool:
+    """Whether a run that has not said how it ended has ended all the same, by the age of its last event and the usual step.
+
+    Nobody who `held` its directory is there any more, where that is known: then it has, unless somebody listens for it.
+    """
+    if held is False and not listening:
+        return True
     if listening is not None:
         return not listening and age_seconds > _STARTING_SECONDS
     return age_seconds > max(_SILENT_SECONDS, _SILENT_STEPS * step_seconds)
@@ -243,10 +250,19 @@ def read_report(path: str | Path) -> RunReport:
         story,
         mode=mode,
         step_seconds=StepSeconds(median=median_seconds, predicted=own.predicted_step_seconds),
+        codecs=_codecs(directory),
         conclusion=_conclusion(story, own),
         missing=[*missing, *own.missing],
         sections=own.sections,
     )
+
+
+def _codecs(directory: RunDirectory) -> list[str]:
+    """Those of the plan's links, and what was asked for where others join."""
+    plan = directory.plan() if (directory.path / "plan.json").exists() else None
+    asked = directory.settings().codec if (directory.path / "run.json").exists() else "none"
+    links = [f"{link}: {codec}" for link, codec in (plan.codecs if plan is not None else {}).items() if codec != "none"]
+    return [*links, *([f"asked for: {asked}"] if asked != "none" else [])]
 
 
 def _runtime(mode: str, missing: list[str]) -> ModeRuntime | None:

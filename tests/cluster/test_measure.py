@@ -75,6 +75,19 @@ def test_processor_time_leaves_others_out():
 
     (timing,) = interleaved([Case(run)], budget_s=1.0, synchronize=lambda: None, clock=lambda: world.now, stopwatch=lambda: ours)
     assert (timing.seconds, timing.usual_seconds) == pytest.approx((0.002, 0.008))
+    assert timing.lasting_seconds == pytest.approx(0.008)
+
+
+def test_what_lasts_longer_than_a_turn_meets_neighbours_that_most_turns_do_not():
+    world = World()
+
+    def sliced(now):
+        """A neighbour has the processor for 12 of every 40 ms, in one piece: turns of 4 ms rarely notice."""
+        return 0.001 if now % 0.040 < 0.027 else 0.013
+
+    for timing in world.measure([world.case("a", sliced), world.case("b", sliced)], budget_s=20.0):
+        assert timing.usual_seconds == pytest.approx(0.001)
+        assert timing.lasting_seconds == pytest.approx(0.0014, rel=0.1)
 
 
 def test_this_machine_can_be_measured_written_and_read_back():

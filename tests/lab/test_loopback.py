@@ -11,6 +11,8 @@ import pytest
 
 from atoll.errors import FabricError, LabError
 from atoll.fabric import CallingPeer, Fabric, TcpCarrier
+from atoll.fabric.security import Authority, RunMember, enrol, serve
+from atoll.fabric.service import allowed
 from atoll.fabric.shaped import LINKS, ImposedLink, ImposedLinks, LinkChoice, imposed_links
 from atoll.lab import Lab, parse_fault
 from atoll.lab.world import LAB_FILES, mark, remove_orphans, why_no_namespaces
@@ -56,6 +58,27 @@ def test_processes_find_their_links_and_the_fabric_sends_through_them() -> None:
             assert neighbour is not None
             assert neighbour._free_at == 0
     assert not lab.world.files.exists()
+
+
+def test_members_of_a_run_send_through_the_links_that_are_imposed_on_them(tmp_path: Path) -> None:
+    class Open(Echo):
+        @allowed("worker")
+        async def echo(self, data: bytes, peer: CallingPeer) -> bytes:
+            """The same."""
+            return data
+
+    with Lab(two_sites(), namespaces=False) as lab:
+        oslo, rome = (imposed_links(lab.environment(host, {})) for host in ("oslo-0", "rome-0"))
+        assert oslo is not None
+        assert rome is not None
+        authority = Authority.create(tmp_path)
+        coordinator, address = serve(authority, f"{oslo.source}:0", services=[Open()], links=oslo)
+        with coordinator, RunMember(enrol(address, authority.issue_token(), "anna"), links=rome) as anna:
+            assert anna.join(address).call_sync(Open.echo, b"x" * 5000, timeout_seconds=60) == b"x" * 5000
+        for links, peer in ((oslo, rome), (rome, oslo)):
+            shaped = links.link_to(peer.source)
+            assert shaped is not None
+            assert shaped._free_at > 0, "bytes passed it"
 
 
 def test_peers_of_one_link_share_it_and_strangers_have_none() -> None:

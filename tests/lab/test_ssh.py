@@ -95,12 +95,13 @@ class Office:
         return out.with_suffix(".log")
 
     def processes(self, host: str, *words: str) -> list[psutil.Process]:
-        """Those of a host whose command has one of these words."""
+        """Those of a host whose command, or name if they were forked, has one of these words."""
         found = []
         for pid in self.lab.world.processes(host):
             try:
                 process = psutil.Process(pid)
-                if any(word in " ".join(process.cmdline()) for word in words) and process.status() != psutil.STATUS_ZOMBIE:
+                known = " ".join([process.name(), *process.cmdline()])
+                if any(word in known for word in words) and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except psutil.NoSuchProcess:
                 continue
@@ -167,11 +168,11 @@ def test_lockstep_and_swarm_over_ssh_train_what_one_process_does(office: Office,
 def test_a_killed_supervisor_leaves_nothing_on_any_host(mode: str, office: Office, tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = office.run(mode, out=out, waits=str(tmp_path / "never"))
-    there = "atoll.cli.worker" if mode == "lockstep" else "atoll.cli.swarm_process"
-    until(lambda: all(office.processes(host, there) for host in HOSTS), process, office.log(out))
-    supervisor = [one for one in office.processes("site-0", " run ") if one.children()]
-    for one in supervisor:
-        one.send_signal(signal.SIGKILL)
+    there = ("atoll.cli.worker", "rank 0") if mode == "lockstep" else ("atoll.cli.swarm_process", "worker-0")
+    until(lambda: all(office.processes(host, *there) for host in HOSTS), process, office.log(out))
+    running = office.processes("site-0", " run ")
+    (supervisor,) = [one for one in running if one.ppid() not in {other.pid for other in running}]  # the others were forked from it
+    supervisor.send_signal(signal.SIGKILL)
     process.wait(60)
     office.nothing_is_left()
 

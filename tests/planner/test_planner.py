@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from atoll.cluster import Cluster, make_cluster, make_site
 from atoll.cost import Evaluator, cost
-from atoll.errors import NoPlanError
+from atoll.errors import NoPlanError, PlanError
 from atoll.graph import dense_transformer, preset
 from atoll.plan import Plan, validate
 from atoll.planner import plan
@@ -22,6 +22,21 @@ def clusters(draw: st.DrawFn) -> Cluster:
         kind = draw(st.sampled_from(KINDS))
         sites.append(make_site(f"s{i}", kind=kind, hosts=draw(st.integers(1, 3)), devices=draw(st.integers(1, 4))))
     return make_cluster("c", sites, default_link=(draw(st.sampled_from(("100 Mbit/s", "10 Gbit/s"))), "10 ms"))
+
+
+@settings(max_examples=10)
+@given(clusters(), st.sampled_from((4, 8)))
+def test_a_job_captured_for_one_number_of_samples_gets_plans_that_give_every_device_as_many(cluster: Cluster, fixed: int) -> None:
+    graph = dense_transformer(name="d", layers=4, hidden=1024, heads=16, sequence=256, vocabulary=8192)
+    planned = plan(replace(graph, fixed_samples=fixed), cluster, batch_size=64, top=3)
+    for candidate in planned.candidates:
+        for stage in candidate.plan.stages:
+            for replica in stage.replicas:
+                rounds = -(-replica.total_samples // candidate.plan.micro_batch_size)
+                assert set(replica.samples) == {fixed * rounds}
+    other = replace(planned.candidates[0].plan, micro_batch_size=fixed // 2)
+    with pytest.raises(PlanError, match=f"could be captured for {fixed} samples at a time only"):
+        validate(other, replace(graph, fixed_samples=fixed), cluster)
 
 
 @settings(max_examples=25)

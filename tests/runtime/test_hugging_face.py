@@ -197,6 +197,6 @@ def test_a_swarms_stage_reads_its_part_of_a_file(tmp_path: Path) -> None:
     found: dict[str, Tensor] = {}
     for stage in range(2):
         compute = StageCompute(divided)
-        found |= {part.name: part.tensor.detach() for part in asyncio.run(compute.initial(stage)).shards()}
+        found |= {part.name: part.tensor.detach() for part in asyncio.run(compute.initial(stage)).executor.shards()}
         compute.close()
     assert same(found, dict(other.state_dict()))

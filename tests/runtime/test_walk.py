@@ -22,7 +22,7 @@ from atoll.runtime.checkpoint.directory import find
 from .modes.lockstep.equality_cases import plan_of
 from .walk_job import BATCH, STEPS, Data, job, loss, warm
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1200)
 
 SCRIPT = Path(__file__).parent / "walk_job.py"
 TOLERANCE = 1e-5

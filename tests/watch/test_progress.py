@@ -65,7 +65,7 @@ def test_plain_lines_are_few_and_say_everything() -> None:
     lines = shown(events(10, seconds=2.0), terminal=False).splitlines()
     assert lines[0] == "tiny: 1.5 M parameters, 10 steps of 8 samples, bf16 on cpu"
     assert lines[1] == "step 1/10  loss 4.0000  4 samples/s  memory 2 GB"
-    assert lines[2].endswith("4 samples/s  memory 2 GB  left 0:12")
+    assert lines[2] == "step 4/10  loss 1.0000  4 samples/s  memory 2 GB  left 0:12"  # that step's loss
     assert [line.split()[1] for line in lines[1:-1]] == ["1/10", "4/10", "7/10", "10/10"]
     assert lines[-1] == "done: 10 steps in 0:20, loss 4.0000 → 0.5000, 4 samples/s"
     assert "\x1b" not in "".join(lines)

@@ -39,7 +39,7 @@ from atoll.runtime.modes.lockstep.measurement import (
     StageMeasured,
     write_measured,
 )
-from atoll.runtime.run_directory import RunDirectory, RunSettings
+from atoll.runtime.run_directory import RunDirectory, RunSettings, run_lock
 from atoll.watch.report import RunReport, is_silent, read_report
 
 KEYS = {"mode", "steps", "losses", "samples", "step_seconds", "link_bytes", "events"}
@@ -164,6 +164,18 @@ def test_a_run_under_way_is_told_from_one_that_ended_without_a_word(tmp_path: Pa
     report = read_report(tmp_path)
     assert (report.state, report.message) == ("silent", "last heard of 60 min ago")
     assert report.samples.lost == 32  # nothing of it was saved
+
+
+def test_a_killed_run_is_not_called_under_way(tmp_path: Path) -> None:
+    with run_lock(tmp_path):
+        assert told(tmp_path, started(), *steps(1, 4)).state == "running"
+    assert read_report(tmp_path).state == "silent"  # at once: the kernel has taken the lock from whoever held it
+
+
+def test_a_worker_whose_process_ended_is_dead_whatever_is_not_heard_of_it_then(tmp_path: Path) -> None:
+    gone = [MemberChanged(at_seconds=2.0, name="worker-0", state=state) for state in ("dead", "silent")]  # type: ignore[arg-type]
+    report = told(tmp_path, started("swarm"), MemberChanged(at_seconds=1.0, name="worker-0", state="active", stages=(0,)), *gone)
+    assert [member.ending for member in report.facts["swarm"].members] == ["dead"]
 
 
 def test_a_swarm_nobody_listens_for_is_not_under_way(tmp_path: Path) -> None:

@@ -7,15 +7,16 @@ After a crash at any moment the last whole one can be found and read; `tidy` rem
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from atoll.errors import CheckpointError
+from atoll.errors import CheckpointError, DamagedCheckpointError
 from atoll.runtime.checkpoint.manifest import MANIFEST, read_manifest, seal, unseal
 from atoll.runtime.checkpoint.safetensors_file import sync_directory, write_atomically
 
-__all__ = ["candidates", "commit", "find", "keep_as", "kept", "partial_path", "prune", "step_path", "steps", "tidy"]
+__all__ = ["candidates", "commit", "find", "keep_as", "kept", "none_is_whole", "partial_path", "prune", "step_path", "steps", "tidy"]
 
 _LATEST, _KEPT = "latest", "kept"
 
@@ -68,6 +69,13 @@ def candidates(directory: Path, step: int | None) -> list[Path]:
         return [path for path in (find(directory, step),) if path is not None]
     latest = _latest(directory)
     return [step_path(directory, step) for step in sorted(_named(directory), key=lambda step: (step != latest, -step))]
+
+
+def none_is_whole(errors: Sequence[str]) -> DamagedCheckpointError:
+    """What is wrong with the newest checkpoint, where no other is whole, and what can be done."""
+    others = f"; nor is any of the {len(errors) - 1} before it whole" if len(errors) > 1 else "; there is no other"
+    advice = "Copy it back from where you keep copies, or begin anew in another directory; keep_last keeps more of them"
+    return DamagedCheckpointError(f"{errors[0]}{others}. {advice}")
 
 
 def _latest(directory: Path) -> int | None:

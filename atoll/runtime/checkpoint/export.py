@@ -17,11 +17,10 @@ from atoll.errors import CheckpointError
 from atoll.model_identity import Adapter, ModelIdentity
 from atoll.runtime.checkpoint.directory import find, kept
 from atoll.runtime.checkpoint.local_shard import Piece
-from atoll.runtime.checkpoint.manifest import MANIFEST, MODEL, Index, StoredTensor, read_index, read_manifest
+from atoll.runtime.checkpoint.manifest import EMA_KEY, MANIFEST, MODEL, Index, StoredTensor, read_index, read_manifest
 from atoll.runtime.checkpoint.rectangles import Rectangle, split_longest, whole
 from atoll.runtime.checkpoint.safetensors_file import DTYPES, Entry, raw_bytes, write_atomically, write_safetensors
 from atoll.runtime.checkpoint.storage import check_chunks, read_pieces
-from atoll.runtime.checkpoint.training_state import EMA_KEY
 
 __all__ = ["Exported", "export", "export_merged", "kept_step"]
 

@@ -11,7 +11,7 @@ import torch
 
 from atoll.errors import CheckpointError, DamagedCheckpointError
 from atoll.events import CheckpointRestored
-from atoll.runtime.checkpoint.directory import candidates
+from atoll.runtime.checkpoint.directory import candidates, none_is_whole
 from atoll.runtime.checkpoint.exchange import CheckpointRanks
 from atoll.runtime.checkpoint.local_shard import Keyed, LocalShard, pieces
 from atoll.runtime.checkpoint.manifest import (
@@ -88,8 +88,7 @@ def load_from(
             raise CheckpointError(worst.error or "")
         damage.append((path, worst.error or ""))
     if damage:
-        others = f"; nor is any of the {len(damage) - 1} before it whole" if len(damage) > 1 else ""
-        raise DamagedCheckpointError(damage[0][1] + others)
+        raise none_is_whole([why for _, why in damage])
     return None
 
 

@@ -1,15 +1,15 @@
 """LocalShard: a tensor in this rank's memory, and which part of the user's tensor it is."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from atoll.runtime.checkpoint.rectangles import Rectangle, flat_range, whole
 from atoll.runtime.stage.shard_spec import ShardSpec
 
-__all__ = ["Keyed", "LocalShard", "Piece", "pieces"]
+__all__ = ["Keyed", "LocalShard", "Piece", "pieces", "whole_shards"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +49,16 @@ class LocalShard:
     def like(self, tensor: Tensor) -> "LocalShard":
         """Another tensor divided in the same way, such as a moment of the optimizer."""
         return LocalShard(self.holding, tensor, self.flat)
+
+
+def whole_shards(tensors: Mapping[str, Tensor]) -> list[LocalShard]:
+    """What a device has all of, by the user's names; the optimizer knows parameters as these very objects."""
+    return [
+        LocalShard(
+            ShardSpec(name=name, shape=tuple(value.shape)), value.detach(), parameter=value if isinstance(value, nn.Parameter) else None
+        )
+        for name, value in tensors.items()
+    ]
 
 
 Keyed = tuple[str, LocalShard]

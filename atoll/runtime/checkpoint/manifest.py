@@ -16,7 +16,10 @@ from atoll.runtime.checkpoint.rectangles import Rectangle, disjoint, whole
 from atoll.runtime.checkpoint.safetensors_file import DTYPES, Entry, StoredFile, write_atomically
 
 __all__ = [
+    "EMA",
+    "EMA_KEY",
     "INDEX",
+    "OPTIMIZER",
     "MANIFEST",
     "STATE",
     "Chunk",
@@ -41,6 +44,9 @@ __all__ = [
 FORMAT = 2
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
 MODEL = "model/"  # what keys of parameters and buffers begin with
+OPTIMIZER = "optimizer/"  # of the optimizer's state: then its name, a slash, and the parameter's name
+EMA = "ema"  # what the averages of a parameter are called among the optimizer's state
+EMA_KEY = f"{OPTIMIZER}{EMA}/"  # what keys of averaged weights begin with
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from atoll.errors import CheckpointError, DamagedCheckpointError
-from atoll.runtime.checkpoint.directory import candidates, commit, partial_path, prune
+from atoll.runtime.checkpoint.directory import candidates, commit, none_is_whole, partial_path, prune
 from atoll.runtime.checkpoint.local_shard import Piece
 from atoll.runtime.checkpoint.manifest import (
     MODEL,
@@ -271,5 +271,5 @@ def newest_whole(directory: Path) -> WholeCheckpoint | None:
         notes = tuple(f"a newer checkpoint is damaged and was passed over: {error}" for error in damage)
         return WholeCheckpoint(manifest.step, path, manifest, model_shapes(index), extra, notes)
     if damage:
-        raise damage[0]
+        raise none_is_whole([str(error) for error in damage])
     return None

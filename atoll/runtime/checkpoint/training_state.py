@@ -17,14 +17,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from atoll.data import Samples
 from atoll.errors import CheckpointError
 from atoll.runtime.checkpoint.local_shard import Keyed, LocalShard
-from atoll.runtime.checkpoint.manifest import Index, SmallState, number_of
+from atoll.runtime.checkpoint.manifest import OPTIMIZER, Index, SmallState, number_of
 from atoll.runtime.checkpoint.safetensors_file import DTYPES
 from atoll.runtime.checkpoint.values import from_plain, to_plain
-from atoll.runtime.executor import EMA, LossScale
+from atoll.runtime.executor import LossScale
 from atoll.runtime.stage.shard_spec import ShardSpec
+from atoll.runtime.turns import SeveralSchedules
 
 __all__ = [
-    "EMA_KEY",
     "OptimizerState",
     "allocate_state",
     "data_state",
@@ -34,9 +34,6 @@ __all__ = [
     "restore_training",
     "training_state",
 ]
-
-_PREFIX = "optimizer/"  # then the state's name, a slash, and the parameter's name
-EMA_KEY = f"{_PREFIX}{EMA}/"  # what keys of averaged weights begin with
 
 
 class OptimizerState(NamedTuple):
@@ -75,12 +72,12 @@ def _add(tensors: list[Keyed], small: SmallState, part: LocalShard, name: str, v
         raise CheckpointError(f"{where}: state with a slash in its name cannot be saved")
     local = value.to_local() if isinstance(value, DTensor) else value
     if isinstance(local, Tensor) and local.shape == part.tensor.shape and name != "step":
-        tensors.append((f"{_PREFIX}{name}/{part.name}", part.like(local)))
+        tensors.append((f"{OPTIMIZER}{name}/{part.name}", part.like(local)))
     elif not isinstance(local, Tensor) or local.numel() == 1:
         small.parameters.setdefault(part.name, {})[name] = to_plain(local, where)
     elif part.holding.dim is None and part.flat is None:
         shape = tuple(local.shape)
-        tensors.append((f"{_PREFIX}{name}/{part.name}", LocalShard(ShardSpec(name=part.name, shape=shape), local)))
+        tensors.append((f"{OPTIMIZER}{name}/{part.name}", LocalShard(ShardSpec(name=part.name, shape=shape), local)))
     else:
         raise CheckpointError(
             f"{where}: it has the shape {list(local.shape)}, not the parameter's, so it cannot be saved where the parameter is divided; "
@@ -95,8 +92,8 @@ def allocate_state(
     by_parameter = {id(part.known_as): part for part in held}
     stored: dict[str, list[str]] = {}
     for key in index.tensors:
-        if key.startswith(_PREFIX):
-            stored.setdefault(key.removeprefix(_PREFIX).partition("/")[2], []).append(key)
+        if key.startswith(OPTIMIZER):
+            stored.setdefault(key.removeprefix(OPTIMIZER).partition("/")[2], []).append(key)
     room: list[Keyed] = []
     ready: list[tuple[torch.optim.Optimizer, Tensor, dict[str, Any]]] = []
     for optimizer in optimizers:
@@ -106,7 +103,7 @@ def allocate_state(
                 state = _small_values(part.name, parameter, group, small)
                 for key in stored.get(part.name, ()):
                     value, place = _room(key, part, parameter, index)
-                    state[key.removeprefix(_PREFIX).partition("/")[0]] = value
+                    state[key.removeprefix(OPTIMIZER).partition("/")[0]] = value
                     room.append((key, place))
                 ready.append((optimizer, parameter, state))
 
@@ -150,7 +147,7 @@ def restore_groups(optimizers: Sequence[torch.optim.Optimizer], held: Sequence[L
                 group.update({key: from_plain(value, f"optimizer: {key}") for key, value in options.items()})
 
 
-def training_state(scheduler: LRScheduler | None, scale: LossScale, losses: Sequence[float]) -> dict[str, Any]:
+def training_state(scheduler: LRScheduler | SeveralSchedules | None, scale: LossScale, losses: Sequence[float]) -> dict[str, Any]:
     """As a checkpoint keeps it, in `extra`. Functions of a schedule are left out: the script makes them again."""
     schedule = None
     if scheduler is not None:
@@ -170,7 +167,9 @@ def restore_data(extra: Mapping[str, Any], samples: Samples) -> None:
         samples.go_on_from(state)
 
 
-def restore_training(extra: Mapping[str, Any], step: int, scheduler: LRScheduler | None, scale: LossScale) -> list[float]:
+def restore_training(
+    extra: Mapping[str, Any], step: int, scheduler: LRScheduler | SeveralSchedules | None, scale: LossScale
+) -> list[float]:
     """Schedule and scale as they were after `step` steps; returns the losses until then."""
     scale.restore(extra["loss_scale"])
     if scheduler is not None and extra["scheduler"] is not None:

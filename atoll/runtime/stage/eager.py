@@ -15,13 +15,14 @@ from torch.utils import _pytree as pytree
 from atoll.blame import users_code
 from atoll.errors import JobError, JobFailedError
 from atoll.graph.eager import Uncaptured
-from atoll.job import LossFunction, read_loss
+from atoll.job import Job, LossFunction, read_loss
 from atoll.randomness import generator_states, mix, seed_everything
 from atoll.runtime.stage.program import StageProgram, Unit
 from atoll.runtime.stage.rng import DrawKey, EagerDraws
 from atoll.runtime.stage.sizes import Sizes
+from atoll.runtime.turns import training_only
 
-__all__ = ["EagerEvaluation", "EagerStage", "WholeBatch", "eager_program", "loss_structure"]
+__all__ = ["EagerEvaluation", "EagerStage", "WholeBatch", "eager_program", "loss_structures"]
 
 _BATCH = "batch"
 
@@ -45,41 +46,52 @@ def eager_program() -> StageProgram:
     return StageProgram(receives=(), prologue=prologue, units=[unit], sends=(), numbers={}, results=("loss",), batch=(_BATCH,), last=True)
 
 
-def loss_structure(uncaptured: Uncaptured) -> pytree.TreeSpec:
-    """What the stage returns: one number, or two."""
-    return pytree.tree_structure((0, 0) if uncaptured.weighted else 0)
+def loss_structures(uncaptured: Uncaptured) -> list[pytree.TreeSpec]:
+    """What the stage returns in each turn of a step: one number, or two."""
+    return [pytree.tree_structure((0, 0) if weighted else 0) for weighted in uncaptured.weighted]
 
 
 class EagerStage(nn.Module):
     """The user's model and loss. Random numbers are those that one process draws whose micro-batches are the same pieces."""
 
     def __init__(
-        self, model: nn.Module, loss: LossFunction, uncaptured: Uncaptured, key: DrawKey, device: torch.device, numbers: Mapping[int, int]
+        self, model: nn.Module, job: Job, uncaptured: Uncaptured, key: DrawKey, device: torch.device, numbers: Mapping[int, int]
     ) -> None:
         """`numbers` has each piece's place in the batch, by its first sample."""
         super().__init__()
         self.model = model
-        self._loss, self._uncaptured, self._key, self._device, self._numbers = loss, uncaptured, key, device, numbers
+        self._losses: list[LossFunction] = [turn.loss for turn in job.turns.values()]
+        self._uncaptured, self._key, self._device, self._numbers = uncaptured, key, device, numbers
+        self.trained_in = job.trained_in(model)  # names of parameters, by turn
         self._buffers_before = dict(model.named_buffers(remove_duplicate=False))
         self._drew = False
 
     def forward(self, values: dict[str, Any]) -> tuple[Any, ...]:
         """The loss of a piece, or its total and weight."""
         step, number = self._key.step, self._numbers[self._key.first_sample]
-        seed_everything(mix(self._key.seed, 5, step, number), devices=self._device.type != "cpu")
+        seed_everything(mix(self._key.seed, 5, step, number, *self._key.of_turn), devices=self._device.type != "cpu")
         before = generator_states()
         with (
             users_code(f"step {step}: the loss", JobFailedError),
             EagerDraws(self._key, self.model) if self._uncaptured.draws else nullcontext(),
         ):
-            value, weight = read_loss(self._loss(self.model, values[_BATCH]))
+            value, weight = read_loss(self._losses[self._key.turn](self.model, values[_BATCH]))
         self._drew = generator_states() != before
         if not value.requires_grad:
             raise JobError("Job: loss: no gradient flows from it to the model; is it computed under no_grad, or detached?")
-        if (weight is not None) != self._uncaptured.weighted:
-            first, now = ("(total, weight)", "a number") if self._uncaptured.weighted else ("a number", "(total, weight)")
+        weighted = self._uncaptured.weighted[self._key.turn]
+        if (weight is not None) != weighted:
+            first, now = ("(total, weight)", "a number") if weighted else ("a number", "(total, weight)")
             raise JobFailedError(f"step {step}: the loss returned {now}, and {first} for the first samples; return the same always")
         return (value,) if weight is None else (value, weight)
+
+    @contextmanager
+    def in_turn(self, number: int, name: str) -> Iterator[None]:
+        """Inside, it is this turn of the step: its loss, and gradients for what it trains alone."""
+        self._key.turn, parameters = number, self.parameters_by_name()
+        trained = {own: parameters[own] for names in self.trained_in.values() for own in names}
+        with training_only(self.trained_in[name], trained) if name else nullcontext():
+            yield
 
     @property
     def recomputes(self) -> bool:

@@ -24,11 +24,17 @@ class DrawKey:
         self.seed = seed
         self.step = 0
         self.first_sample = 0  # of the samples under way, in the global batch
+        self.turn = 0  # of the step, where a job has several losses
         self.lock = threading.Lock()  # held while draws are made: loading data in another thread seeds the same generators
 
     def of(self, number: int) -> int:
         """The seed of the model's draw `number`."""
-        return mix(self.seed, 5, self.step, self.first_sample, number)
+        return mix(self.seed, 5, self.step, self.first_sample, number, *self.of_turn)
+
+    @property
+    def of_turn(self) -> tuple[int, ...]:
+        """What seeds of a turn have besides; nothing in the first."""
+        return (self.turn,) if self.turn else ()
 
 
 class Draw(nn.Module):

@@ -15,6 +15,7 @@ from typing import IO, ClassVar, Protocol, TextIO
 import msgspec
 
 from atoll.errors import AtollError, LabError
+from atoll.runtime.supervise.fork_server import ForkServer
 
 __all__ = [
     "ProcessHost",
@@ -181,12 +182,17 @@ class _Child:
 
 
 class ThisMachine:
-    """Processes of this machine, with this process's environment."""
+    """Processes of this machine, with this process's environment. Those that the fork server can make begin with what it has."""
 
     name = ""
     machine = ""
     python = sys.executable
     _passes_on: ClassVar[Mapping[int, int]] = {}  # what stands for signals that cannot be caught and passed on
+
+    _server: ForkServer | None = None
+
+    def __init__(self, server: ForkServer | None = None) -> None:
+        self._server = server
 
     @property
     def cores(self) -> int:
@@ -195,12 +201,18 @@ class ThisMachine:
 
     def start(self, spec: ProcessSpec) -> tuple[StartedProcess, Sequence[OutputSource]]:
         """A child of this process."""
+        environment = {**spec.defaults, **os.environ, **spec.environment}
+        if self._server is not None and spec.command[:2] == (self.python, "-m") and spec.command[2] in self._server.programs:
+            try:
+                return _fork(self._server, spec, environment)
+            except (OSError, EOFError):  # it has said why it ended
+                self._server = None
         command = tied(self._command(spec.command))
         output = None if spec.terminal else subprocess.PIPE
         try:
             process = subprocess.Popen(
                 command,
-                env={**spec.defaults, **os.environ, **spec.environment},
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -213,6 +225,18 @@ class ThisMachine:
 
     def _command(self, command: Sequence[str]) -> list[str]:
         return list(command)
+
+
+def _fork(server: ForkServer, spec: ProcessSpec, environment: Mapping[str, str]) -> tuple[StartedProcess, Sequence[OutputSource]]:
+    pipes = [] if spec.terminal else [os.pipe(), os.pipe()]
+    outputs = (pipes[0][1], pipes[1][1]) if pipes else (1, 2)
+    try:
+        process = server.start(spec.name, spec.command[2], spec.command[3:], environment, outputs)
+    finally:
+        for _, end in pipes:
+            os.close(end)
+    into = (sys.stdout, sys.stderr)
+    return process, [LineSource(os.fdopen(end, "rb"), spec.prefix, stream) for (end, _), stream in zip(pipes, into, strict=False)]
 
 
 class InLab(ThisMachine):

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from atoll.cluster import Cluster
 from atoll.cluster.cluster import Host as ClusterHost
 from atoll.errors import AtollError, ClusterError
+from atoll.runtime.supervise.fork_server import ForkServer
 from atoll.runtime.supervise.hosts import InLab, ProcessHost, ThisMachine, find_lab
 from atoll.runtime.supervise.ssh import OverSsh, ssh_command
 from atoll.units import plural
@@ -82,6 +83,7 @@ class Placement(NamedTuple):
     address: str  # where all of them reach this process
     where: str  # in words
     scripts: Mapping[str, str]  # the script's path on hosts that have their own files
+    here: ProcessHost  # this machine
 
     def close(self) -> None:
         """Ends connections, and what runs at their far ends."""
@@ -100,17 +102,18 @@ def place_processes(
     sync: bool = False,
     shared: bool,
     say: Callable[[str], None],
+    server: ForkServer | None = None,
 ) -> Placement:
     """Where what belongs on these hosts is started.
 
     That is in the lab this process runs in if they are in it, over ssh where they have addresses of other machines, else on this machine.
-    `sync` copies the script's directory; with `shared` every host must see the run's directory.
+    `sync` copies the script's directory; with `shared` every host must see the run's directory. `server` forks processes of this machine.
     """
     lab = find_lab(environ)
     if lab is not None and all(name in lab.addresses for name in names):
-        return Placement({name: InLab(name) for name in names}, lab.address, f"on hosts of {lab.name}", {})
+        return Placement({name: InLab(name) for name in names}, lab.address, f"on hosts of {lab.name}", {}, ThisMachine())
     known = {host.name: host for host in (cluster.hosts if cluster is not None else ())}
-    here = ThisMachine()
+    here = ThisMachine(server)
     hosts: dict[str, ProcessHost] = dict.fromkeys(names, here)
     remote: list[OverSsh] = []
     wanted = [known[name] for name in dict.fromkeys(names) if name in known]
@@ -121,7 +124,7 @@ def place_processes(
                 remote.append(OverSsh(host, environ, host.workdir or os.getcwd()))
                 hosts[host.name] = remote[-1]
     if not remote:
-        return Placement(hosts, _LOOPBACK, "on this machine", {})
+        return Placement(hosts, _LOOPBACK, "on this machine", {}, here)
     try:
         if sync:
             for far in remote:
@@ -133,7 +136,7 @@ def place_processes(
             far.close()
         raise
     beside = " and this machine" if here in hosts.values() else ""
-    return Placement(hosts, address, f"on {plural(len(remote), 'host')} over ssh{beside}", scripts)
+    return Placement(hosts, address, f"on {plural(len(remote), 'host')} over ssh{beside}", scripts, here)
 
 
 def _check_addresses(hosts: Sequence[ClusterHost]) -> None:

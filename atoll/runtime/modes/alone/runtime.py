@@ -12,11 +12,14 @@ import msgspec
 from atoll.callbacks import Callback
 from atoll.events import EventLog
 from atoll.plan.modes.alone import ALONE
-from atoll.runtime.mode import ResumePoint, RunContext, RunOutcome, newest_checkpoint
+from atoll.runtime.mode import CapturedJob, ResumePoint, RunContext, RunOutcome, newest_checkpoint
 from atoll.runtime.report import ModeReport, RunSummary, read_prediction
 from atoll.runtime.run_directory import RunDirectory, RunSettings, run_lock
 
 if TYPE_CHECKING:
+    from atoll.graph.capture import Captured
+    from atoll.graph.eager import Uncaptured
+    from atoll.job import Job
     from atoll.script import RunOpener
 
 __all__ = ["AloneRuntime", "opened_run"]
@@ -36,6 +39,10 @@ class AloneRuntime:
     def resume(self, run: RunContext) -> ResumePoint | None:
         """The newest checkpoint, whoever wrote it."""
         return newest_checkpoint(run.directory)
+
+    def hand_over(self, job: "Job", captured: "Captured | Uncaptured") -> CapturedJob:
+        """It starts no processes."""
+        return CapturedJob(job, captured)
 
     def launch(self, run: RunContext) -> RunOutcome:
         """Trains in micro-batches as the plan has them; on Ctrl-C the step under way ends first."""

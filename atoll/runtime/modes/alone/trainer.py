@@ -8,9 +8,11 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -33,6 +35,7 @@ from atoll.events import (
     StopTraining,
     Warned,
 )
+from atoll.graph.loss_check import check_eagerly
 from atoll.job import Job, LossValue, RunResult, read_loss
 from atoll.model_identity import identify, tied_names
 from atoll.plan.modes.alone import ALONE
@@ -53,6 +56,7 @@ from atoll.runtime.peak import peak_memory_bytes
 from atoll.runtime.run_directory import RunDirectory, RunSettings
 from atoll.runtime.stage.rng import DrawKey, EagerDraws
 from atoll.runtime.training import Reason, train
+from atoll.runtime.turns import optimizer_names, schedule_of, training_only
 from atoll.runtime.whole_program import PieceCounts, WholeProgram, divided_program
 
 __all__ = ["AloneTrainer", "train_alone", "training_alone"]
@@ -146,14 +150,18 @@ class AloneTrainer:
         self.data_length = job.samples.length
         self.loader = BatchLoader(job.samples, job.num_workers)
         self.batches: Iterator[LoadedBatch] | None = None
+        self.kept: list[Batch] = []  # the step's micro-batches, where it has several turns
         self.data_state: dict[str, Any] | None = None  # of a stream, after the last step
         self.data_seconds = self.loading_seconds = 0.0  # of the step: waiting for data, and what loading it took whoever did
         self.model = _on_device(job, device)
-        self.optimizer = job.build_model_optimizer(self.model)
-        self.parameters: list[nn.Parameter] = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.scheduler = job.build_scheduler(self.optimizer)
-        scale = LossScale(job.precision == "fp16")
-        self.updater = Updater(self.parameters, self.optimizer, self.scheduler, scale, steps=self.steps, ema_decay=job.ema_decay)
+        self.turns = _make_turns(job, self.model)
+        self.optimizers = [turn.optimizer for turn in self.turns]
+        self.optimizer = self.optimizers[0]
+        self.parameters: list[nn.Parameter] = [parameter for turn in self.turns for parameter in turn.updater.parameters]
+        self.scheduler = schedule_of({turn.name: turn.updater.scheduler for turn in self.turns})
+        self.scale = self.turns[0].updater.scale
+        self.updater = self.turns[0].updater  # of jobs with one loss
+        self.key = DrawKey(job.seed)
         self.gradients = Accumulated(job.batch_size)
         self.counts: PieceCounts | None = None  # what micro-batches weigh, where it is not their samples
         self.pieces: WholeProgram | None = None  # what computes micro-batches whose losses have several terms
@@ -169,15 +177,15 @@ class AloneTrainer:
             directory, settings = saved_in
             self.mode = settings.mode
             self.seconds_before = directory.last_moment()
-            checkpoints = _checkpointer(directory, settings, job, self.model, self.optimizer)
-            self._resume(checkpoints.load(held_tensors(self.model), optimizers=[self.optimizer]))
+            checkpoints = _checkpointer(directory, settings, job, self.model, self.optimizers)
+            self._resume(checkpoints.load(held_tensors(self.model), optimizers=self.optimizers))
             self.saving = checkpoints, SavePolicy(settings.checkpoint_every, step=len(self.losses), moment=self.moment())
 
     def _resume(self, loaded: Loaded | None) -> None:
         """Go on where the run's checkpoint is, if it has one."""
         self.resumed = loaded
         if loaded is not None:
-            self.losses = restore_training(loaded.extra, loaded.step, self.scheduler, self.updater.scale)
+            self.losses = restore_training(loaded.extra, loaded.step, self.scheduler, self.scale)
             self.random = bool(loaded.extra.get("draws", True))
             restore_callbacks(self.job.callbacks, loaded.extra.get("callbacks", {}))
             restore_data(loaded.extra, self.job.samples)
@@ -318,10 +326,10 @@ class AloneTrainer:
 
     def _save(self, checkpoints: Checkpointer, policy: SavePolicy, *, final: bool = False, keep: str | None = None) -> None:
         step = len(self.losses)
-        extra = training_state(self.scheduler, self.updater.scale, self.losses)
+        extra = training_state(self.scheduler, self.scale, self.losses)
         extra |= {"draws": self.random, "data": data_state(self.data_state), "callbacks": callback_states(self.job.callbacks)}
         policy.begun(step)
-        checkpoints.save(step, held_tensors(self.model), optimizers=[self.optimizer], extra=extra, final=final, keep=keep)
+        checkpoints.save(step, held_tensors(self.model), optimizers=self.optimizers, extra=extra, final=final, keep=keep)
 
     def keep(self, name: str) -> None:
         """Save now, under a name that keeps it."""
@@ -331,7 +339,7 @@ class AloneTrainer:
 
     def snapshot(self) -> Snapshot:
         """Copies of weights and optimizer."""
-        found = gather_snapshot(len(self.losses), held_tensors(self.model), [self.optimizer], tied_names(self.model), None)
+        found = gather_snapshot(len(self.losses), held_tensors(self.model), self.optimizers, tied_names(self.model), None)
         assert found is not None  # on rank 0
         return found
 
@@ -366,29 +374,38 @@ class AloneTrainer:
         """One step of the optimizer on one global batch. Nothing is applied unless loss and gradient are finite."""
         began = time.perf_counter()
         self.data_seconds = self.loading_seconds = 0.0
+        self.kept = []
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        self.optimizer.zero_grad()
-        loss, weight = self._accumulate_gradient(step)
-        overflowed = self.updater.unscale()
-        gradient_norm = self._clip(step, overflowed)
-        applied = self.updater.apply(Update(step, overflowed=overflowed))
+        made = [self._take(step, turn) for turn in self.turns]
+        loss, norms = sum(one.loss for one in made), [one.norm for one in made if one.norm is not None]
         self.losses.append(loss)
         return StepFinished(
             at_seconds=self.moment(),
             step=step,
             loss=loss,
             samples=self.job.batch_size,
-            weight=weight,
+            weight=made[0].weight,
             seconds=time.perf_counter() - began,
             learning_rate=learning_rate,
-            gradient_norm=gradient_norm,
+            gradient_norm=math.hypot(*norms) if norms else None,
             memory_bytes=peak_memory_bytes(self.device),
-            applied=applied,
+            applied=made[0].applied,
             data_seconds=self.data_seconds,
             loading_seconds=self.loading_seconds,
+            losses={turn.name: one.loss for turn, one in zip(self.turns, made, strict=True) if turn.name},
         )
 
-    def _accumulate_gradient(self, step: int) -> tuple[float, float]:
+    def _take(self, step: int, turn: "_Turn") -> "_Taken":
+        """One loss, its gradient and the step of its optimizer."""
+        self.key.step, self.key.turn = step, turn.number
+        turn.optimizer.zero_grad()
+        with turn.training():
+            loss, weight = self._accumulate_gradient(step, turn)
+        overflowed = turn.updater.unscale()
+        norm = self._clip(step, turn, overflowed)
+        return _Taken(loss, weight, norm, turn.updater.apply(Update(step, overflowed=overflowed)))
+
+    def _accumulate_gradient(self, step: int, turn: "_Turn") -> tuple[float, float]:
         """The gradient of the global batch's loss, left in `.grad`; returns the loss and what it was divided by."""
         parts = self.job.micro_batches
         if self.pieces is not None:
@@ -399,19 +416,19 @@ class AloneTrainer:
         weight = torch.zeros((), device=self.device, dtype=torch.float64)
         deferred = False
         for number, (start, stop) in enumerate(parts):
-            value = self._forward(step, number, start, stop)
+            value = self._loss_of(step, turn, number, start, self._micro_batch(step, number))
             deferred = value.weight is not None and len(parts) > 1
             share = loss_share(value, stop - start, self.gradients) if deferred or value.weight is None else value.value / value.weight
             with users_code(f"step {step}: backward", JobFailedError):
-                scaled(share, self.gradients.scaled_by(self.updater.scale)).backward()  # type: ignore[no-untyped-call]
+                scaled(share, self.gradients.scaled_by(self.scale)).backward()  # type: ignore[no-untyped-call]
             total += share.detach()
             weight += (stop - start) if value.weight is None else value.weight
-        return self._divided(step, float(total), float(weight), deferred)
+        return self._divided(step, turn, float(total), float(weight), deferred)
 
-    def _divided(self, step: int, total: float, weight: float, deferred: bool) -> tuple[float, float]:
+    def _divided(self, step: int, turn: "_Turn", total: float, weight: float, deferred: bool) -> tuple[float, float]:
         divisor = checked_weight(f"step {step}", weight)
         if deferred:  # the weight of a batch is known only after its last micro-batch
-            torch._foreach_div_([p.grad for p in self.parameters if p.grad is not None], divisor)
+            torch._foreach_div_([p.grad for p in turn.updater.parameters if p.grad is not None], divisor)
         loss = total / (divisor if deferred else 1.0)
         if not math.isfinite(loss):
             self._not_finite(step, "loss", loss)
@@ -419,7 +436,12 @@ class AloneTrainer:
 
     def _find_pieces(self) -> None:
         """Micro-batches add up to the batch's loss as the user's code has it: by their samples, or else as the captured program tells."""
-        if len(self.job.micro_batches) == 1 or self.steps <= len(self.losses) or self._returns_weight():
+        if len(self.job.micro_batches) == 1 or self.steps <= len(self.losses):
+            return
+        if len(self.turns) > 1:
+            self._check_turns()
+            return
+        if self._returns_weight():
             return
         found = divided_program(self.job, self.model)
         for note in found.notes:
@@ -428,6 +450,13 @@ class AloneTrainer:
         if found.program is not None:
             self.pieces = WholeProgram(self.job, found.program, self.model, self.device, self.updater)
             self.weights = StepWeights(self.pieces.sizes, self.job.micro_batches, self._batch)
+
+    def _check_turns(self) -> None:
+        """Several losses are not captured: that micro-batches add up is found out by their own code. DividedLossError where they do not."""
+        notes = [check_eagerly(turn.job, self.model) for turn in self.turns]
+        self.model.train()
+        for note in filter(None, dict.fromkeys(notes)):
+            self.emit(Warned(message=note))
 
     @torch.no_grad()
     def _returns_weight(self) -> bool:
@@ -449,7 +478,7 @@ class AloneTrainer:
             with users_code(f"step {step}: the loss", JobFailedError):
                 found = pieces.train(WorkItem(0, step, number, start, stop - start), batch, weights)
             total, weight = total + found.total, weight + float(found.weight)
-        return self._divided(step, float(total), weight, pieces.deferred)
+        return self._divided(step, self.turns[0], float(total), weight, pieces.deferred)
 
     def _accumulate_counted(self, counts: PieceCounts, step: int) -> tuple[float, float]:
         """A micro-batch in which nothing counts has no loss, and adds nothing."""
@@ -458,29 +487,34 @@ class AloneTrainer:
             shares, weight = counts.shares(batches)
         total = torch.zeros((), device=self.device)
         for number, (share, (start, _)) in enumerate(zip(shares, self.job.micro_batches, strict=True)):
-            value = self._loss_of(step, number, start, batches[number])
+            value = self._loss_of(step, self.turns[0], number, start, batches[number])
             if share:
                 loss = value.value * share
                 with users_code(f"step {step}: backward", JobFailedError):
-                    scaled(loss, self.gradients.scaled_by(self.updater.scale)).backward()  # type: ignore[no-untyped-call]
+                    scaled(loss, self.gradients.scaled_by(self.scale)).backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
-        return self._divided(step, float(total), weight, deferred=False)
+        return self._divided(step, self.turns[0], float(total), weight, deferred=False)
 
     def _batch(self, step: int, start: int, stop: int) -> Batch:
         with users_code(f"step {step}: loading the batch", JobFailedError):
             return self.loader.load(self.job.samples.part(step - 1, start, stop, last=False)).batch
 
-    def _forward(self, step: int, number: int, start: int, stop: int) -> LossValue:
-        return self._loss_of(step, number, start, self._next_batch(step))
-
-    def _loss_of(self, step: int, number: int, start: int, loaded: Batch) -> LossValue:
-        batch = to_device(loaded, self.device)
-        seed_everything(mix(self.job.seed, 5, step, number), devices=self.device.type != "cpu")
-        with self.job.autocast(self.device), users_code(f"step {step}: the loss", JobFailedError), self._draws(step, start):
-            value = read_loss(self.job.loss(self.model, batch))
+    def _loss_of(self, step: int, turn: "_Turn", number: int, start: int, loaded: Batch) -> LossValue:
+        batch, self.key.first_sample = to_device(loaded, self.device), start
+        seed_everything(mix(self.job.seed, 5, step, number, *self.key.of_turn), devices=self.device.type != "cpu")
+        with self.job.autocast(self.device), users_code(f"step {step}: {turn.words}", JobFailedError), self._draws():
+            value = read_loss(turn.job.loss(self.model, batch))
         if not value.value.requires_grad:
             raise JobError("Job: loss: no gradient flows from it to the model; is it computed under no_grad, or detached?")
         return value
+
+    def _micro_batch(self, step: int, number: int) -> Batch:
+        """The step's micro-batch of this number; it is loaded once, and kept where several turns want it."""
+        if len(self.turns) == 1:
+            return self._next_batch(step)
+        if number == len(self.kept):
+            self.kept.append(self._next_batch(step))
+        return self.kept[number]
 
     def _next_batch(self, step: int) -> Batch:
         """The next micro-batch. The first that is asked for is a step's first, wherever the run goes on."""
@@ -497,23 +531,21 @@ class AloneTrainer:
         return loaded.batch
 
     @contextmanager
-    def _draws(self, step: int, first_sample: int) -> Iterator[None]:
+    def _draws(self) -> Iterator[None]:
         """Random calls of the forward are seeded one by one, as distributed modes do; a model that makes none at first is left alone."""
         if not self.random:
             yield
             return
-        key = DrawKey(self.job.seed)
-        key.step, key.first_sample = step, first_sample
-        with EagerDraws(key, self.model) as draws:
+        with EagerDraws(self.key, self.model) as draws:
             yield
-        self.random = draws.count > 0
+        self.random = draws.count > 0 or len(self.turns) > 1
 
-    def _clip(self, step: int, overflowed: bool) -> float | None:
+    def _clip(self, step: int, turn: "_Turn", overflowed: bool) -> float | None:
         """By PyTorch's own function, as anyone would. In fp16 overflow is ordinary: the step is skipped."""
         if self.job.max_grad_norm is None or overflowed:
             return None
-        norm = float(nn.utils.clip_grad_norm_(self.parameters, self.job.max_grad_norm))
-        if not math.isfinite(norm) and not self.updater.scale.enabled:
+        norm = float(nn.utils.clip_grad_norm_(turn.updater.parameters, self.job.max_grad_norm))
+        if not math.isfinite(norm) and not self.scale.enabled:
             self._not_finite(step, "gradient", norm)
         return norm if math.isfinite(norm) else None
 
@@ -539,7 +571,8 @@ class AloneTrainer:
         with self._averaged_weights() if self.job.eval_ema else nullcontext():
             found = self.evaluator.run(len(self.losses))
         if planned:
-            self.updater.evaluated(len(self.losses), found.loss)
+            for turn in self.turns:
+                turn.updater.evaluated(len(self.losses), found.loss)
         self.evaluations.append(msgspec.structs.replace(found, at_seconds=self.moment()))
         self.emit(self.evaluations[-1])
 
@@ -557,13 +590,51 @@ class AloneTrainer:
                 parameter.data = weight
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """One of a step's losses with its optimizer; most jobs have one."""
+
+    name: str
+    number: int
+    job: Job  # of this loss alone
+    optimizer: torch.optim.Optimizer
+    updater: Updater
+    training: Callable[[], AbstractContextManager[None]]  # around its forwards and backwards
+
+    @property
+    def words(self) -> str:
+        return f"the loss of {self.name!r}" if self.name else "the loss"
+
+
+class _Taken(NamedTuple):
+    """What a turn found and did."""
+
+    loss: float
+    weight: float
+    norm: float | None
+    applied: bool
+
+
+def _make_turns(job: Job, model: nn.Module) -> list[_Turn]:
+    trained, turns, scale = dict(model.named_parameters()), list[_Turn](), LossScale(job.precision == "fp16")
+    names = job.trained_in(model)
+    everything = {name: trained[name] for row in names.values() for name in row}
+    for number, (name, optimizer) in enumerate(job.build_optimizers(model).items()):
+        part = job.turns[name]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        updater = Updater(parameters, optimizer, part.build_scheduler(optimizer), scale, steps=job.total_steps, ema_decay=job.ema_decay)
+        around = partial(training_only, names[name], everything) if name else nullcontext
+        turns.append(_Turn(name, number, part, optimizer, updater, around))
+    return turns
+
+
 def _checkpointer(
-    directory: RunDirectory, settings: RunSettings, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer
+    directory: RunDirectory, settings: RunSettings, job: Job, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> Checkpointer:
     for held in held_tensors(model):
         dtype_name(held.tensor.dtype, f"{held.name!r}")  # what cannot be saved is refused before it is trained
-    name = type(optimizer).__name__
-    identity = RunIdentity.of(identify(model), job=job.name, optimizer=name, seed=job.seed, batch_size=job.batch_size)
+    names = optimizer_names(optimizers)
+    identity = RunIdentity.of(identify(model), job=job.name, optimizer=names, seed=job.seed, batch_size=job.batch_size)
     return Checkpointer(directory.checkpoints, identity=identity, keep_last=settings.keep_last)
 
 

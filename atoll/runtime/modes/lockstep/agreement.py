@@ -83,9 +83,13 @@ def difference(said: list[Said]) -> str | None:
     return None
 
 
+def _settings_of(optimizer: torch.optim.Optimizer) -> str:
+    return f"{type(optimizer).__name__}{ {key: value for key, value in sorted(optimizer.defaults.items()) if not callable(value)} }"
+
+
 def agree(job: Job, weights: str) -> tuple[bool, bool]:
     """Compare with all other ranks; whether any of them has callbacks that could ask to stop, and such that could ask for more."""
-    probe = job.build_optimizer([nn.Parameter(torch.zeros(2, 2))])
+    probes = [turn.build_optimizer([nn.Parameter(torch.zeros(2, 2))]) for turn in job.turns.values()]
     own = Said(
         steps=job.total_steps,
         batch_size=job.batch_size,
@@ -95,7 +99,7 @@ def agree(job: Job, weights: str) -> tuple[bool, bool]:
         precision=job.precision,
         max_grad_norm=job.max_grad_norm,
         eval_every=job.eval_every,
-        optimizer=f"{type(probe).__name__}{ {key: value for key, value in sorted(probe.defaults.items()) if not callable(value)} }",
+        optimizer="; ".join(_settings_of(probe) for probe in probes),
         weights=weights,
         callbacks=bool(job.callbacks),
         requests=any(takes_run(callback) for callback in job.callbacks),

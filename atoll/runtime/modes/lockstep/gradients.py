@@ -155,9 +155,10 @@ class Gradients:
         *,
         bucket_bytes: int,
         ready_late: frozenset[str] = frozenset(),
+        buckets: list[Bucket] | None = None,
     ) -> None:
         self._parameters, self._recorder = dict(parameters), recorder
-        self.buckets: list[Bucket] = []  # what is added up, for reports
+        self.buckets: list[Bucket] = [] if buckets is None else buckets  # what is added up, for reports; of all turns of a step
         groups = _make_groups(parts)
         early: list[GradientGroup] = []
         late: list[GradientGroup] = []

@@ -7,7 +7,8 @@ that talk to other ranks say so: all ranks take them together.
 import dataclasses
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -36,6 +37,7 @@ from atoll.runtime.modes.lockstep.data_loader import ShardLoader
 from atoll.runtime.modes.lockstep.evaluation import EvaluatedFunction, Evaluation, buffers_read
 from atoll.runtime.modes.lockstep.gradients import GradientGroup, Gradients, Share, gradient_groups
 from atoll.runtime.modes.lockstep.layout import Layout, RankPlace
+from atoll.runtime.modes.lockstep.measurement import Bucket
 from atoll.runtime.modes.lockstep.parallelize import CutStage
 from atoll.runtime.modes.lockstep.recorder import Recorder
 from atoll.runtime.modes.lockstep.schedule import Schedule, Workers
@@ -69,17 +71,38 @@ _MODELS_SHARE = 0.5  # of a host's free memory that whole models may take while 
 
 
 @dataclass(frozen=True)
+class RankTurn:
+    """One of a step's losses, with what trains by it."""
+
+    name: str  # empty where there is one
+    executor: StageExecutor
+    runner: ScheduleRunner
+    owned: list[OptimizerShard]
+    counted: list[Counted]  # what the rank adds to the norm of the gradient
+    entered: Callable[[], AbstractContextManager[None]]  # around its run
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Of what the rank owns; of a stand-in without numbers where it trains nothing."""
+        assert self.executor.updater.optimizer is not None
+        return self.executor.updater.optimizer
+
+    @property
+    def trainable(self) -> list[OptimizerShard]:
+        """What its optimizer has."""
+        return [owned for owned in self.owned if owned.leaf.requires_grad]
+
+
+@dataclass(frozen=True)
 class RankWork:
     """Everything a rank works with."""
 
     layout: Layout
     rank: int
     schedule: Schedule
-    executor: StageExecutor
-    runner: ScheduleRunner
+    turns: tuple[RankTurn, ...]  # of a step: one, unless the job has several losses
     feed: ShardLoader
     owned: list[OptimizerShard]  # its parts of trainable and frozen parameters
-    counted: list[Counted]  # what it adds to the norm of the gradient
     trainable_parameters: int  # of the whole model
     frozen_parameters: int
     identity: ModelIdentity
@@ -90,6 +113,16 @@ class RankWork:
     requests: bool  # and whether they may ask for more
     notes: list[str]  # on what the run begins with, to be told once
     doing: Callable[[object, int], None]  # told what the rank does, and at which step
+
+    @property
+    def executor(self) -> StageExecutor:
+        """Of the first turn; all have the same stages."""
+        return self.turns[0].executor
+
+    @property
+    def runner(self) -> ScheduleRunner:
+        """Of the first turn."""
+        return self.turns[0].runner
 
 
 def make_plan_schedule(layout: Layout) -> Schedule:
@@ -126,26 +159,32 @@ def assemble(
     groups = _agree_on_groups(rank, parts, held)
     _check_optimizer(rank, groups)
     recorder = Recorder(device)
-    gradients = _gradients(rank, held, groups, recorder, bucket_bytes)
     stages = [_stage_work(rank, stage, module) for stage, module in zip(cut, parts.modules, strict=True)]
     schedule, activity = make_plan_schedule(layout), Activity(doing)
     actions = schedule[layout.worker_of(rank.number)]
     loader = BatchLoader(job.samples, job.num_workers, rank.key.lock)
     feed = ShardLoader(loader, layout, actions, stages, source.sizes, device, last_step=job.total_steps, ahead=_AHEAD)
-    executor = _executor(rank, stages, parts, held, Generators(rank.key.lock, feed.reading, activity))
-    runner = ScheduleRunner(
-        layout,
-        actions,
-        stages,
-        executor,
-        sizes=source.sizes,
-        channels=Channels(rank.number, device),
-        gradients=gradients,
-        feed=feed,
-        activity=activity,
-        recorder=recorder,
-        pace=pace,
-    )
+    generators, channels, buckets = Generators(rank.key.lock, feed.reading, activity), Channels(rank.number, device), list[Bucket]()
+    turns, counted = [], _counted(rank, held, groups)
+    for number, (name, names) in enumerate(_names_of_turns(rank, parts).items()):
+        mine = held.of(names)
+        executor = _executor(rank, number, stages, parts, mine, held, generators)
+        runner = ScheduleRunner(
+            layout,
+            actions,
+            stages,
+            executor,
+            sizes=source.sizes,
+            channels=channels,
+            gradients=_gradients(rank, mine, [group for group in groups if group.name in names], recorder, bucket_bytes, buckets),
+            feed=feed,
+            activity=activity,
+            recorder=recorder,
+            pace=pace,
+        )
+        own = {id(part.leaf) for part in mine.owned} | {id(part.source) for part in mine.owned}
+        norm = [one for one in counted if id(one.parameter) in own]
+        turns.append(RankTurn(name, executor, runner, mine.owned, norm, _entering(parts, number, name)))
     buffers = _changed_buffers(rank, cut, parts, parts.evaluated)
     divided = _lane_divided(cut)
     evaluation = None
@@ -155,11 +194,9 @@ def assemble(
         layout=layout,
         rank=rank.number,
         schedule=schedule,
-        executor=executor,
-        runner=runner,
+        turns=tuple(turns),
         feed=feed,
         owned=held.owned,
-        counted=_counted(rank, held, groups),
         trainable_parameters=parts.trainable,
         frozen_parameters=parts.frozen,
         identity=parts.identity,
@@ -320,6 +357,13 @@ class _HeldParameters:
     sharded: dict[str, RankPlace]
     owned: list[OptimizerShard]
 
+    def of(self, names: Collection[str]) -> "_HeldParameters":
+        """Of these alone."""
+        places = [(place, {name: value for name, value in named.items() if name in names}) for place, named in self.places]
+        parameters = {name: value for name, value in self.parameters.items() if name in names}
+        owned = [part for part in self.owned if part.name in names]
+        return dataclasses.replace(self, places=places, parameters=parameters, owned=owned)
+
     @property
     def whole(self) -> dict[str, nn.Parameter]:
         """Trained, and not sharded: those whose gradients this rank adds up with others."""
@@ -360,17 +404,25 @@ def _check_optimizer(rank: _Rank, groups: Sequence[GradientGroup]) -> None:
     """Refuse one that would make other steps where parameters are divided, or apart from each other."""
     stages = rank.layout.plan.stages
     divided = any(group.dim is not None for group in groups) or any(stage.sharded for stage in stages)
-    if divided:
-        check_elementwise(rank.job.build_optimizer)
-    if divided or len(stages) > 1:
-        check_separable(rank.job.build_optimizer)
+    for turn in rank.job.turns.values():
+        if divided:
+            check_elementwise(turn.build_optimizer)
+        if divided or len(stages) > 1:
+            check_separable(turn.build_optimizer)
 
 
-def _gradients(rank: _Rank, held: _HeldParameters, groups: Sequence[GradientGroup], recorder: Recorder, bucket_bytes: int) -> Gradients:
+def _gradients(
+    rank: _Rank,
+    held: _HeldParameters,
+    groups: Sequence[GradientGroup],
+    recorder: Recorder,
+    bucket_bytes: int,
+    buckets: list[Bucket],
+) -> Gradients:
     """Process groups are made on the way."""
     uses = Counter(name for _, named in held.places for name in named)
     late = frozenset(name for name in held.whole if uses[name] > 1 or rank.source.late)
-    return Gradients(rank.number, groups, held.whole, held.holdings, recorder, bucket_bytes=bucket_bytes, ready_late=late)
+    return Gradients(rank.number, groups, held.whole, held.holdings, recorder, bucket_bytes=bucket_bytes, ready_late=late, buckets=buckets)
 
 
 def _counted(rank: _Rank, held: _HeldParameters, groups: Sequence[GradientGroup]) -> list[Counted]:
@@ -391,16 +443,39 @@ def _counted(rank: _Rank, held: _HeldParameters, groups: Sequence[GradientGroup]
     return counted
 
 
-def _executor(rank: _Rank, stages: Sequence[StageWork], parts: _Parts, held: _HeldParameters, generators: Generators) -> StageExecutor:
+def _names_of_turns(rank: _Rank, parts: _Parts) -> dict[str, Collection[str]]:
+    """What each turn of a step trains, of the whole model: all ranks make the same groups. The first also has what nobody trains."""
+    if list(rank.job.turns) == [""]:
+        return {"": set(parts.order)}
+    (stage,) = parts.modules
+    assert isinstance(stage, EagerStage)  # nothing else has several turns
+    return {name: set(names) for name, names in stage.trained_in.items()}
+
+
+def _entering(parts: _Parts, number: int, name: str) -> Callable[[], AbstractContextManager[None]]:
+    (stage, *_) = parts.modules
+    return partial(stage.in_turn, number, name) if isinstance(stage, EagerStage) else nullcontext
+
+
+def _executor(
+    rank: _Rank,
+    turn: int,
+    stages: Sequence[StageWork],
+    parts: _Parts,
+    own: _HeldParameters,
+    held: _HeldParameters,
+    generators: Generators,
+) -> StageExecutor:
+    job = list(rank.job.turns.values())[turn]
     return StageExecutor(
         {work.place.stage: work for work in stages},
         sizes=rank.source.sizes,
-        loss=rank.source.loss,
+        loss=rank.source.losses[turn],
         key=rank.key,
         autocast=lambda: rank.job.autocast(rank.device),
         generators=generators,
         gradients=Accumulated(rank.job.batch_size),
-        updater=_updater(rank.job, held.owned, parts.groups),
+        updater=_updater(job, own.owned, parts.groups),
         persistent=parts.persistent,
         owned=[part.held for part in held.owned],
         unread=parts.unread if rank.number == 0 else {},

@@ -1,12 +1,20 @@
 """Lockstep as a mode: a process for every device of the plan, each a rank; they go on from the newest checkpoint by themselves."""
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
+from atoll.errors import AtollError
 from atoll.events import EventLog, EventStream
-from atoll.runtime.mode import ResumePoint, RunContext, RunOutcome, newest_checkpoint
+from atoll.runtime.mode import CapturedJob, ResumePoint, RunContext, RunOutcome, newest_checkpoint
 from atoll.runtime.report import ModeReport, RunSummary
 from atoll.runtime.run_directory import RunDirectory
 from atoll.units import plural
+
+if TYPE_CHECKING:
+    from atoll.graph.capture import Captured
+    from atoll.graph.eager import Uncaptured
+    from atoll.job import Job
 
 __all__ = ["LockstepRuntime"]
 
@@ -33,6 +41,18 @@ class LockstepRuntime:
     def resume(self, run: RunContext) -> ResumePoint | None:
         """The newest checkpoint; ranks load it when they start."""
         return newest_checkpoint(run.directory)
+
+    def hand_over(self, job: "Job", captured: "Captured | Uncaptured") -> CapturedJob:
+        """With the programs of what is evaluated."""
+        from atoll.runtime.evaluated_programs import capture_evaluated
+        from atoll.runtime.modes.lockstep import worker  # noqa: F401 - for those who are forked from this process
+
+        if captured.graph.eager:
+            return CapturedJob(job, captured, {})
+        try:
+            return CapturedJob(job, captured, capture_evaluated(job))
+        except AtollError:  # ranks find the same, and tell it
+            return CapturedJob(job, captured)
 
     def launch(self, run: RunContext) -> RunOutcome:
         """Starts every rank, all anew when one dies, and waits for them."""

@@ -126,14 +126,18 @@ class ScheduleRunner:
         """What is added up with other ranks once a step."""
         return self._gradients.buckets
 
-    def run(self, step: int) -> StepSums:
-        """Forward and backward of all of the step's micro-batches (steps count from 1); gradients are whole afterwards."""
+    def run(self, step: int, *, first: bool = True) -> StepSums:
+        """Forward and backward of all of the step's micro-batches (steps count from 1); gradients are whole afterwards.
+
+        `first`: of the turns that the step has.
+        """
         self._step = step
         self._arriving: dict[tuple[str, int, int], Arrival] = {}
         self._handed: dict[tuple[str, int, int], list[Tensor]] = {}
         zero = torch.zeros((), dtype=torch.float64, device=self._channels.device)
         self._sums = StepSums(zero, zero.clone())  # on the device: nobody waits for it in the middle of a step
-        self.recorder.begin()
+        if first:
+            self.recorder.begin()
         self._gradients.begin()
         for action in self._actions:
             self._activity.begin(action, step)

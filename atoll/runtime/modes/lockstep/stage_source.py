@@ -18,7 +18,7 @@ from atoll.runtime.evaluated_programs import capture_evaluated
 from atoll.runtime.modes.lockstep.evaluation import EvaluatedFunction, prepare_eager_evaluation, prepare_evaluation
 from atoll.runtime.modes.lockstep.layout import Layout
 from atoll.runtime.modes.lockstep.parallelize import CutStage, check_lane_sizes, cut_stages
-from atoll.runtime.stage.eager import EagerStage, WholeBatch, eager_program, loss_structure
+from atoll.runtime.stage.eager import EagerStage, WholeBatch, eager_program, loss_structures
 from atoll.runtime.stage.module import StageBuilder, StageModule
 from atoll.runtime.stage.program import shared_parameters
 from atoll.runtime.stage.rng import DrawKey
@@ -46,7 +46,7 @@ class StageSource(Protocol):
 
     graph: Graph
     sizes: Sizes
-    loss: pytree.TreeSpec  # what the last stage returns
+    losses: list[pytree.TreeSpec]  # what the last stage returns, by turn of a step
     shared: frozenset[str]  # parameters that several layers read
     late: bool  # a backward gives some parameters their gradient in several portions
     takes_parts: bool  # of a model, so that it needs no memory of its own for those that are read from files
@@ -89,7 +89,7 @@ class _Program:
 
     def __init__(self, job: Job, captured: Captured, evaluated: Mapping[str, Captured]) -> None:
         self._job, self._captured, self._evaluated = job, captured, evaluated
-        self.graph, self.sizes, self.loss = captured.graph, Sizes(captured), captured.program.call_spec.out_spec
+        self.graph, self.sizes, self.losses = captured.graph, Sizes(captured), [captured.program.call_spec.out_spec]
         self.shared = shared_parameters(captured)
 
     def cut(self, layout: Layout, rank: int) -> list[CutStage]:
@@ -140,13 +140,15 @@ class _UsersCode:
             advice = "leave out eval_ema, and evaluate what `atoll export --ema` writes"
             raise JobError(f"Job: eval_ema: a model that is not captured is evaluated with its weights, not with their averages; {advice}")
         self._job, self._uncaptured = job, uncaptured
-        self.graph, self.loss, self.late = uncaptured.graph, loss_structure(uncaptured), uncaptured.late
+        self.graph, self.losses, self.late = uncaptured.graph, loss_structures(uncaptured), uncaptured.late
         self.sizes: Sizes = WholeBatch()
 
     def cut(self, layout: Layout, rank: int) -> list[CutStage]:
         stage = layout.plan.stages[0]
         if len(layout.plan.stages) > 1 or stage.tensor > 1 or stage.expert or stage.split:
             raise PlanError(f"the plan cuts the model or divides its layers, which cannot be done here: {self._uncaptured.reason}")
+        if len(self._job.turns) > 1 and stage.sharded:
+            raise PlanError("a job with several losses trains whole on every device; take a plan that is not sharded")
         return [CutStage(place, eager_program(), {}, set(), None) for place in layout.places(rank)]
 
     def take(
@@ -161,7 +163,7 @@ class _UsersCode:
     ) -> TakenStages:
         starts = sorted(start for m in range(len(layout.micro_batches)) for start, _ in layout.pieces(0, m))
         numbers = {start: number for number, start in enumerate(starts)}
-        stage = EagerStage(model.to(device), self._job.loss, self._uncaptured, key, device, numbers)
+        stage = EagerStage(model.to(device), self._job, self._uncaptured, key, device, numbers)
         holdings = {name: ShardSpec(name=name, shape=tuple(value.shape)) for name, value in stage.parameters_by_name().items()}
         evaluated = prepare_eager_evaluation(self._job, layout, rank, stage, device, key) if self._job.eval_dataset is not None else []
         return TakenStages([stage], holdings, {}, evaluated)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from atoll.errors import AtollError
-from atoll.events import MemberChanged, MemberState, Observer, Restarted
+from atoll.events import MemberChanged, MemberState, Note, Observer, Restarted
 from atoll.runtime.modes.lockstep.failure import STOP, Failure, condemn, prepare
 from atoll.runtime.modes.lockstep.heartbeat import DEFAULT_STALL_SECONDS, Heartbeat, StallDetector, read_heartbeats, state_of
 from atoll.runtime.modes.lockstep.rendezvous import DEFAULT_TIMEOUT_SECONDS
@@ -29,6 +29,7 @@ __all__ = ["CommandOfRank", "LaunchResult", "launch"]
 CommandOfRank: TypeAlias = Callable[[int, int], Sequence[str]]
 
 _LISTEN_SECONDS = 1.0  # between two looks at what ranks say they do
+_TELL_SECONDS = 2.0  # of doing the same before the first step
 _GRACE_SECONDS = 3.0  # for the others to end by themselves after a failure
 _WRONG_INPUT = 2  # exit code of a user's mistake: trying again would not help
 
@@ -116,7 +117,8 @@ class _Ranks:
         self._supervisor, self._store, self._devices, self._hosts, self._observer = supervisor, store, devices, hosts, observer
         self._ranks = range(len(devices))
         self._kill_at = float("inf")
-        self._listened = time.monotonic()
+        self._listened = self._began = time.monotonic()
+        self._told: set[str] = set()  # what ranks were said to do before the first step
         self._states: dict[int, MemberState] = {}
         self._stalling = StallDetector(
             len(devices), least_seconds=stall_seconds, give_up_seconds=DEFAULT_TIMEOUT_SECONDS, devices=dict(enumerate(devices))
@@ -220,9 +222,19 @@ class _Ranks:
             beats = read_heartbeats(self._store, self._ranks)
             for beat in beats.values():
                 self._hear(beat)
+            self._tell_start(beats, now)
             event = self._stalling.event(beats, now)
             if event is not None:
                 self._observer(event)
+
+    def _tell_start(self, beats: Mapping[int, Heartbeat], now: float) -> None:
+        """Before the first step, what takes longer than a moment is told, each once."""
+        first = beats.get(min(beats)) if beats else None
+        doing = first.doing if first is not None else "loading PyTorch and the script"
+        seconds = first.doing_seconds if first is not None else now - self._began
+        if (first is None or first.step is None) and seconds >= _TELL_SECONDS and doing not in self._told:
+            self._told.add(doing)
+            self._observer(Note(message=f"{f'rank {first.rank}' if first is not None else 'ranks'}: {doing} …"))
 
 
 def _host_store(address: str) -> tuple[Store, int]:

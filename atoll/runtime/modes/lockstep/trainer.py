@@ -26,13 +26,14 @@ from atoll.runtime.evaluation import evaluates_after
 from atoll.runtime.executor import Update
 from atoll.runtime.modes.lockstep.evaluation import Evaluation
 from atoll.runtime.modes.lockstep.heartbeat import Doing
-from atoll.runtime.modes.lockstep.rank import RankWork
+from atoll.runtime.modes.lockstep.rank import RankTurn, RankWork
 from atoll.runtime.modes.lockstep.recorder import counted
 from atoll.runtime.modes.lockstep.requests import Requests
 from atoll.runtime.modes.lockstep.sharding import squared_norm
 from atoll.runtime.nonfinite import checked_weight, not_finite
 from atoll.runtime.peak import peak_memory_bytes
 from atoll.runtime.training import Reason
+from atoll.runtime.turns import SeveralSchedules, schedule_of
 
 __all__ = ["Trainer"]
 
@@ -87,6 +88,7 @@ class Trainer:
         self.requests = Requests(self.gather, self._keep)
         self.observe(observers)
         self.began, self.seconds_before = time.perf_counter(), 0.0
+        self._trainable = {turn.name: turn.trainable for turn in work.turns}
         self.trainable = [owned for owned in work.owned if owned.leaf.requires_grad]
         self.updater = work.executor.updater
         self.losses: list[float] = []
@@ -102,7 +104,7 @@ class Trainer:
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """What there is to save of optimizers: nothing, where this rank trains nothing of the model."""
-        return [self.optimizer] if self.trainable else []
+        return [turn.optimizer for turn in self.work.turns] if self.trainable else []
 
     def gather(self) -> Snapshot | None:
         """Weights and optimizer, whole, on rank 0. All ranks take part."""
@@ -121,9 +123,9 @@ class Trainer:
         return self.updater.optimizer
 
     @property
-    def scheduler(self) -> LRScheduler | None:
-        """The job's."""
-        return self.updater.scheduler
+    def scheduler(self) -> LRScheduler | SeveralSchedules | None:
+        """The job's, or several of them."""
+        return schedule_of({turn.name: turn.executor.updater.scheduler for turn in self.work.turns})
 
     @property
     def last_step(self) -> int:
@@ -133,8 +135,9 @@ class Trainer:
     def resume(self, step: int, extra: dict[str, Any]) -> None:
         """Continue after `step` steps: weights and optimizer are loaded, this is the rest."""
         self.losses = restore_training(extra, step, self.scheduler, self.updater.scale)
-        if self.scheduler is not None and not self.trainable:  # nothing of its optimizer was loaded
-            for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+        schedule = self.updater.scheduler
+        if schedule is not None and not self.trainable:  # nothing of its optimizer was loaded
+            for group, rate in zip(self.optimizer.param_groups, schedule.get_last_lr(), strict=True):
                 group["lr"] = rate
 
     def elapsed(self) -> float:
@@ -183,20 +186,12 @@ class Trainer:
         """One step of the optimizer on one global batch. Nothing is applied unless loss and gradient are finite on every rank."""
         began = time.perf_counter()
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        for owned in self.trainable:
-            owned.forget_gradient()
-        sums = self.work.runner.run(step)
-        for owned in self.trainable:
-            owned.hand_gradient_over()
-        recorder = self.work.runner.recorder
-        agreeing = recorder.now()
-        self.work.doing(_AGREEING, step)
-        totals = self._add_up(float(sums.total), float(sums.weight), stop_asked)
-        recorder.add("A", -1, -1, agreeing)
-        loss, gradient_norm, applied = self._apply(step, totals)
+        taken = [self._take(step, turn, stop_asked) for turn in self.work.turns]
+        totals, losses, norms = taken[0][0], [loss for _, (loss, _, _) in taken], [norm for _, (_, norm, _) in taken if norm is not None]
         self.work.buffers.agree()
+        loss = sum(losses)
         self.losses.append(loss)
-        recorder.end(step, time.perf_counter() - began)
+        self.work.runner.recorder.end(step, time.perf_counter() - began)
         event = StepFinished(
             at_seconds=self.moment(),
             step=step,
@@ -205,18 +200,34 @@ class Trainer:
             weight=totals.weight,
             seconds=time.perf_counter() - began,
             learning_rate=learning_rate,
-            gradient_norm=gradient_norm,
+            gradient_norm=math.hypot(*norms) if norms else None,
             memory_bytes=peak_memory_bytes(self.device),
-            applied=applied,
+            applied=taken[0][1][2],
             data_seconds=totals.data_seconds,
             loading_seconds=totals.loading_seconds,
+            losses={turn.name: value for turn, value in zip(self.work.turns, losses, strict=True) if turn.name},
         )
         return event, totals
 
-    def _add_up(self, total: float, weight: float, stop_asked: bool) -> _Totals:
+    def _take(self, step: int, turn: RankTurn, stop_asked: bool) -> tuple[_Totals, tuple[float, float | None, bool]]:
+        """One loss of the step, its gradient, and the step of its optimizer: what ranks found together, and what `_apply` says."""
+        trainable, recorder = self._trainable[turn.name], turn.runner.recorder
+        for owned in trainable:
+            owned.forget_gradient()
+        with turn.entered():
+            sums = turn.runner.run(step, first=turn is self.work.turns[0])
+        for owned in trainable:
+            owned.hand_gradient_over()
+        agreeing = recorder.now()
+        self.work.doing(_AGREEING, step)
+        totals = self._add_up(turn, float(sums.total), float(sums.weight), stop_asked)
+        recorder.add("A", -1, -1, agreeing)
+        return totals, self._apply(step, turn, totals)
+
+    def _add_up(self, turn: RankTurn, total: float, weight: float, stop_asked: bool) -> _Totals:
         """One small exchange a step: nobody may apply a gradient before all know that it is whole and finite."""
         wanted = self.job.max_grad_norm is not None or self.updater.scale.enabled
-        squares = squared_norm(self.work.counted) if wanted else 0.0
+        squares = squared_norm(turn.counted) if wanted else 0.0
         feed = self.work.feed
         own = [total, weight, squares, float(stop_asked), float(self.stopping), float(feed.reads), *feed.take_times()]
         vector = torch.tensor(own, dtype=torch.float64)
@@ -225,10 +236,10 @@ class Trainer:
         reading = max(1.0, reading)
         return _Totals(loss, weight, squares, interrupt > 0, stopping > 0, waited / reading, loading / reading)
 
-    def _apply(self, step: int, totals: _Totals) -> tuple[float, float | None, bool]:
+    def _apply(self, step: int, turn: RankTurn, totals: _Totals) -> tuple[float, float | None, bool]:
         """Divide, clip and apply; returns the loss, the gradient's norm if it was wanted, and whether anything was applied."""
-        divisor = totals.weight if self.work.executor.deferred else 1.0
-        if self.work.executor.deferred:
+        divisor = totals.weight if turn.executor.deferred else 1.0
+        if turn.executor.deferred:
             checked_weight(f"step {step}", divisor)
         loss = totals.loss / divisor
         if not math.isfinite(loss):
@@ -241,7 +252,7 @@ class Trainer:
             self._not_finite(step, "gradient", norm)
         began = self.work.runner.recorder.now()
         self.work.doing(_OPTIMIZING, step)
-        applied = self.work.executor.apply(Update(step, factor * clip_coefficient(norm, self.job.max_grad_norm), overflowed))
+        applied = turn.executor.apply(Update(step, factor * clip_coefficient(norm, self.job.max_grad_norm), overflowed))
         self.work.runner.recorder.add("O", -1, -1, began)
         return loss, norm if applied and self.job.max_grad_norm is not None else None, applied
 
@@ -290,7 +301,8 @@ class Trainer:
         averages = self.updater.averages() if self.job.eval_ema else {}
         self.evaluations.append(evaluation.run(self.last_step, self.moment, dataset, averages))
         if dataset is None:
-            self.updater.evaluated(self.last_step, self.evaluations[-1].loss)
+            for turn in self.work.turns:
+                turn.executor.updater.evaluated(self.last_step, self.evaluations[-1].loss)
         return self._tell_together(self.evaluations[-1])
 
     def _started(self) -> RunStarted:

@@ -1,6 +1,8 @@
 """A rank's run from meeting the others to leaving them: it captures the job, puts its rank together, continues, trains and saves."""
 
+import hashlib
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -19,10 +21,11 @@ from atoll.cost import Evaluator
 from atoll.cost.evaluate import DEFAULT_BUCKET_BYTES, bucket_bytes
 from atoll.data import Dataset, StreamSamples
 from atoll.errors import AtollError, CaptureError, DividedLossError, JobError, PlanError
-from atoll.events import CheckpointBegun, Evaluated, EventLog, Observer, Warned
+from atoll.events import CheckpointBegun, Evaluated, EventLog, Observer, PhaseFinished, Warned
 from atoll.graph import Graph
 from atoll.graph.capture import Captured
 from atoll.graph.eager import Uncaptured, capture_for_pieces, run_once
+from atoll.graph.loss_check import notes_on_pieces
 from atoll.job import Job, RunResult
 from atoll.plan import Plan, Replica, Stage, load_plan, validate
 from atoll.plan.division import apportion
@@ -36,6 +39,7 @@ from atoll.runtime.checkpoint.trained import load_trained
 from atoll.runtime.checkpoint.training_state import data_state, restore_data, training_state
 from atoll.runtime.evaluated_programs import capture_evaluated
 from atoll.runtime.imposed_speed import pace_of_rank
+from atoll.runtime.mode import CapturedJob
 from atoll.runtime.modes.lockstep.calls import Calls
 from atoll.runtime.modes.lockstep.evaluation import Evaluation
 from atoll.runtime.modes.lockstep.heartbeat import Doing
@@ -47,13 +51,29 @@ from atoll.runtime.modes.lockstep.role import Role
 from atoll.runtime.modes.lockstep.trainer import Trainer
 from atoll.runtime.run_directory import SPEEDS, RunDirectory, RunSettings, run_lock
 from atoll.runtime.training import STEP, Reason
+from atoll.runtime.turns import optimizer_names
 
 __all__ = ["Planning", "RankTraining", "training_among_others", "training_rank"]
 
 
 _PLAN = "atoll/plan"  # in the store: what rank 0 says of it
 Planning: TypeAlias = Plan | Callable[[Graph], Plan]  # a plan, or who makes one for the captured job
+_CANDIDATES = 10  # plans among which one that uses every process is looked for
 _LOOP = Doing("running the loop around its steps", "user")
+
+
+class Phases:
+    """How long the parts of a rank's start took."""
+
+    def __init__(self, source: str) -> None:
+        self._source, self._began = source, time.perf_counter()
+        self.finished: list[PhaseFinished] = []
+
+    def ended(self, phase: str) -> None:
+        """This is done, and the next part begins."""
+        now = time.perf_counter()
+        self.finished.append(PhaseFinished(phase=phase, seconds=now - self._began, source=self._source))
+        self._began = now
 
 
 @contextmanager
@@ -69,12 +89,14 @@ def training_rank(
     cluster: Cluster | None = None,
     own: Observer = lambda event: None,
     notes_shown: bool = False,
+    known: CapturedJob | None = None,
 ) -> Iterator["RankTraining"]:
     """This process's rank of the plan, ready for its first step; all ranks train together, and end the run by leaving the block.
 
     Rank 0 has the plan or makes it; who has none hears it from there. `order` names devices in the order of ranks; by default it is the
     order in which the plan names them. `cluster` is what the run's directory has unless given. `own` hears, on every rank and in any
     thread, what keeps this process waiting and why it ends. `notes_shown`: what there is to say of the captured job was said with the plan.
+    `known` is the job as it was captured before.
     """
     if cluster is None and directory is not None:
         cluster = directory.load_cluster()
@@ -84,18 +106,26 @@ def training_rank(
     device = own_device(role)
     if device.type == "cpu":
         keep_freed_memory()
+    phases = Phases(f"rank {role.rank}")
     with joined(role, device_name, stages, device=device, observer=own) as run:
+        phases.ended("ranks met")
         run.doing("capturing the model")
-        own_capture = _captured(job, role)
+        own_capture = known.captured if known is not None else _captured(job, role)
+        if known is None:
+            phases.ended("model captured")
         run.doing(Doing("waiting for the plan", "atoll" if role.rank == 0 else "others"))
         plan, order, cluster, captured = _agreed(planning, order, cluster, own_capture, run)
-        evaluated = capture_evaluated(job) if isinstance(captured, Captured) else {}
+        evaluated = known.evaluated if known is not None else None
+        if evaluated is None:
+            evaluated = capture_evaluated(job) if isinstance(captured, Captured) else {}
         layout = _checked_layout(plan, order, role, cluster)
         validate(layout.plan, captured.graph)
         if directory is not None and role.rank == 0:
             _write_plan(directory, layout.plan)
         training = RankTraining(job, layout, captured, evaluated, device, run, directory, settings, cluster)
-        with training.under_way(observers, captured.notes[:1] if isinstance(captured, Uncaptured) and not notes_shown else ()):
+        phases.ended("own part of the model built")
+        notes = captured.notes[:1] if isinstance(captured, Uncaptured) else notes_on_pieces(captured.notes)
+        with training.under_way(observers, () if notes_shown else notes, phases.finished):
             yield training
 
 
@@ -122,6 +152,7 @@ class _Said(msgspec.Struct):
     plan: str = ""
     cluster: str = ""  # empty: it has none
     order: list[str] | None = None
+    captured: str = ""  # digest of the layers and operators it captured
     problem: str = ""  # why there is no plan
     uncaptured: Uncaptured | None = None  # where the model could not be captured there
 
@@ -137,6 +168,7 @@ def _agreed(
     if run.role.rank == 0:
         assert not isinstance(captured, CaptureError)
         said = _Said(cluster=cluster.to_json() if cluster is not None else "", order=list(order) if order is not None else None)
+        said.captured = _digest(captured.graph)
         try:
             said.plan = (planning if isinstance(planning, Plan) else planning(captured.graph)).to_json()
         except AtollError as error:
@@ -146,6 +178,11 @@ def _agreed(
     said = msgspec.json.decode(run.store.get(_PLAN), type=_Said)
     if said.problem:
         raise PlanError(said.problem)
+    if isinstance(captured, Captured) and said.uncaptured is None and said.captured != _digest(captured.graph):
+        raise JobError(
+            f"rank {run.role.rank} captured another program than rank 0: its host has other versions of the script's libraries, or what "
+            "the script builds depends on the host, the time or chance; make it build the same everywhere"
+        )
     plan, agreed = Plan.from_json(said.plan), Cluster.from_json(said.cluster) if said.cluster else None
     for noun, own, theirs in (("plan", planning if isinstance(planning, Plan) else None, plan), ("cluster", cluster, agreed)):
         if own is not None and own != theirs:
@@ -155,6 +192,11 @@ def _agreed(
     if isinstance(captured, CaptureError):
         raise captured
     return plan, said.order, agreed, captured
+
+
+def _digest(graph: Graph) -> str:
+    """Of everything that was captured: ranks that differ in a layer or an operator cannot work together."""
+    return hashlib.sha256(msgspec.json.encode((graph.layers, graph.nodes, graph.shared))).hexdigest()
 
 
 def _checked_layout(plan: Plan, order: Sequence[str] | None, role: Role, cluster: Cluster | None) -> Layout:
@@ -204,12 +246,19 @@ class RankTraining:
             self.measured = MeasuredFile(directory, layout, run.role.rank, self.work.schedule, runner.recorder, runner.buckets)
 
     @contextmanager
-    def under_way(self, observers: Sequence[Callback], warnings: Sequence[str] = ()) -> Iterator[None]:
-        """From the last checkpoint, if there is one, to the last step: inside, steps are made; leaving saves and tells how it ended."""
+    def under_way(
+        self, observers: Sequence[Callback], warnings: Sequence[str] = (), phases: Sequence[PhaseFinished] = ()
+    ) -> Iterator[None]:
+        """From the last checkpoint, if there is one, to the last step: inside, steps are made; leaving saves and tells how it ended.
+
+        `phases` have ended before.
+        """
         with ExitStack() as stack:
             stack.callback(self.work.feed.close)
             stack.callback(self._close_evaluations)
             self._open(stack, observers)
+            for phase in phases:
+                self.trainer.tell(msgspec.structs.replace(phase, at_seconds=self.trainer.moment()))
             for message in warnings:
                 self.trainer.tell(Warned(at_seconds=self.trainer.moment(), message=message))
             try:
@@ -358,7 +407,7 @@ class RankTraining:
         identity = RunIdentity.of(
             self.work.identity,
             job=self.job.name,
-            optimizer=type(self.trainer.optimizer).__name__,
+            optimizer=optimizer_names([turn.optimizer for turn in self.work.turns]),
             seed=self.job.seed,
             batch_size=self.job.batch_size,
             plan=str(self.plan),
@@ -525,18 +574,28 @@ def _make_plan(job: Job, role: Role, cluster: Cluster | None, graph: Graph) -> P
         return _equal_shares(graph, job.batch_size, job.micro_batch_size, role.world_size)
     from atoll.planner import plan  # it needs scipy, which takes a moment to load
 
-    return plan(graph, cluster, batch_size=job.batch_size, mode=LOCKSTEP.name).candidates[0].plan
+    found = [one.plan for one in plan(graph, cluster, batch_size=job.batch_size, mode=LOCKSTEP.name, top=_CANDIDATES).candidates]
+    for one in found:  # there is a process for every device already: a plan that leaves some out cannot be run, however fast
+        if len({device for stage in one.stages for device in stage.devices}) == role.world_size:
+            return one
+    if len(cluster.devices) != role.world_size:
+        return found[0]
+    names = [device.name for device in cluster.devices]
+    return _equal_shares(graph, job.batch_size, job.micro_batch_size, role.world_size, names, cluster.name)
 
 
-def _equal_shares(graph: Graph, batch_size: int, micro_batch_size: int | None, processes: int) -> Plan:
+def _equal_shares(
+    graph: Graph, batch_size: int, micro_batch_size: int | None, processes: int, names: Sequence[str] = (), cluster: str = "processes"
+) -> Plan:
     """Data parallel over all processes, as equally as the batch allows."""
     if processes > batch_size:
         raise JobError(f"{processes} processes cannot share a batch of {batch_size} samples; start fewer or make batch_size larger")
     shares = apportion(batch_size, [1] * processes)
-    replicas = tuple(Replica(devices=(f"process-{rank}",), samples=(share,)) for rank, share in enumerate(shares))
+    devices = names or [f"process-{rank}" for rank in range(processes)]
+    replicas = tuple(Replica(devices=(device,), samples=(share,)) for device, share in zip(devices, shares, strict=True))
     return Plan(
         graph=graph.name,
-        cluster="processes",
+        cluster=cluster,
         batch_size=batch_size,
         micro_batch_size=min(micro_batch_size or shares[0], shares[0]),
         stages=(Stage(start=0, stop=len(graph.layers), replicas=replicas),),

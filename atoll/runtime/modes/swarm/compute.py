@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -25,7 +25,6 @@ from atoll.graph.capture import Captured
 from atoll.job import Job
 from atoll.runtime.activations import Activations, activations_of, leaves_from
 from atoll.runtime.checkpoint.loading import fill_shards
-from atoll.runtime.checkpoint.local_shard import LocalShard
 from atoll.runtime.checkpoint.manifest import MODEL
 from atoll.runtime.checkpoint.safetensors_file import dtype_name
 from atoll.runtime.checkpoint.state_file import BEFORE, BUFFER, StateFile, StateReader
@@ -37,7 +36,6 @@ from atoll.runtime.modes.swarm.staleness import check_rebindable, rebind
 from atoll.runtime.stage.module import StageBuilder, StageModule
 from atoll.runtime.stage.program import StageProgram, cut_stage
 from atoll.runtime.stage.rng import DrawKey
-from atoll.runtime.stage.shard_spec import ShardSpec
 from atoll.runtime.stage.sizes import Sizes
 from atoll.runtime.stage.state import InitialState, unread_names, unread_state
 
@@ -67,12 +65,6 @@ class StageState:
     sizes: list[list[int]]  # of the trained parameters, by section
     packing: StateFile | None = None  # as bytes, until the next step
     before: "StageState | None" = None
-    unread: dict[str, Tensor] = field(default_factory=dict)  # what no stage reads and a checkpoint has all the same; with the first stage
-
-    def shards(self) -> list[LocalShard]:
-        """Parameters and persistent buffers, as checkpoints know them."""
-        unread = [LocalShard(ShardSpec(name=name, shape=tuple(value.shape)), value) for name, value in self.unread.items()]
-        return self.executor.shards() + unread
 
     def own_buffers(self) -> dict[str, Tensor]:
         """The buffers that the user's state_dict leaves out."""
@@ -175,14 +167,14 @@ class StageCompute:
             model, read = self._job.build_to_take_parts_from()
         state = self._weights_of(stage, model)
         if read is not None:
-            fill_shards(read, state.shards())
-        for part in state.shards():
+            fill_shards(read, state.executor.shards())
+        for part in state.executor.shards():
             dtype_name(part.tensor.dtype, repr(part.name))  # what cannot be stored is refused before it is trained
         self._sizes_of = {stage: state.sizes}  # a worker is on one stage at a time
         if self._staleness:
             state.before = self._weights_of(stage, model)
             if read is not None:
-                fill_shards(read, state.before.shards())
+                fill_shards(read, state.before.executor.shards())
         if state.parameters:
             updater = state.executor.updater
             updater.optimizer = self._job.build_part_optimizer(state.trained_by_name(), self._job.group_names(model.named_parameters()))
@@ -217,13 +209,14 @@ class StageCompute:
             gradients=Contributed(self._job.batch_size, lambda: updater.parameters),
             updater=updater,
             persistent=frozenset(model.state_dict()),
+            unread=unread_state(self._captured, model) if stage == 0 else {},  # a checkpoint has it all the same
         )
-        return StageState(executor, sizes, unread=unread_state(self._captured, model) if stage == 0 else {})
+        return StageState(executor, sizes)
 
     @staticmethod
     def _packing(state: StageState) -> StateFile:
         if state.packing is None:
-            held, before, updater = state.shards(), state.before, state.executor.updater
+            held, before, updater = state.executor.shards(), state.before, state.executor.updater
             kept = optimizer_state([updater.optimizer] if updater.optimizer is not None else [], held)
             tensors = {MODEL + part.name: part.tensor for part in held} | {key: part.tensor for key, part in kept.tensors}
             tensors |= {BUFFER + name: buffer for name, buffer in state.own_buffers().items()}
@@ -237,7 +230,7 @@ class StageCompute:
 
     def _unpack(self, stage: int, packed: Tensor) -> StageState:
         saved, state = StateReader(packed), self._empty(stage)
-        held, updater = state.shards(), state.executor.updater
+        held, updater = state.executor.shards(), state.executor.updater
         for part in held:
             saved.fill(MODEL + part.name, part.tensor)
         for name, buffer in state.own_buffers().items():

@@ -44,9 +44,8 @@ from atoll.fabric.shaped import LinkChoice
 from atoll.job import Job
 from atoll.plan.modes.swarm import SwarmOptions
 from atoll.runtime.checkpoint.directory import step_path
-from atoll.runtime.checkpoint.manifest import MODEL
+from atoll.runtime.checkpoint.manifest import EMA_KEY, MODEL
 from atoll.runtime.checkpoint.state_file import BUFFER, StateReader, cut
-from atoll.runtime.checkpoint.training_state import EMA_KEY
 from atoll.runtime.evaluation import ModelEvaluator, evaluates_after
 from atoll.runtime.modes.swarm.files import CheckpointFiles, CheckpointService, FileJournal, Key, States
 from atoll.runtime.modes.swarm.jetstream import JetStream, connect_jetstream
@@ -431,7 +430,16 @@ class _Coordinating:
         if keys:
             self._evaluate_when_due(version)
         await asyncio.gather(*self._evaluations)
+        self._tell_missing_evaluations(version)
         return records
+
+    def _tell_missing_evaluations(self, version: int) -> None:
+        """Those that were due and that no coordinator of this run has made or tried."""
+        told = {event.step for event in read_events(self.directory.events) if isinstance(event, Evaluated | EvaluationFailed)}
+        for step in range(1, version + 1):
+            if step not in told and evaluates_after(self.job, step, self.spec.settings.steps):
+                why = "its state was not stored whole by all stages before the next one was, or whoever coordinated then ended"
+                self._emit(EvaluationFailed(step=step, message=why))
 
     def _finished(self, version: int, records: Sequence[Record], *, failed: bool) -> RunFinished:
         losses = {record.version: record.loss / record.weight for record in records if isinstance(record, Committed)}

@@ -110,12 +110,13 @@ def run_member(
     links: LinkChoice | None = None,
     polite: bool = False,
     devices: OwnDevices | None = None,
+    captured: Captured | None = None,
 ) -> Ending:
     """Works or feeds until the run is over. With `dialled=False` nobody connects to this machine: it is reached through the coordinator.
 
     `devices` are a worker's own: several work in lockstep, as one strong worker, and it may host several stages on them; the coordinator
-    says which. `imposed` names the device whose speed it has, `links` are those to its peers in a lab without namespaces. `observer` hears
-    how far this process is, and of its peers.
+    says which. `captured` is the job's program where it was captured before. `imposed` names the device whose speed it has, `links` are
+    those to its peers in a lab without namespaces. `observer` hears how far this process is, and of its peers.
     With `polite` a worker that gets SIGINT or SIGTERM asks to be let go: what it has summed still counts, and it leaves after the step, or
     as soon as its stage can do without it. The second signal ends it at once (KeyboardInterrupt).
     """
@@ -126,7 +127,7 @@ def run_member(
     began = time.monotonic()
     stream = EventStream(observer, seconds=lambda: time.monotonic() - began)
     stream(_changed(credentials, "capturing", "loading"))
-    captured = capture_program(job, divided=True)
+    captured = captured or capture_program(job, divided=True)
     check_divisible(captured, spec.bounds)
     stream(_changed(credentials, "joining", "capturing", f"model captured in {format_seconds(time.monotonic() - began)}"))
     return asyncio.run(_Process(credentials, address, spec, job, captured, stream, dialled, imposed, links, polite, own).run())

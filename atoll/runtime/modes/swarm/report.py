@@ -103,7 +103,7 @@ class MemberReport(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     stages: list[int]  # it was on, in order
     joined_seconds: float  # the run's own time
-    ending: str  # "works", or "stayed" until the run ended; "left", "silent" (it died, stands still or is cut off), "unknown"
+    ending: str  # "works", or "stayed" until the run ended; "left", "dead", "silent" (it stands still, is cut off or dead), "unknown"
     ended_seconds: float | None
     micro_batches: int
     state_bytes: int
@@ -252,7 +252,9 @@ def _members(events: Sequence[AnyEvent], measured: dict[str, Measured], silent: 
                 ending[event.name] = works
             case MemberMoved() if event.name in stages:
                 stages[event.name].append(event.target)
-            case MemberChanged(state="left" | "silent"):
+            case MemberChanged(state="dead"):
+                ending |= {name: ("dead", event.at_seconds) for name in joined if process_of(name) == event.name}
+            case MemberChanged(state="left" | "silent") if ending.get(event.name, works)[0] != "dead":  # nobody is heard after that
                 ending[event.name] = event.state, event.at_seconds
     return [_member(name, stages[name], joined[name], ending[name], measured.get(name, Measured())) for name in joined]
 

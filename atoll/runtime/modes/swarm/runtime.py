@@ -12,13 +12,15 @@ import msgspec
 from atoll.errors import FabricError, JobError
 from atoll.events import EventLog, EventStream
 from atoll.plan.modes.swarm import SwarmOptions
-from atoll.runtime.mode import ResumePoint, RunContext, RunOutcome
+from atoll.runtime.mode import CapturedJob, ResumePoint, RunContext, RunOutcome
 from atoll.runtime.report import ModeReport, RunSummary
 from atoll.runtime.run_directory import RunDirectory
 from atoll.units import plural
 
 if TYPE_CHECKING:
     from atoll.fabric.security import Authority
+    from atoll.graph.capture import Captured
+    from atoll.graph.eager import Uncaptured
     from atoll.job import Job
     from atoll.runtime.modes.swarm.resume import Resumed
     from atoll.runtime.modes.swarm.spec import SwarmSpec
@@ -74,6 +76,12 @@ class SwarmRuntime:
         sentences = (_going_on(found, spec.settings.steps), *found.notes)
         return ResumePoint(found.checkpoint if found.lost else found.committed, "\n".join(sentences))
 
+    def hand_over(self, job: "Job", captured: "Captured | Uncaptured") -> CapturedJob:
+        """For the coordinator, the feeder and workers alike."""
+        from atoll.runtime.modes.swarm import coordinator_process, member_process  # noqa: F401 - for those who are forked from this process
+
+        return CapturedJob(job, captured)
+
     def launch(self, run: RunContext) -> RunOutcome:
         """Starts the swarm, or goes on with one that was begun, and waits for its end."""
         from atoll.runtime.modes.swarm.spec import JOURNAL, planned_workers, read_start, write_spec, write_start
@@ -104,6 +112,7 @@ class SwarmRuntime:
                 observer=EventStream(log, *run.observers, seconds=log.seconds),
                 generation=start.number,
                 standby=options.standby,
+                here=placement.here,
             )
             code = processes.run()
         begun = options.nats is not None or (directory.path / JOURNAL).exists()  # else nothing was begun that could go on

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from atoll.errors import AtollError, JobFailedError
-from atoll.events import Note, Observer, StopRequested
+from atoll.events import MemberChanged, Note, Observer, StopRequested
 from atoll.fabric.address import split_address
 from atoll.fabric.security import Authority
 from atoll.runtime.modes.swarm.spec import STOP, OwnDevices
@@ -129,6 +129,7 @@ class SwarmProcesses:
     def _worker_died(self, spec: ProcessSpec, code: int, how: str) -> None:
         again = self._restarts_left > 0
         self._supervisor.tell_end(spec, code, how, "restart" if again else "continue")
+        self._observer(MemberChanged(name=self._called(spec.name), state="dead", role="worker", host=spec.host.name, reason=how))
         if again:
             self._restarts_left -= 1
             try:
@@ -149,10 +150,14 @@ class SwarmProcesses:
         self._restarts[spec.name] = self._restarts.get(spec.name, 0) + 1
         self._start(spec.name, spec.role)
 
-    def _start(self, name: str, role: str) -> None:
+    def _called(self, name: str) -> str:
+        """As a member of the swarm: a name belongs to one member at a time."""
+        called = name if not self._generation else f"{name}-r{self._generation}"
         restarts = self._restarts.get(name, 0)
-        called = name if not self._generation else f"{name}-r{self._generation}"  # a name belongs to one member at a time
-        called = called if not restarts else f"{called}-{restarts}"
+        return called if not restarts else f"{called}-{restarts}"
+
+    def _start(self, name: str, role: str) -> None:
+        restarts, called = self._restarts.get(name, 0), self._called(name)
         host, devices = self._here, []
         if role == "worker":
             host, own = self._workers[int(name.removeprefix("worker-"))]

@@ -25,7 +25,7 @@ from atoll.runtime.run_directory import RunDirectory, RunSettings
 from atoll.runtime.training import train
 from tests.process_group import fork_ranks
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(600)
 
 BATCH, STEPS, TOLERANCE = 8, 12, 1e-5
 LARGE = 2.0**33

@@ -12,7 +12,7 @@ from hypothesis import settings
 from .equality_cases import CASES, MORE_CASES
 from .equality_models import STEPS
 
-pytestmark = pytest.mark.timeout(900)  # of the first test, which waits for all processes
+pytestmark = pytest.mark.timeout(1200)  # of the first test, which waits for all processes
 
 TOLERANCE = 1e-5
 LOOSER = {"bf16": 3e-2, "fp16": 1e-2}  # rounding of half the digits, at other places in pieces than in the whole

@@ -3,13 +3,15 @@
 import math
 from collections import Counter
 from collections.abc import Iterator
+from threading import Lock
 
 import pytest
 import torch
 from torch import nn
 
 from atoll.plan import parse_plan
-from atoll.runtime.modes.lockstep.evaluation import Evaluation, _mean, _put
+from atoll.runtime.evaluation import EvaluationSums
+from atoll.runtime.modes.lockstep.evaluation import Evaluation, _put
 from atoll.runtime.modes.lockstep.layout import Layout
 from atoll.runtime.modes.lockstep.sharding import OptimizerShard
 from atoll.runtime.stage.shard_spec import ShardSpec
@@ -36,7 +38,7 @@ def layout_of(stages: str) -> Layout:
 
 
 def evaluation(layout: Layout, rank: int) -> Evaluation:
-    return Evaluation(JOBS["batch-norm"](), layout, rank, torch.device("cpu"), [], [], set(), lambda action, step: None)
+    return Evaluation(JOBS["batch-norm"](), layout, rank, torch.device("cpu"), [], [], set(), lambda action, step: None, Lock())
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -59,18 +61,18 @@ def test_every_micro_batch_is_computed_once_by_the_rank_everybody_expects(name: 
 
 
 def test_what_is_not_finite_is_none() -> None:
-    assert _mean(6.0, 4.0) == 1.5
-    assert _mean(math.nan, 4.0) is None
-    assert _mean(1.0, 0.0) is None
+    assert EvaluationSums(torch.tensor([6.0, 4.0])).mean() == 1.5
+    assert EvaluationSums(torch.tensor([math.nan, 4.0])).mean() is None
+    assert EvaluationSums(torch.tensor([1.0, 0.0])).mean() is None
 
 
 def test_parts_and_shards_are_put_where_they_belong() -> None:
     holding = ShardSpec(name="w", shape=(2, 6), dim=1, parts=((0, 1), (3, 4)))
     whole = torch.zeros(2, 6)
     part = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    _put(OptimizerShard("w", holding, part, part), whole)
+    _put(OptimizerShard("w", holding, part, part), part.detach(), whole)
     assert whole.tolist() == [[1, 0, 0, 2, 0, 0], [3, 0, 0, 4, 0, 0]]
     shard = nn.Parameter(torch.tensor([5.0, 6.0]))
     whole = torch.zeros(2, 6)
-    _put(OptimizerShard("w", holding, shard, shard, flat=(1, 3)), whole)
+    _put(OptimizerShard("w", holding, shard, shard, flat=(1, 3)), shard.detach(), whole)
     assert whole.tolist() == [[0, 0, 0, 5, 0, 0], [6, 0, 0, 0, 0, 0]]

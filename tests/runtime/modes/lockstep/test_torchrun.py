@@ -11,7 +11,7 @@ import torch
 
 from atoll.events import StepFinished, read_events
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(600)
 
 SCRIPT = """
 import sys

@@ -79,8 +79,8 @@ def until(condition: Callable[[], bool], process: "subprocess.Popen[str]", log: 
 
 
 def kill(run: "subprocess.Popen[str]", name: str) -> None:
-    for child in psutil.Process(run.pid).children():
-        if name in child.cmdline()[-2:]:  # the number of stages may follow
+    for child in psutil.Process(run.pid).children(recursive=True):
+        if name == child.name() or name in child.cmdline()[-2:]:  # forked, or started; the number of stages may follow
             child.send_signal(signal.SIGKILL)
 
 

@@ -9,7 +9,10 @@ import msgspec
 from toy_mode import ToyOptions
 
 from atoll.errors import JobError
-from atoll.runtime.mode import ResumePoint, RunContext, RunOutcome, newest_checkpoint
+from atoll.graph.capture import Captured
+from atoll.graph.eager import Uncaptured
+from atoll.job import Job
+from atoll.runtime.mode import CapturedJob, ResumePoint, RunContext, RunOutcome, newest_checkpoint
 from atoll.runtime.report import ModeReport, ReportSection, ReportTable, RunSummary
 from atoll.runtime.run_directory import RunDirectory
 
@@ -39,6 +42,10 @@ class ToyRuntime:
     def resume(self, run: RunContext) -> ResumePoint | None:
         """From the checkpoint that every mode writes."""
         return newest_checkpoint(run.directory)
+
+    def hand_over(self, job: Job, captured: Captured | Uncaptured) -> CapturedJob:
+        """Its process is not forked."""
+        return CapturedJob(job, captured)
 
     def launch(self, run: RunContext) -> RunOutcome:
         """Starts the process and waits for it."""

@@ -1,0 +1,318 @@
+"""Hugging Face architectures as they are, trained in one process and under plans: equal, refused with a sentence, or silently different.
+
+    python benchmarks/zoo.py [--only NAME …] [--task TASK …] [--limit N] [--json] [--write docs/zoo.md]
+
+One process is a plain PyTorch loop over whole batches, `model(**batch).loss`, with dropout, SpecAugment, layer drop and auxiliary losses as
+the configurations have them. Against it: a pipeline of three stages, two replicas with 11 and 5 samples, a swarm's two stages, two ranks
+that divide tensors and two that divide experts. Losses of every step and all weights after the last are compared, with SGD with momentum
+and with AdamW. Limit: nothing differs by more than 1e-5 without being refused.
+"""
+
+import argparse
+import json
+import logging
+import math
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from report import machine, print_table
+from torch import Tensor
+from zoo_models import Architecture, architectures
+from zoo_reference import Pieces, Trained, train
+from zoo_ways import InOneProcess, check_pieces_fit, even_bounds, in_two_ranks
+
+from atoll import Job
+from atoll.errors import AtollError
+from atoll.graph.capture import Captured, capture_program
+
+BATCH, STEPS, SEED, TOLERANCE = 16, 2, 3, 1e-5
+QUARTERS: Pieces = [(start, start + 4) for start in range(0, BATCH, 4)]
+UNEQUAL: Pieces = [(0, 11), (11, BATCH)]
+WAYS = ("pipeline", "data 11:5", "swarm", "tensor", "expert")
+
+# Adam divides a gradient by its own size: where the true gradient is zero (biases of attention keys) that would be rounding noise.
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "AdamW": partial(torch.optim.AdamW, lr=1e-3, eps=1e-3),
+}
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What came of one way of computing an architecture."""
+
+    kind: str  # "equal", "refused", "different", "failed", "none": there is nothing to divide
+    difference: float = 0.0
+    sentence: str = ""
+
+
+class Row(msgspec.Struct, frozen=True):
+    """An architecture with what came of it."""
+
+    name: str
+    task: str
+    ways: dict[str, Outcome]
+    seconds: float
+
+
+class Rows:
+    """A batch as data: one sample a row."""
+
+    def __init__(self, batch: dict[str, Tensor]) -> None:
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return len(next(iter(self.batch.values())))
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: values[index] for name, values in self.batch.items()}
+
+
+def own_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """As in every tutorial."""
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+def jobs_of(architecture: Architecture) -> dict[str, Job]:
+    """One for each optimizer."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        data = Rows(architecture.batch(BATCH * STEPS))
+    return {
+        name: Job(
+            name=architecture.name,
+            model=architecture.build,
+            loss=own_loss,
+            data=data,
+            batch_size=BATCH,
+            steps=STEPS,
+            optimizer=optimizer,
+            seed=SEED,
+        )
+        for name, optimizer in OPTIMIZERS.items()
+    }
+
+
+class Trial:
+    """One architecture, captured once."""
+
+    def __init__(self, jobs: dict[str, Job]) -> None:
+        self.jobs = jobs
+        self.job = next(iter(jobs.values()))
+        self.captured: Captured = capture_program(self.job, divided=True, check=True)
+        self.batches = [self.job.samples.batch(step) for step in range(STEPS)]
+        self._references: dict[tuple[str, bool], Trained] = {}
+
+    def reference(self, optimizer: str, pieces: Pieces) -> Trained:
+        """Of one process; computed anew for other pieces only where they matter."""
+        plain = self._references.get((optimizer, True))
+        if plain is not None and not plain.depends_on_pieces:
+            return plain
+        key = optimizer, pieces is QUARTERS
+        if key not in self._references:
+            job = self.jobs[optimizer]
+            self._references[key] = train(job.build_model(), own_loss, self.batches, pieces, OPTIMIZERS[optimizer], SEED)
+        return self._references[key]
+
+    def in_one_process(self, stages: int, pieces: Pieces, *, contributed: bool = False) -> Outcome:
+        """Both optimizers, one after another."""
+        check_pieces_fit(self.captured, pieces)
+        bounds, worst = even_bounds(self.captured, stages), Outcome("equal")
+        for optimizer in self.jobs:
+            run = InOneProcess(self.jobs[optimizer], self.captured, bounds, OPTIMIZERS[optimizer], contributed=contributed)
+            worst = worse(worst, compare(run.train(self.batches, pieces), self.reference(optimizer, pieces), optimizer))
+        return worst
+
+    def in_two_ranks(self) -> dict[str, Outcome]:
+        """Tensors, and experts where the model has some."""
+        layers = len(self.captured.graph.layers)
+        head = f"plan v1 graph=g cluster=c schedule=1f1b batch={BATCH} micro_batch="
+        plans = {"tensor": f"{head}4\nstage 0: layers 0-{layers - 1} tensor=2: (a b)={BATCH}\n"}
+        if any(layer.experts for layer in self.captured.graph.layers):
+            plans["expert"] = f"{head}{BATCH}\nstage 0: layers 0-{layers - 1} expert: (a b)=11,5\n"
+        found = in_two_ranks(self.jobs, self.captured, plans)
+        outcomes = {}
+        for plan in plans:
+            worst = Outcome("equal")
+            for optimizer in self.jobs:
+                worst = worse(worst, self._judged(found[f"{plan} {optimizer}"], optimizer, QUARTERS if plan == "tensor" else UNEQUAL))
+            outcomes[plan] = worst
+        return outcomes
+
+    def _judged(self, found: dict[str, Any], optimizer: str, pieces: Pieces) -> Outcome:
+        if "refused" in found:
+            return Outcome("refused", sentence=found["refused"])
+        if "error" in found:
+            return Outcome("failed", sentence=found["error"])
+        if not found["divided"]:
+            return Outcome("none", sentence="nothing of it can be divided")
+        return compare(found["trained"], self.reference(optimizer, pieces), optimizer)
+
+
+_ORDER = ("equal", "none", "refused", "failed", "different")
+
+
+def worse(one: Outcome, other: Outcome) -> Outcome:
+    """The one to tell of."""
+    return max(one, other, key=lambda outcome: (_ORDER.index(outcome.kind), outcome.difference))
+
+
+def compare(found: Trained, true: Trained, optimizer: str) -> Outcome:
+    """Losses relative to themselves, weights to the largest of their tensor, or to a hundredth where all are smaller."""
+    worst, where = max((_apart(a, b), f"loss {n}") for n, (a, b) in enumerate(zip(found.losses, true.losses, strict=True)))
+    for name, weight in true.weights.items():
+        if name not in found.weights:
+            return Outcome("failed", math.inf, f"{name} is missing")
+        difference = float((found.weights[name] - weight).abs().max() / weight.abs().max().clamp(min=1e-2)) if weight.numel() else 0.0
+        if not difference <= worst:
+            worst, where = difference, name
+    return Outcome("equal" if worst <= TOLERANCE else "different", worst, f"{optimizer}, {where}")
+
+
+def _apart(own: float, true: float) -> float:
+    return 0.0 if own == true else abs(own - true) / max(abs(true), 1e-6) if math.isfinite(own) else math.inf
+
+
+def attempt(run: Callable[[], Outcome]) -> Outcome:
+    """What came of it, whatever it is."""
+    try:
+        return run()
+    except AtollError as error:
+        return Outcome("refused", sentence=str(error))
+    except Exception:
+        return Outcome("failed", sentence=traceback.format_exc())
+
+
+def try_out(architecture: Architecture) -> Row:
+    """All ways of computing one architecture."""
+    began = time.monotonic()
+    try:
+        trial = Trial(jobs_of(architecture))
+    except AtollError as error:
+        outcome = Outcome("refused", sentence=str(error))
+    except Exception:
+        outcome = Outcome("failed", sentence=traceback.format_exc())
+    else:
+        ways = {
+            "pipeline": attempt(partial(trial.in_one_process, 3, QUARTERS)),
+            "data 11:5": attempt(partial(trial.in_one_process, 1, UNEQUAL)),
+            "swarm": attempt(partial(trial.in_one_process, 2, QUARTERS, contributed=True)),
+        } | trial.in_two_ranks()
+        return Row(architecture.name, architecture.task, ways, time.monotonic() - began)
+    return Row(architecture.name, architecture.task, dict.fromkeys(WAYS, outcome), time.monotonic() - began)
+
+
+def table(rows: Iterable[Row]) -> list[list[str]]:
+    """A line for every architecture; a sentence that stands for all ways is written once."""
+    return [[row.name, row.task, *(_cell(row.ways.get(way)) for way in WAYS)] for row in rows]
+
+
+def _cell(outcome: Outcome | None) -> str:
+    if outcome is None or outcome.kind == "none":
+        return "–"
+    return (
+        f"{outcome.difference:.0e}"
+        if outcome.kind == "equal"
+        else outcome.kind
+        if outcome.kind != "different"
+        else f"≠ {outcome.difference:.0e}"
+    )
+
+
+def counts(rows: Sequence[Row]) -> dict[str, int]:
+    """Of the ways of all architectures, and how many architectures were equal in every way that was not refused."""
+    found = Counter(outcome.kind for row in rows for outcome in row.ways.values() if outcome.kind != "none")
+    return {kind: found[kind] for kind in ("equal", "refused", "failed", "different")}
+
+
+def refusals(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
+    """Each architecture's sentences, with the ways they refuse."""
+    told = []
+    for row in rows:
+        by_sentence: dict[str, list[str]] = {}
+        for way, outcome in row.ways.items():
+            if outcome.kind in ("refused", "failed", "different"):
+                by_sentence.setdefault(outcome.sentence.strip().splitlines()[-1], []).append(way)
+        told += [(row.name, "all" if len(ways) >= 4 else ", ".join(ways), sentence) for sentence, ways in by_sentence.items()]
+    return told
+
+
+def page(rows: Sequence[Row], command: str) -> str:
+    """docs/zoo.md."""
+    found = counts(rows)
+    lines = [
+        "# The zoo",
+        "",
+        f"Made by `{command}`: {len(rows)} Hugging Face architectures at tiny sizes, with",
+        "dropout, SpecAugment, layer drop and auxiliary losses as their configurations have them, labels",
+        "padded, and `model(**batch).loss`. One process (a plain PyTorch loop over whole batches of 16) is",
+        "compared with a pipeline of three stages, two replicas with 11 and 5 samples, a swarm's stages, and",
+        "two ranks that divide tensors or experts: the losses of two steps and all weights after them, with",
+        "SGD with momentum and with AdamW. A number is the largest relative difference; – means that there is",
+        "nothing to divide. Random numbers are drawn by pieces of the batch ([how](lockstep.md)).",
+        "",
+        f"Equal to 1e-5: {found['equal']}. Refused with a sentence: {found['refused']}. Failed: {found['failed']}.",
+        f"**Silently different: {found['different']}.**",
+        "",
+        f"| architecture | task | {' | '.join(WAYS)} |",
+        f"|---|---|{'---|' * len(WAYS)}",
+        *(f"| {' | '.join(line)} |" for line in table(rows)),
+        "",
+        "## Refused",
+        "",
+        "| architecture | ways | sentence |",
+        "|---|---|---|",
+        *(f"| {name} | {ways} | {sentence.replace('|', '¦')} |" for name, ways, sentence in refusals(rows)),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def arguments() -> argparse.Namespace:
+    """What is asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="architectures by name")
+    parser.add_argument("--task", nargs="+", help="architectures by task")
+    parser.add_argument("--limit", type=int, help="the first so many")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--write", type=Path, help="the page of the documentation to write")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """The table; 1 where something is silently different or has failed."""
+    asked = arguments()
+    warnings.filterwarnings("ignore")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    chosen = [a for a in architectures() if (not asked.only or a.name in asked.only) and (not asked.task or a.task in asked.task)]
+    rows = []
+    for number, architecture in enumerate(chosen[: asked.limit], 1):
+        row = try_out(architecture)
+        rows.append(row)
+        cells = " ".join(f"{way} {_cell(row.ways[way])}" for way in WAYS if way in row.ways)
+        print(f"{number:3} of {len(chosen[: asked.limit])} {row.seconds:5.1f} s  {row.name}: {cells}", file=sys.stderr, flush=True)
+        for _, ways, sentence in refusals([row]):
+            print(f"      {ways}: {sentence[:300]}", file=sys.stderr, flush=True)
+        if asked.write:  # what is known so far
+            asked.write.write_text(page(rows, "python benchmarks/zoo.py --write docs/zoo.md"), encoding="utf-8")
+    found = counts(rows)
+    if asked.json:
+        print(json.dumps({"rows": msgspec.to_builtins(rows), "counts": found, "machine": machine()}, indent=1))
+    else:
+        print_table("Largest relative difference from one process", ["architecture", "task", *WAYS], table(rows))
+        print(f"\n{len(rows)} architectures: " + ", ".join(f"{kind} {count}" for kind, count in found.items()))
+    return 1 if found["different"] or found["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

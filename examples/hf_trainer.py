@@ -1,14 +1,17 @@
-"""A script as it is written for `transformers.Trainer`, with one line more: a small GPT-2 learns to write Python, byte by byte.
+"""A script as it is written for `transformers.Trainer`, with one line more: a small Llama learns to write Python, byte by byte.
 
 pip install "atoll[hf]"
-python examples/hf_trainer.py                  trains with the Trainer itself, in about a minute
-atoll run examples/hf_trainer.py --cluster examples/clusters/laptop.toml
+python examples/hf_trainer.py                  trains with the Trainer itself, in a minute or two
+atoll run examples/hf_trainer.py --cluster examples/clusters/laptop.toml --out runs/hf
                                                trains the same on whatever devices there are: the same losses, to float tolerance
+atoll export runs/hf --to model                a directory that `from_pretrained` loads
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import atoll
 from atoll.data import StandardLibraryText
@@ -29,20 +32,27 @@ class Text:
         return {"input_ids": tokens, "labels": tokens}  # the model shifts the labels itself
 
 
-class Speaking(TrainerCallback):  # type: ignore[misc]
+class Speaking(TrainerCallback):
     """Callbacks work as they do with the Trainer."""
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, float] | None = None, **more: object
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, float] | None = None, **more: Any
     ) -> None:
+        """Show the mean loss since the last time."""
         if logs and "loss" in logs:
             print(f"step {state.global_step} of {state.max_steps}: loss {logs['loss']:.3f}")
 
 
+def bits_per_byte(found: Any) -> dict[str, float]:
+    """`compute_metrics`: all predictions on the evaluation data, in one place."""
+    logits, labels = torch.from_numpy(found.predictions)[:, :-1], torch.from_numpy(found.label_ids)[:, 1:]
+    return {"bits_per_byte": float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())) / 0.6931}
+
+
 torch.manual_seed(0)
-config = GPT2Config(vocab_size=256, n_positions=64, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM")
+config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4)
 trainer = Trainer(
-    model=GPT2LMHeadModel(config),
+    model=AutoModelForCausalLM.from_config(config),  # type: ignore[no-untyped-call]
     args=TrainingArguments(
         output_dir="runs/hf_trainer",
         per_device_train_batch_size=16,
@@ -53,12 +63,15 @@ trainer = Trainer(
         warmup_steps=10,
         logging_steps=20,
         eval_strategy="epoch",
+        metric_for_best_model="bits_per_byte",
+        greater_is_better=False,
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
     ),
-    train_dataset=Text("train", 1024),
+    train_dataset=Text("train", 1000),
     eval_dataset=Text("eval", 64),
+    compute_metrics=bits_per_byte,
     callbacks=[Speaking()],
 )
 job = atoll.from_trainer(trainer)  # the one line more: `atoll plan` and `atoll run` train this

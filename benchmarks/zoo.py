@@ -1,11 +1,12 @@
 """Hugging Face architectures as they are, trained in one process and under plans: equal, refused with a sentence, or silently different.
 
-    python benchmarks/zoo.py [--only NAME …] [--task TASK …] [--limit N] [--json] [--write docs/zoo.md]
+    python benchmarks/zoo.py [--only NAME …] [--task TASK …] [--limit N] [--keep ROWS] [--json] [--write docs/zoo.md]
 
 One process is a plain PyTorch loop over whole batches, `model(**batch).loss`, with dropout, SpecAugment, layer drop and auxiliary losses as
 the configurations have them. Against it: a pipeline of three stages, two replicas with 11 and 5 samples, a swarm's two stages, two ranks
-that divide tensors and two that divide experts. Losses of every step and all weights after the last are compared, with SGD with momentum
-and with AdamW. Limit: nothing differs by more than 1e-5 without being refused.
+that divide tensors and two that divide experts. What cannot be captured is trained as it is, by two ranks with 11 and 5 samples. Losses of
+every step and all weights after the last are compared, with SGD with momentum and with AdamW. Limit: nothing differs by more than 1e-5
+without being refused.
 """
 
 import argparse
@@ -26,13 +27,14 @@ import msgspec
 import torch
 from report import machine, print_table
 from torch import Tensor
-from zoo_models import Architecture, architectures
-from zoo_reference import Pieces, Trained, train
+from zoo_models import Architecture, architectures, share
+from zoo_reference import Pieces, Trained, train, train_in_pieces
 from zoo_ways import InOneProcess, check_pieces_fit, even_bounds, in_two_ranks
 
 from atoll import Job
 from atoll.errors import AtollError
-from atoll.graph.capture import Captured, capture_program
+from atoll.graph.capture import Captured
+from atoll.graph.eager import Uncaptured, capture_or_run
 
 BATCH, STEPS, SEED, TOLERANCE = 16, 2, 3, 1e-5
 QUARTERS: Pieces = [(start, start + 4) for start in range(0, BATCH, 4)]
@@ -52,6 +54,7 @@ class Outcome(msgspec.Struct, frozen=True):
     kind: str  # "equal", "refused", "different", "failed", "none": there is nothing to divide
     difference: float = 0.0
     sentence: str = ""
+    eager: bool = False  # it was trained as it is, not captured
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -105,10 +108,9 @@ def jobs_of(architecture: Architecture) -> dict[str, Job]:
 class Trial:
     """One architecture, captured once."""
 
-    def __init__(self, jobs: dict[str, Job]) -> None:
-        self.jobs = jobs
+    def __init__(self, architecture: Architecture, jobs: dict[str, Job], captured: Captured) -> None:
+        self.architecture, self.jobs, self.captured = architecture, jobs, captured
         self.job = next(iter(jobs.values()))
-        self.captured: Captured = capture_program(self.job, divided=True, check=True)
         self.batches = [self.job.samples.batch(step) for step in range(STEPS)]
         self._references: dict[tuple[str, bool], Trained] = {}
 
@@ -119,8 +121,11 @@ class Trial:
             return plain
         key = optimizer, pieces is QUARTERS
         if key not in self._references:
-            job = self.jobs[optimizer]
-            self._references[key] = train(job.build_model(), own_loss, self.batches, pieces, OPTIMIZERS[optimizer], SEED)
+            if self.architecture.by_pieces:
+                self._references[key] = reference_in_pieces(self.architecture, self.jobs[optimizer], optimizer, pieces)
+            else:
+                model = self.jobs[optimizer].build_model()
+                self._references[key] = train(model, own_loss, self.batches, pieces, OPTIMIZERS[optimizer], SEED)
         return self._references[key]
 
     def in_one_process(self, stages: int, pieces: Pieces, *, contributed: bool = False) -> Outcome:
@@ -149,13 +154,36 @@ class Trial:
         return outcomes
 
     def _judged(self, found: dict[str, Any], optimizer: str, pieces: Pieces) -> Outcome:
-        if "refused" in found:
-            return Outcome("refused", sentence=found["refused"])
-        if "error" in found:
-            return Outcome("failed", sentence=found["error"])
-        if not found["divided"]:
+        if "trained" in found and not found["divided"]:
             return Outcome("none", sentence="nothing of it can be divided")
-        return compare(found["trained"], self.reference(optimizer, pieces), optimizer)
+        return judged(found, optimizer, lambda: self.reference(optimizer, pieces))
+
+
+def judged(found: dict[str, Any], optimizer: str, true: Callable[[], Trained]) -> Outcome:
+    """What ranks came to."""
+    if "refused" in found:
+        return Outcome("refused", sentence=found["refused"])
+    if "error" in found:
+        return Outcome("failed", sentence=found["error"])
+    return compare(found["trained"], true(), optimizer)
+
+
+def reference_in_pieces(architecture: Architecture, job: Job, optimizer: str, pieces: Pieces) -> Trained:
+    """Of one process that computes piece after piece."""
+    model, batches = job.build_model(), [job.samples.batch(step) for step in range(STEPS)]
+    return train_in_pieces(model, own_loss, batches, pieces, OPTIMIZERS[optimizer], SEED, partial(share, model, architecture.task))
+
+
+def eagerly(architecture: Architecture, jobs: dict[str, Job], uncaptured: Uncaptured) -> Outcome:
+    """Two ranks with unequal shares, each with the whole model as it is."""
+    found = in_two_ranks(
+        jobs, uncaptured, {"data": f"plan v1 graph=g cluster=c batch={BATCH} micro_batch={BATCH}\nstage 0: layers 0-0: a=11 b=5\n"}
+    )
+    worst = Outcome("equal")
+    for optimizer, job in jobs.items():
+        true = partial(reference_in_pieces, architecture, job, optimizer, UNEQUAL)
+        worst = worse(worst, judged(found[f"data {optimizer}"], optimizer, true))
+    return msgspec.structs.replace(worst, eager=True)
 
 
 _ORDER = ("equal", "none", "refused", "failed", "different")
@@ -196,19 +224,26 @@ def try_out(architecture: Architecture) -> Row:
     """All ways of computing one architecture."""
     began = time.monotonic()
     try:
-        trial = Trial(jobs_of(architecture))
+        ways = _tried(architecture)
     except AtollError as error:
-        outcome = Outcome("refused", sentence=str(error))
+        ways = dict.fromkeys(WAYS, Outcome("refused", sentence=str(error)))
     except Exception:
-        outcome = Outcome("failed", sentence=traceback.format_exc())
-    else:
-        ways = {
-            "pipeline": attempt(partial(trial.in_one_process, 3, QUARTERS)),
-            "data 11:5": attempt(partial(trial.in_one_process, 1, UNEQUAL)),
-            "swarm": attempt(partial(trial.in_one_process, 2, QUARTERS, contributed=True)),
-        } | trial.in_two_ranks()
-        return Row(architecture.name, architecture.task, ways, time.monotonic() - began)
-    return Row(architecture.name, architecture.task, dict.fromkeys(WAYS, outcome), time.monotonic() - began)
+        ways = dict.fromkeys(WAYS, Outcome("failed", sentence=traceback.format_exc()))
+    return Row(architecture.name, architecture.task, ways, time.monotonic() - began)
+
+
+def _tried(architecture: Architecture) -> dict[str, Outcome]:
+    jobs = jobs_of(architecture)
+    captured = capture_or_run(next(iter(jobs.values())), check=True, most_bytes=2.0**33)
+    if isinstance(captured, Uncaptured):
+        refused = Outcome("refused", sentence=captured.notes[0])
+        return dict.fromkeys(WAYS, refused) | {"data 11:5": attempt(partial(eagerly, architecture, jobs, captured))}
+    trial = Trial(architecture, jobs, captured)
+    return {
+        "pipeline": attempt(partial(trial.in_one_process, 3, QUARTERS)),
+        "data 11:5": attempt(partial(trial.in_one_process, 1, UNEQUAL)),
+        "swarm": attempt(partial(trial.in_one_process, 2, QUARTERS, contributed=True)),
+    } | trial.in_two_ranks()
 
 
 def table(rows: Iterable[Row]) -> list[list[str]]:
@@ -219,13 +254,16 @@ def table(rows: Iterable[Row]) -> list[list[str]]:
 def _cell(outcome: Outcome | None) -> str:
     if outcome is None or outcome.kind == "none":
         return "–"
-    return (
-        f"{outcome.difference:.0e}"
+    if outcome.kind == "refused":
+        return "refused"
+    told = (
+        f"≠ {outcome.difference:.0e}"
+        if outcome.kind == "different"
+        else f"{outcome.difference:.0e}"
         if outcome.kind == "equal"
-        else outcome.kind
-        if outcome.kind != "different"
-        else f"≠ {outcome.difference:.0e}"
+        else "failed"
     )
+    return told + (" as it is" if outcome.eager else "")
 
 
 def counts(rows: Sequence[Row]) -> dict[str, int]:
@@ -241,7 +279,8 @@ def refusals(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
         by_sentence: dict[str, list[str]] = {}
         for way, outcome in row.ways.items():
             if outcome.kind in ("refused", "failed", "different"):
-                by_sentence.setdefault(outcome.sentence.strip().splitlines()[-1], []).append(way)
+                told_in = outcome.sentence.strip().splitlines() or [""]
+                by_sentence.setdefault(told_in[-1 if outcome.kind == "failed" else 0], []).append(way)
         told += [(row.name, "all" if len(ways) >= 4 else ", ".join(ways), sentence) for sentence, ways in by_sentence.items()]
     return told
 
@@ -258,7 +297,8 @@ def page(rows: Sequence[Row], command: str) -> str:
         "compared with a pipeline of three stages, two replicas with 11 and 5 samples, a swarm's stages, and",
         "two ranks that divide tensors or experts: the losses of two steps and all weights after them, with",
         "SGD with momentum and with AdamW. A number is the largest relative difference; – means that there is",
-        "nothing to divide. Random numbers are drawn by pieces of the batch ([how](lockstep.md)).",
+        "nothing to divide, “as it is” that the model cannot be captured, so that each device runs all of it",
+        "([where](lockstep.md#what-cannot-be-captured)). Random numbers are drawn by pieces of the batch.",
         "",
         f"Equal to 1e-5: {found['equal']}. Refused with a sentence: {found['refused']}. Failed: {found['failed']}.",
         f"**Silently different: {found['different']}.**",
@@ -283,9 +323,24 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="architectures by name")
     parser.add_argument("--task", nargs="+", help="architectures by task")
     parser.add_argument("--limit", type=int, help="the first so many")
+    parser.add_argument("--keep", type=Path, help="a file of what was found, to go on from: what is in it is not computed again")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--write", type=Path, help="the page of the documentation to write")
     return parser.parse_args()
+
+
+def kept_rows(path: Path | None) -> dict[str, Row]:
+    """What was found before, by name."""
+    lines = path.read_bytes().splitlines() if path is not None and path.exists() else []
+    return {row.name: row for row in (msgspec.json.decode(line, type=Row) for line in lines)}
+
+
+def tell(row: Row, number: str) -> None:
+    """A line as soon as it is known, with what was refused."""
+    cells = " ".join(f"{way} {_cell(row.ways[way])}" for way in WAYS if way in row.ways)
+    print(f"{number} {row.seconds:5.1f} s  {row.name}: {cells}", file=sys.stderr, flush=True)
+    for _, ways, sentence in refusals([row]):
+        print(f"      {ways}: {sentence[:300]}", file=sys.stderr, flush=True)
 
 
 def main() -> int:
@@ -294,15 +349,19 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    chosen = [a for a in architectures() if (not asked.only or a.name in asked.only) and (not asked.task or a.task in asked.task)]
+    chosen = [a for a in architectures() if not asked.only or {a.name, a.name.split()[0]} & {*asked.only}]
+    chosen = [a for a in chosen if not asked.task or a.task in asked.task]
+    chosen = chosen[: asked.limit]
+    kept = kept_rows(asked.keep)
     rows = []
-    for number, architecture in enumerate(chosen[: asked.limit], 1):
-        row = try_out(architecture)
+    for number, architecture in enumerate(chosen, 1):
+        row = kept.get(architecture.name) or try_out(architecture)
         rows.append(row)
-        cells = " ".join(f"{way} {_cell(row.ways[way])}" for way in WAYS if way in row.ways)
-        print(f"{number:3} of {len(chosen[: asked.limit])} {row.seconds:5.1f} s  {row.name}: {cells}", file=sys.stderr, flush=True)
-        for _, ways, sentence in refusals([row]):
-            print(f"      {ways}: {sentence[:300]}", file=sys.stderr, flush=True)
+        if architecture.name not in kept:
+            tell(row, f"{number:3} of {len(chosen)}")
+            if asked.keep:
+                with asked.keep.open("ab") as file:
+                    file.write(msgspec.json.encode(row) + b"\n")
         if asked.write:  # what is known so far
             asked.write.write_text(page(rows, "python benchmarks/zoo.py --write docs/zoo.md"), encoding="utf-8")
     found = counts(rows)

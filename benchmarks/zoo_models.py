@@ -18,7 +18,7 @@ _SIZES: dict[str, Any] = {  # attribute of a configuration → what it is set to
     **dict.fromkeys(("vocab_size", "src_vocab_size", "tgt_vocab_size", "vocab_size_or_config_json_file", "padded_vocab_size"), VOCABULARY),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "emb_dim", "embed_dim", "word_embed_proj_dim"), 32),
     **dict.fromkeys(
-        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers"), 3
+        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers"), 2
     ),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "multi_query_group_num"), 2),
@@ -49,6 +49,7 @@ class Architecture:
     task: str
     build: Callable[[], nn.Module]
     batch: Callable[[int], dict[str, Tensor]]
+    by_pieces: bool = False  # it draws numbers that belong to no sample, so that each piece of a batch has its own
 
 
 def small(config_class: Any, **given: Any) -> Any:
@@ -217,6 +218,7 @@ _GIVEN: dict[str, dict[str, Any]] = {  # where small numbers alone do not fit to
     "switch_transformers": {"decoder_start_token_id": 0, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
     "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2, "num_experts": 4, "expert_capacity": 64},
     "xlnet": {"d_inner": 48},
+    "pegasus_x": {"block_size": 4, "num_global_tokens": 4},
     "led": {"attention_window": 4},
     "longformer": {"attention_window": 4},
     "swin": _WINDOWS,
@@ -256,6 +258,7 @@ _GIVEN: dict[str, dict[str, Any]] = {  # where small numbers alone do not fit to
 
 
 _BATCHES = {"speech_to_text": spectra_by_time, "audio-spectrogram-transformer": classified_spectra}
+_BY_PIECES = ("funnel",)  # dropout of its positions
 _CLASSES = ("classifier", "image", "audio")
 _VARIATIONS = {  # as people configure them for fine-tuning
     "wav2vec2 ctc": {"layerdrop": 0.0, "ctc_loss_reduction": "mean"},
@@ -281,7 +284,18 @@ def _architecture(kind: str, task: str, variation: dict[str, Any] | None = None)
         return model
 
     text = "".join(f" {name}={value}" for name, value in (variation or {}).items())
-    return Architecture(f"{kind} {task}{text}", task, build, _BATCHES.get(kind, batch))
+    return Architecture(f"{kind} {task}{text}", task, build, _BATCHES.get(kind, batch), kind in _BY_PIECES)
+
+
+def share(model: nn.Module, task: str, piece: dict[str, Tensor], batch: dict[str, Tensor]) -> float:
+    """What the loss of a piece counts for in the batch's, where each piece has to be computed by itself."""
+    if task == "ctc" and model.config.ctc_loss_reduction == "sum":  # type: ignore[union-attr]
+        return 1.0
+    counted = [len(part["labels"]) for part in (piece, batch)]
+    if task not in (*_CLASSES, "ctc"):
+        first = 1 if task == "causal" else 0  # nothing comes before the first token
+        counted = [int((part["labels"][:, first:] != -100).sum()) for part in (piece, batch)]
+    return counted[0] / counted[1]
 
 
 def architectures() -> list[Architecture]:

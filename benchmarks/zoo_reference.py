@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from atoll.graph.spec_augment import draw_mask
+from atoll.randomness import mix, seed_everything
 from atoll.runtime.stage.rng import DrawKey, EagerDraws, draws
 
 Pieces = Sequence[tuple[int, int]]
@@ -108,6 +109,32 @@ def train(model: nn.Module, loss: Any, batches: Sequence[Any], pieces: Pieces, o
         losses.append(float(value.detach()))
         depends |= drawn.count > 0 or drawn.normalised
     return Trained(losses, {name: parameter.detach() for name, parameter in model.named_parameters()}, depends)
+
+
+def train_in_pieces(
+    model: nn.Module, loss: Any, batches: Sequence[Any], pieces: Pieces, optimizer: Optimizer, seed: int, share: Callable[[Any, Any], float]
+) -> Trained:
+    """A step for every batch, piece by piece: for models that draw in Python, where the whole batch would have one layer drop.
+
+    The generators are seeded for each piece as a micro-batch's are (docs/job.md); `share` is what a piece counts for in the batch's loss.
+    """
+    model.train()
+    optimize = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    losses, key = [], DrawKey(seed)
+    for step, batch in enumerate(batches, 1):
+        optimize.zero_grad()
+        values = []
+        for number, (start, stop) in enumerate(pieces):
+            key.step, key.first_sample = step, start
+            piece = {name: value[start:stop].clone() for name, value in batch.items()}
+            seed_everything(mix(seed, 5, step, number))
+            with EagerDraws(key, model):
+                value = loss(model, piece) * share(piece, batch)
+            value.backward()
+            values.append(float(value.detach()))
+        optimize.step()
+        losses.append(sum(values))
+    return Trained(losses, {name: parameter.detach() for name, parameter in model.named_parameters()}, True)
 
 
 def _with_simple_experts(model: nn.Module) -> None:

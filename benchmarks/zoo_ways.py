@@ -26,6 +26,7 @@ from zoo_reference import Optimizer, Pieces, Trained
 from atoll import Job
 from atoll.errors import AtollError, PlanError
 from atoll.graph.capture import Captured
+from atoll.graph.eager import Uncaptured
 from atoll.plan import parse_plan, validate
 from atoll.runtime.activations import Activations
 from atoll.runtime.executor import Accumulated, BuiltStage, Contributed, LossScale, StageExecutor, Update, Updater, WorkItem
@@ -128,7 +129,7 @@ def check_pieces_fit(captured: Captured, pieces: Pieces) -> None:
         raise PlanError(f"{captured.graph.name} could be captured for {fixed} samples only")
 
 
-def in_two_ranks(jobs: dict[str, Job], captured: Captured, plans: dict[str, str]) -> dict[str, dict[str, Any]]:
+def in_two_ranks(jobs: dict[str, Job], captured: Captured | Uncaptured, plans: dict[str, str]) -> dict[str, dict[str, Any]]:
     """Every plan for every job, by "plan job": what it came to, a refusal or an error. Ranks are forked: nothing is captured again."""
     folder = Path(tempfile.mkdtemp(prefix="zoo-"))
     fork = multiprocessing.get_context("fork")
@@ -164,7 +165,7 @@ def _found(folder: Path, name: str) -> dict[str, Any]:
     return {"trained": Trained(ranks[0]["losses"], weights), "divided": ranks[0]["divided"]}
 
 
-def _rank(rank: int, folder: Path, jobs: dict[str, Job], captured: Captured, plans: dict[str, str]) -> None:
+def _rank(rank: int, folder: Path, jobs: dict[str, Job], captured: Captured | Uncaptured, plans: dict[str, str]) -> None:
     for plan, text in plans.items():
         for job_name, job in jobs.items():
             name = f"{plan} {job_name}"
@@ -178,7 +179,7 @@ def _rank(rank: int, folder: Path, jobs: dict[str, Job], captured: Captured, pla
     os._exit(0)
 
 
-def _train(rank: int, folder: Path, name: str, job: Job, captured: Captured, text: str) -> dict[str, Any]:
+def _train(rank: int, folder: Path, name: str, job: Job, captured: Captured | Uncaptured, text: str) -> dict[str, Any]:
     plan = msgspec.structs.replace(parse_plan(text), graph=captured.graph.name)
     validate(plan, captured.graph)
     layout = Layout(plan)

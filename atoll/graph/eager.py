@@ -26,6 +26,7 @@ from atoll.graph.fake import Answers, ValueRecorder, build_model, real_model
 from atoll.graph.flops import Kernel, KernelCounter, saved_tensors
 from atoll.graph.graph import Graph, Layer, Work
 from atoll.graph.loss_check import check_eagerly
+from atoll.graph.piece_weight import PieceWeight
 from atoll.job import Job, read_loss
 from atoll.randomness import generator_states, mix, own_randomness
 
@@ -41,6 +42,7 @@ class Uncaptured(msgspec.Struct, frozen=True, kw_only=True):
     graph: Graph  # of one layer
     reason: str  # why it could not be captured, and where
     weighted: tuple[bool, ...]  # by turn (`Job.turns`), mostly one: the loss returns (total, weight)
+    weights: tuple[PieceWeight, ...]  # by turn: what pieces weigh, where it does not
     draws: bool  # the forward pass draws random numbers
     late: bool = False  # a backward gives some parameters their gradient in several portions
     notes: tuple[str, ...] = ()  # for people: what is lost, what could not be found out
@@ -115,9 +117,10 @@ def run_once(job: Job, refused: CaptureError, *, most_bytes: float) -> Uncapture
         graph=_graph(job, model, whole, run),
         reason=reason,
         weighted=run.weighted,
+        weights=tuple(found.weight for found in checked),
         draws=run.draws,
         late=run.late,
-        notes=tuple(filter(None, (lost, run.note, *dict.fromkeys(checked)))),
+        notes=tuple(filter(None, (lost, run.note, *dict.fromkeys(found.note or found.weight.note for found in checked)))),
     )
 
 

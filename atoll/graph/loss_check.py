@@ -23,10 +23,12 @@ from atoll.errors import DividedLossError
 from atoll.graph.fake import plain_batch
 from atoll.graph.loss_terms import call_of, loss_of, place_of
 from atoll.graph.loss_weight import LossForm
-from atoll.job import read_loss
-from atoll.randomness import generator_states
+from atoll.graph.piece_weight import BY_SAMPLES, IGNORED, PieceWeight, possible_weights
+from atoll.graph.regions import is_initialisation
+from atoll.job import LossValue, read_loss
+from atoll.randomness import generator_states, own_randomness
 
-__all__ = ["OWN_STATISTICS", "UNCHECKED", "CheckedJob", "check_eagerly", "check_loss", "given_values", "notes_on_pieces"]
+__all__ = ["OWN_STATISTICS", "UNCHECKED", "CheckedJob", "CheckedLoss", "check_eagerly", "check_loss", "given_values", "notes_on_pieces"]
 
 
 class CheckedJob(Protocol):
@@ -53,7 +55,6 @@ _TOLERANCES = {"fp32": 5e-5, "fp16": 3e-3, "bf16": 2e-2, "bf16-true": 2e-2}  # o
 _DRAWS = frozenset({"rand", "randn", "rand_like", "randn_like", "randint", "bernoulli", "multinomial", "normal", "uniform", "randperm"})
 _FEW = 4  # samples that are always compared
 _SECONDS = 1.0  # of processor time for the whole batch: of a larger one, as many samples as take so long
-_IGNORED = -100  # PyTorch's, and everybody's, label that does not count
 
 
 class _Found(NamedTuple):
@@ -62,6 +63,13 @@ class _Found(NamedTuple):
     value: float
     weight: float | None
     gradient: Tensor
+
+
+class CheckedLoss(NamedTuple):
+    """What was found of a loss that is not captured."""
+
+    note: str = ""  # what could not be found out
+    weight: PieceWeight = BY_SAMPLES
 
 
 class _RandomLossError(Exception):
@@ -100,9 +108,28 @@ def notes_on_pieces(notes: Sequence[str]) -> tuple[str, ...]:
     return tuple(note for note in notes if note == OWN_STATISTICS or note.startswith(UNCHECKED))
 
 
-def check_eagerly(job: CheckedJob, model: nn.Module) -> str:
-    """The same of a job that cannot be captured, by its own code; the model is in evaluation mode afterwards."""
-    return _Check(job, _eagerly(job, model), LossForm("unknown"), None).run()
+def check_eagerly(job: CheckedJob, model: nn.Module, *, by_samples: bool = False) -> CheckedLoss:
+    """The same of a job that cannot be captured, by its own code; the model is in evaluation mode afterwards.
+
+    A loss that is no mean over samples is tried as a sum and as a mean over labels, unless it has to be the first (`by_samples`).
+    """
+    runs, unknown = _eagerly(job, model), LossForm("unknown")
+    try:
+        return CheckedLoss(_Check(job, runs, unknown, None).run())
+    except DividedLossError as error:
+        few = min(_FEW, job.batch_size)
+        leaves = pytree.tree_leaves(job.example_batch(few))
+        for weight in [] if by_samples else possible_weights(leaves, few):
+            if _adds_up(_Check(job, runs, unknown, None, weight)):
+                return CheckedLoss(weight=weight)
+        raise error
+
+
+def _adds_up(check: "_Check") -> bool:
+    try:
+        return not check.run()
+    except DividedLossError:
+        return False
 
 
 def _by_program(program: ExportedProgram, before: fx.GraphModule, form: LossForm, model: nn.Module, calm: "_Calm") -> _Runs:
@@ -121,12 +148,21 @@ def _eagerly(job: CheckedJob, model: nn.Module) -> _Runs:
     parameters = [parameter for parameter in model.eval().parameters() if parameter.requires_grad]
     tree = pytree.tree_structure(job.example_batch(1))
 
-    def found(leaves: list[Any]) -> _Found:
+    def loss(leaves: list[Any]) -> tuple[LossValue, bool]:
         before = generator_states()
-        value, weight = read_loss(job.loss(model, pytree.tree_unflatten(leaves, tree)))
-        if generator_states() != before:
-            raise _RandomLossError
-        return _Found(float(value.detach()), None if weight is None else float(weight), _gradient(value, parameters))
+        value = read_loss(job.loss(model, pytree.tree_unflatten(leaves, tree)))
+        return value, generator_states() != before
+
+    def found(leaves: list[Any]) -> _Found:
+        """What is drawn and decides nothing (layer drop in an evaluation) does not matter: other numbers give the same loss."""
+        with own_randomness(0):
+            (value, weight), draws = loss(leaves)
+            gradient = _gradient(value, parameters)
+        if draws:
+            with own_randomness(1), torch.no_grad():
+                if not torch.allclose(loss(leaves)[0].value, value.detach(), rtol=0.0, atol=0.0, equal_nan=True):
+                    raise _RandomLossError
+        return _Found(float(value.detach()), None if weight is None else float(weight), gradient)
 
     return _Runs(found, lambda batches, samples: [found(leaves) for leaves in batches], lambda batch: batch)
 
@@ -140,8 +176,11 @@ def _gradient(value: Tensor, parameters: Sequence[Tensor]) -> Tensor:
 class _Check:
     """The comparison, on few samples and on many."""
 
-    def __init__(self, job: CheckedJob, runs: _Runs, form: LossForm, program: ExportedProgram | None) -> None:
-        self._job, self._runs, self._form, self._program = job, runs, form, program
+    def __init__(
+        self, job: CheckedJob, runs: _Runs, form: LossForm, program: ExportedProgram | None, weight: PieceWeight = BY_SAMPLES
+    ) -> None:
+        """`weight` is what is assumed of a loss that returns one number."""
+        self._job, self._runs, self._form, self._program, self._weight = job, runs, form, program, weight
 
     def run(self) -> str:
         """Few samples first, which tell how long it takes, then as many of the first batch as there is time for."""
@@ -186,8 +225,9 @@ class _Check:
 
     def _compare(self, whole: list[Any], pieces: list[list[Any]], division: Sequence[tuple[int, int]]) -> str:
         count, sizes = division[-1][1], [stop - start for start, stop in division]
-        total, weight, gradient = _total(self._runs.whole(whole), count)
-        parts = [_total(found, size) for found, size in zip(self._runs.pieces(pieces, count), sizes, strict=True)]
+        total, weight, gradient = _total(self._runs.whole(whole), *self._weight.of(whole, count, count))
+        weighed = [self._weight.of(leaves, size, count) for leaves, size in zip(pieces, sizes, strict=True)]
+        parts = [_total(found, *by) for found, by in zip(self._runs.pieces(pieces, count), weighed, strict=True)]
         weights = sum(part[1] for part in parts)
         if not weight or not weights:
             return f"{UNCHECKED}: nothing of the first samples counts"
@@ -233,11 +273,11 @@ def _division(count: int, size: int | None) -> list[tuple[int, int]]:
     return list(pairwise(bounds))
 
 
-def _total(found: _Found, samples: int) -> tuple[float, float, Tensor]:
-    """A total, its weight and the total's gradient."""
+def _total(found: _Found, factor: float, weight: float) -> tuple[float, float, Tensor]:
+    """A total, its weight and the total's gradient; where nothing counts there is no number, and nothing to add."""
     if found.weight is not None:
         return found.value, found.weight, found.gradient
-    return found.value * samples, float(samples), found.gradient * samples
+    return (found.value * factor, weight, found.gradient * factor) if factor else (0.0, 0.0, torch.zeros_like(found.gradient))
 
 
 def _taken(leaf: Any, start: int, stop: int, count: int) -> Any:
@@ -253,7 +293,7 @@ def _fewer_that_count(leaf: Any, count: int) -> Iterator[Tensor]:
     if leaf.dim() == 1:
         away = torch.arange(count)[:, None] == 1
     if leaf.dtype is not torch.bool:
-        yield rows.masked_fill(away, _IGNORED).reshape(leaf.shape)
+        yield rows.masked_fill(away, IGNORED).reshape(leaf.shape)
     if leaf.dtype is torch.bool or (int(leaf.min()) >= 0 and int(leaf.max()) <= 1):
         yield rows.masked_fill(away, 0).reshape(leaf.shape)
 
@@ -290,7 +330,8 @@ class _Calm(fx.Interpreter):
         results = next(node for node in module.graph.nodes if node.op == "output").args[0]
         self._places = range(buffers, len(results))  # what is written to buffers comes first
         self.names = [node.name for node in module.graph.nodes if node.op == "placeholder" and node.name not in self._values]
-        self.draws = next((call_of(node)[0] for node in module.graph.nodes if call_of(node)[0] in _DRAWS), "")
+        drawn = (call_of(node)[0] for node in module.graph.nodes if not is_initialisation(node))
+        self.draws = next((name for name in drawn if name in _DRAWS), "")
 
     def loss(self, leaves: list[Any]) -> _Found:
         """The loss, or the total and its weight, with the gradient."""

@@ -10,7 +10,17 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["arguments_of", "draws_in", "is_random", "operators_in", "regions_of", "shared_memory", "write_early", "written"]
+__all__ = [
+    "arguments_of",
+    "draws_in",
+    "is_initialisation",
+    "is_random",
+    "operators_in",
+    "regions_of",
+    "shared_memory",
+    "write_early",
+    "written",
+]
 
 aten = torch.ops.aten
 _NORMS = (aten.batch_norm.default, aten.instance_norm.default)  # they change their running statistics without saying so in their schema
@@ -47,9 +57,19 @@ def is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in tags or "dropout" in str(node.target) or "rand" in str(node.target)
 
 
+def is_initialisation(node: fx.Node) -> bool:
+    """Whether it draws the first values of a module that a forward builds, which nobody reads: that module takes parameters there are."""
+    if node.users or node.target not in (aten.uniform_.default, aten.normal_.default):
+        return False
+    memory: Any = node.args[0]
+    while memory.target is aten.detach.default and len(memory.users) == 1:
+        memory = memory.args[0]
+    return memory.target is aten.empty.memory_format and len(memory.users) == 1
+
+
 def draws_in(node: fx.Node, root: nn.Module) -> int:
     """How many times a node really draws random numbers: as often as eager code calls something random that is switched on."""
-    return sum(is_random(inner) and _is_on(inner) for inner in operators_in(node, root))
+    return sum(is_random(inner) and _is_on(inner) and not is_initialisation(inner) for inner in operators_in(node, root))
 
 
 def _is_on(node: fx.Node) -> bool:

@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from atoll.errors import CaptureError, DividedLossError
 from atoll.graph.capture import Captured
 from atoll.graph.eager import capture_for_pieces
 from atoll.graph.loss_check import check_eagerly, notes_on_pieces
 from atoll.graph.loss_weight import BatchWeights
+from atoll.graph.piece_weight import PieceWeight
 from atoll.job import Job, LossValue
 from atoll.runtime.activations import Activations
 from atoll.runtime.executor import Accumulated, BuiltStage, Loss, StageExecutor, Updater, WorkItem
@@ -23,7 +25,7 @@ from atoll.runtime.stage.rng import DrawKey
 from atoll.runtime.stage.sizes import Sizes
 from atoll.runtime.stage.state import InitialState
 
-__all__ = ["Divided", "PieceCounts", "WholeProgram", "divided_program"]
+__all__ = ["Divided", "OwnCounts", "PieceCounts", "WholeProgram", "divided_program"]
 
 
 class Divided(NamedTuple):
@@ -31,6 +33,7 @@ class Divided(NamedTuple):
 
     program: Captured | None = None
     counts: "PieceCounts | None" = None
+    own_counts: "OwnCounts | None" = None  # the same of a loss that could not be captured
     notes: tuple[str, ...] = ()  # what could not be found out
 
     @classmethod
@@ -60,6 +63,20 @@ class PieceCounts:
         return [max(count, self.floor) / whole if whole else 0.0 for count in counted], whole
 
 
+class OwnCounts:
+    """What the pieces of a batch weigh, where the loss could not be captured."""
+
+    def __init__(self, weight: PieceWeight, pieces: Sequence[tuple[int, int]]) -> None:
+        self._weight, self._samples = weight, [stop - start for start, stop in pieces]
+
+    def shares(self, batches: Sequence[Any]) -> tuple[list[float], float]:
+        """The share each piece has in the batch's loss, and what that is divided by."""
+        size = sum(self._samples)
+        weighed = [self._weight.of(pytree.tree_leaves(batch), own, size) for batch, own in zip(batches, self._samples, strict=True)]
+        whole = sum(weight for _, weight in weighed)
+        return [factor / whole if whole else 0.0 for factor, _ in weighed], whole
+
+
 def divided_program(job: Job, model: nn.Module) -> Divided:
     """What computes micro-batches whose losses add up to the batch's; DividedLossError where nothing does."""
     try:
@@ -69,8 +86,10 @@ def divided_program(job: Job, model: nn.Module) -> Divided:
     except CaptureError as error:
         found = check_eagerly(job, model)
         model.train()
-        averaged = f"micro-batches are averaged by samples; the job cannot be captured: {error}"
-        return Divided(notes=tuple(filter(None, (averaged, found))))
+        by_samples = found.weight.kind == "samples"
+        averaged = f"{'micro-batches are averaged by samples' if by_samples else found.weight.note}; the job cannot be captured: {error}"
+        counts = None if by_samples else OwnCounts(found.weight, job.micro_batches)
+        return Divided(own_counts=counts, notes=tuple(filter(None, (averaged, found.note))))
     return Divided.of(captured, notes_on_pieces(captured.notes))
 
 

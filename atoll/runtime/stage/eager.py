@@ -3,7 +3,7 @@
 It has the same face as a stage cut from a program, so executor, schedules, gradients, checkpoints and evaluation are the same.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -48,27 +48,29 @@ def eager_program() -> StageProgram:
 
 def loss_structures(uncaptured: Uncaptured) -> list[pytree.TreeSpec]:
     """What the stage returns in each turn of a step: one number, or two."""
-    return [pytree.tree_structure((0, 0) if weighted else 0) for weighted in uncaptured.weighted]
+    plain = [not weighted and weight.kind == "samples" for weighted, weight in zip(uncaptured.weighted, uncaptured.weights, strict=True)]
+    return [pytree.tree_structure(0 if one else (0, 0)) for one in plain]
 
 
 class EagerStage(nn.Module):
     """The user's model and loss. Random numbers are those that one process draws whose micro-batches are the same pieces."""
 
     def __init__(
-        self, model: nn.Module, job: Job, uncaptured: Uncaptured, key: DrawKey, device: torch.device, numbers: Mapping[int, int]
+        self, model: nn.Module, job: Job, uncaptured: Uncaptured, key: DrawKey, device: torch.device, pieces: Sequence[tuple[int, int]]
     ) -> None:
-        """`numbers` has each piece's place in the batch, by its first sample."""
+        """`pieces` of a batch, in their order: the first sample of each, and the first after it."""
         super().__init__()
         self.model = model
         self._losses: list[LossFunction] = [turn.loss for turn in job.turns.values()]
-        self._uncaptured, self._key, self._device, self._numbers = uncaptured, key, device, numbers
+        self._uncaptured, self._key, self._device, self._batch_size = uncaptured, key, device, job.batch_size
+        self._pieces = {start: (number, stop - start) for number, (start, stop) in enumerate(pieces)}
         self.trained_in = job.trained_in(model)  # names of parameters, by turn
         self._buffers_before = dict(model.named_buffers(remove_duplicate=False))
         self._drew = False
 
     def forward(self, values: dict[str, Any]) -> tuple[Any, ...]:
         """The loss of a piece, or its total and weight."""
-        step, number = self._key.step, self._numbers[self._key.first_sample]
+        step, (number, samples) = self._key.step, self._pieces[self._key.first_sample]
         seed_everything(mix(self._key.seed, 5, step, number, *self._key.of_turn), devices=self._device.type != "cpu")
         before = generator_states()
         with (
@@ -83,7 +85,17 @@ class EagerStage(nn.Module):
         if (weight is not None) != weighted:
             first, now = ("(total, weight)", "a number") if weighted else ("a number", "(total, weight)")
             raise JobFailedError(f"step {step}: the loss returned {now}, and {first} for the first samples; return the same always")
-        return (value,) if weight is None else (value, weight)
+        return self._weighed(value, values[_BATCH], samples) if weight is None else (value, weight)
+
+    def _weighed(self, value: Tensor, batch: Any, samples: int) -> tuple[Any, ...]:
+        """A mean over samples as it is, others as total and weight; a piece in which nothing counts has no loss, and adds nothing."""
+        by = self._uncaptured.weights[self._key.turn]
+        if by.kind == "samples":
+            return (value,)
+        factor, weight = by.of(pytree.tree_leaves(batch), samples, self._batch_size)
+        if not factor:  # gradients of all parameters are there all the same: lanes wait for each other's
+            return torch.stack([parameter.sum() * 0.0 for parameter in self.model.parameters() if parameter.requires_grad]).sum(), 0.0
+        return value * factor, weight
 
     @contextmanager
     def in_turn(self, number: int, name: str) -> Iterator[None]:

@@ -107,6 +107,7 @@ _ALWAYS_RANDOM = (
     *(Tensor.bernoulli, Tensor.bernoulli_, Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.random_, Tensor.multinomial),
     *(Tensor.cauchy_, Tensor.log_normal_, Tensor.geometric_),
 )
+_INITIALISING = (Tensor.normal_, Tensor.uniform_)  # what modules that a forward builds begin with
 _ATTENTION = functional.scaled_dot_product_attention
 _MANY_HEADS = functional.multi_head_attention_forward
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
@@ -119,7 +120,9 @@ def draws(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _is_on(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call draws: dropout may be off, by its probability or outside training."""
+    """Whether this call draws: dropout may be off, by its probability or outside training; a module's first values are no draw."""
+    if args and isinstance(args[0], nn.Parameter) and function in _INITIALISING:
+        return False
     if function is _ATTENTION:
         return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
     if function is _MANY_HEADS:

@@ -85,6 +85,22 @@ class DrawingInRegions(nn.Module):
         return self.on(self.last(x)[0])
 
 
+class Rebuilding(nn.Module):
+    """Its first forward builds a module around parameters that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.on, self.rebuilt = nn.Linear(8, 8), nn.Dropout(0.2), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.on(x)
+        if not self.rebuilt:
+            again = nn.Linear(8, 8)
+            again.weight, again.bias = self.first.weight, self.first.bias
+            self.first, self.rebuilt = again, True
+        return self.on(self.first(x))
+
+
 def sum_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return model(batch["x"]).square().mean()
 
@@ -94,7 +110,9 @@ def inputs(samples: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes .*_flat_weights")  # export speaks of torch's own recurrent layers
-@pytest.mark.parametrize("build", [Drawing, DrawingInRegions, partial(nn.TransformerEncoderLayer, 8, 2, 16, dropout=0.2, batch_first=True)])
+@pytest.mark.parametrize(
+    "build", [Drawing, DrawingInRegions, Rebuilding, partial(nn.TransformerEncoderLayer, 8, 2, 16, dropout=0.2, batch_first=True)]
+)
 def test_eager_code_and_the_captured_program_draw_the_same(build: Callable[[], nn.Module]) -> None:
     job = job_of(build, sum_of, inputs)
     captured = capture_program(job)

@@ -57,7 +57,7 @@ from atoll.runtime.run_directory import RunDirectory, RunSettings
 from atoll.runtime.stage.rng import DrawKey, EagerDraws
 from atoll.runtime.training import Reason, train
 from atoll.runtime.turns import optimizer_names, schedule_of, training_only
-from atoll.runtime.whole_program import PieceCounts, WholeProgram, divided_program
+from atoll.runtime.whole_program import OwnCounts, PieceCounts, WholeProgram, divided_program
 
 __all__ = ["AloneTrainer", "train_alone", "training_alone"]
 
@@ -163,7 +163,7 @@ class AloneTrainer:
         self.updater = self.turns[0].updater  # of jobs with one loss
         self.key = DrawKey(job.seed)
         self.gradients = Accumulated(job.batch_size)
-        self.counts: PieceCounts | None = None  # what micro-batches weigh, where it is not their samples
+        self.counts: PieceCounts | OwnCounts | None = None  # what micro-batches weigh, where it is not their samples
         self.pieces: WholeProgram | None = None  # what computes micro-batches whose losses have several terms
         self.weights: StepWeights | None = None
         self.evaluator: ModelEvaluator | None = None
@@ -446,14 +446,14 @@ class AloneTrainer:
         found = divided_program(self.job, self.model)
         for note in found.notes:
             self.emit(Warned(message=note))
-        self.counts = found.counts
+        self.counts = found.counts or found.own_counts
         if found.program is not None:
             self.pieces = WholeProgram(self.job, found.program, self.model, self.device, self.updater)
             self.weights = StepWeights(self.pieces.sizes, self.job.micro_batches, self._batch)
 
     def _check_turns(self) -> None:
         """Several losses are not captured: that micro-batches add up is found out by their own code. DividedLossError where they do not."""
-        notes = [check_eagerly(turn.job, self.model) for turn in self.turns]
+        notes = [check_eagerly(turn.job, self.model, by_samples=True).note for turn in self.turns]
         self.model.train()
         for note in filter(None, dict.fromkeys(notes)):
             self.emit(Warned(message=note))
@@ -480,7 +480,7 @@ class AloneTrainer:
             total, weight = total + found.total, weight + float(found.weight)
         return self._divided(step, self.turns[0], float(total), weight, pieces.deferred)
 
-    def _accumulate_counted(self, counts: PieceCounts, step: int) -> tuple[float, float]:
+    def _accumulate_counted(self, counts: PieceCounts | OwnCounts, step: int) -> tuple[float, float]:
         """A micro-batch in which nothing counts has no loss, and adds nothing."""
         batches = [self._next_batch(step) for _ in self.job.micro_batches]
         with users_code(f"step {step}: the batch", JobFailedError):

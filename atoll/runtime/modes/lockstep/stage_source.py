@@ -161,9 +161,8 @@ class _UsersCode:
         key: DrawKey,
         without_memory: Container[str],
     ) -> TakenStages:
-        starts = sorted(start for m in range(len(layout.micro_batches)) for start, _ in layout.pieces(0, m))
-        numbers = {start: number for number, start in enumerate(starts)}
-        stage = EagerStage(model.to(device), self._job, self._uncaptured, key, device, numbers)
+        pieces = sorted(piece for m in range(len(layout.micro_batches)) for piece in layout.pieces(0, m))
+        stage = EagerStage(model.to(device), self._job, self._uncaptured, key, device, pieces)
         holdings = {name: ShardSpec(name=name, shape=tuple(value.shape)) for name, value in stage.parameters_by_name().items()}
         evaluated = prepare_eager_evaluation(self._job, layout, rank, stage, device, key) if self._job.eval_dataset is not None else []
         return TakenStages([stage], holdings, {}, evaluated)

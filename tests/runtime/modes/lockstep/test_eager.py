@@ -222,6 +222,77 @@ def test_random_numbers_and_totals_are_those_of_one_process(tmp_path: Path) -> N
     assert alone.losses == pytest.approx(losses, rel=TOLERANCE)
 
 
+class Tokens:
+    """Labels of which another number is ignored in each sample; in some, all but the first, which is not predicted."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        ids = torch.randint(0, 9, (7,), generator=generator)
+        counted = 1 if index % 3 == 0 else 2 + index % 6
+        return {"ids": ids, "labels": ids.where(torch.arange(7) < counted, -100)}
+
+
+class Dropping(nn.Module):
+    """Asks for a random number in evaluations too, where it decides nothing: so do Hugging Face's speech models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer, self.last = nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 9)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        skipped = bool(torch.rand([]) < 0.3) and self.training
+        return self.last(x if skipped else x + torch.tanh(self.layer(x)))
+
+
+def next_token(model: nn.Module, batch: dict[str, Tensor], reduction: str = "mean") -> Tensor:
+    logits = model(batch["ids"])[:, :-1]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction=reduction)
+
+
+def by_hand(job: atoll.Job, pieces: list[tuple[int, int]]) -> list[float]:
+    """Totals of pieces, divided by what counts in the batch; layers are dropped piece by piece."""
+    model, losses = job.build_model("cpu"), []
+    optimizer = job.optimizer(list(model.parameters()))
+    summed = job.loss.keywords["reduction"] == "sum"  # type: ignore[union-attr]
+    for step in range(job.total_steps):
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for start, stop in pieces:
+            torch.manual_seed(mix(job.seed, 5, step + 1, start, 0))
+            total = total + next_token(model, job.samples.batch(step, start, stop), "sum")
+        value = total if summed else total / int((job.samples.batch(step)["labels"][:, 1:] != -100).sum())
+        value.backward()
+        optimizer.step()
+        losses.append(float(value.detach()))
+    return losses
+
+
+def test_sums_and_means_over_labels_are_exact_though_nothing_is_captured(tmp_path: Path) -> None:
+    job = atoll.Job(
+        model=Dropping,
+        loss=next_token,
+        data=Tokens(),
+        batch_size=BATCH,
+        steps=6,
+        optimizer=partial(torch.optim.SGD, lr=0.05),
+        capture=False,
+    )
+    jobs = {name: dataclasses.replace(job, name=name, loss=partial(next_token, reduction=name)) for name in ("mean", "sum")}
+    plans = {name: (job, plan_of(job, "stage 0: layers 0-0: a=2 b=6", 2)) for name, job in jobs.items()}
+    in_two_processes(tmp_path, plans)
+    pieces = [(start, start + 2) for start in range(0, BATCH, 2)]
+    for name, job in jobs.items():
+        losses = by_hand(job, pieces)
+        assert losses_of(tmp_path / name) == pytest.approx(losses, rel=TOLERANCE)
+        assert dataclasses.replace(job, micro_batch_size=2).run(progress=False).losses == pytest.approx(losses, rel=TOLERANCE)
+    counted = [(jobs["mean"].samples.batch(step, *piece)["labels"][:, 1:] != -100).sum() for step in range(6) for piece in pieces]
+    assert min(counted) == 0, "some piece has nothing that counts"
+
+
 def contrastive(model: nn.Module, batch: Any) -> Tensor:
     found = model(batch[0])
     return torch.logsumexp(found @ found.T, dim=1).mean()

@@ -207,6 +207,8 @@ class _Assembly:
 
     def _takes_any_samples(self) -> bool:
         """Whether the number of samples is a size that may be another when the program runs."""
+        if any(0 in dims for dims in self.exported.fixed.values()):  # of one tensor it is not: `len(x)` is a number at once
+            return False
         values = [node.meta["val"] for node in self._batch_tensors()]
         return any(is_symbolic(size) and size.node.hint == self.samples for value in values for size in value.shape)
 

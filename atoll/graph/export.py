@@ -351,6 +351,12 @@ class _Attempts:
         """The program and the fake model it was captured from; CaptureError where a random number of Python's or NumPy's is part of it."""
         with extreme_draws(high=True):
             program, model = self._run()
+        if any(isinstance(value, torch.Generator) for value in program.constants.values()):
+            raise CaptureError(
+                f"job {self.job.name!r} cannot be captured: it draws from a torch.Generator of its own, whose state the captured program "
+                "would neither set nor save. Draw from PyTorch's global generator, which is seeded for every step, or make the numbers "
+                "when the model is built"
+            )
         moved = self._moved
         if moved and not (only_global(moved) and self._is_same_with_other_draws(program)):
             line = DrawingLine(lambda: GeneratorWatch(self._last, self.job.loss))
@@ -519,8 +525,8 @@ def export_job(job: TrainingJob, *, training: bool = True, divided: bool = False
     batch_size = None if training or not divided else cast(CheckedJob, job).batch_size
     scaled = training and job.precision == "fp16"
     form = weigh_loss(program, samples=SAMPLES, batch_size=batch_size, scaled=scaled) if divided else LossForm()
-    checked = _check(job, program, real, before, form, any(varying.values())) if check and one_number else ""
     fixed = {name: rest for name, dims in growing.items() if (rest := tuple(d for d in dims if d not in varying.get(name, ())))}
+    checked = _check(job, program, real, before, form, any(varying.values()) and not fixed) if check and one_number else ""
     return ExportedJob(
         program=program,
         model=fake,

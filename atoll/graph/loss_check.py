@@ -9,6 +9,7 @@ statistics it has gathered, which are known to differ between pieces (docs/job.m
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
@@ -52,8 +53,11 @@ class CheckedJob(Protocol):
 OWN_STATISTICS = "batch normalisation takes the statistics of its own piece of the batch, so plans differ a little (docs/job.md)"
 UNCHECKED = "whether the losses of a batch's pieces add up was not checked"
 _TOLERANCES = {"fp32": 5e-5, "fp16": 3e-3, "bf16": 2e-2, "bf16-true": 2e-2}  # of the loss: products are as exact as that
+_NOTHING, _NOTHING_COUNTS = 1e-9, f"{UNCHECKED}: nothing of the first samples counts"
 _DRAWS = frozenset({"rand", "randn", "rand_like", "randn_like", "randint", "bernoulli", "multinomial", "normal", "uniform", "randperm"})
 _FEW = 4  # samples that are always compared
+_SEEN = 16  # samples whose lengths are looked at: as many as capture looks at
+_ZERO = 1e-3  # a parameter whose numbers are all smaller begins at zero, as it were
 _SECONDS = 1.0  # of processor time for the whole batch: of a larger one, as many samples as take so long
 
 
@@ -85,6 +89,7 @@ class _Runs:
 
     whole: _Run
     pieces: Callable[[Sequence[list[Any]], int], list[_Found]]  # of a batch of so many samples
+    parameters: Sequence[Tensor]  # that both compute with
     plain: Callable[[Any], Any] = plain_batch  # what becomes of a batch first
 
 
@@ -134,13 +139,20 @@ def _adds_up(check: "_Check") -> bool:
 
 def _by_program(program: ExportedProgram, before: fx.GraphModule, form: LossForm, model: nn.Module, calm: "_Calm") -> _Runs:
     def pieces(batches: Sequence[list[Any]], samples: int) -> list[_Found]:
+        calm.begin()  # then every piece finds buffers as the one before it left them, as in a run
         if form.weights is None:
             return [calm.loss(leaves) for leaves in batches]
         counted = [form.weights.of(dict(zip(calm.names, leaves, strict=False))) for leaves in batches]
         weights = form.weights.per_sample(counted, samples)
         return [calm.loss([*leaves, weights]) for leaves in batches]
 
-    return _Runs(_Calm(program, before, model).loss, pieces)
+    as_written = _Calm(program, before, model)
+
+    def whole(leaves: list[Any]) -> _Found:
+        as_written.begin()
+        return as_written.loss(leaves)
+
+    return _Runs(whole, pieces, [*as_written.parameters, *calm.parameters])
 
 
 def _eagerly(job: CheckedJob, model: nn.Module) -> _Runs:
@@ -164,7 +176,7 @@ def _eagerly(job: CheckedJob, model: nn.Module) -> _Runs:
                     raise _RandomLossError
         return _Found(float(value.detach()), None if weight is None else float(weight), gradient)
 
-    return _Runs(found, lambda batches, samples: [found(leaves) for leaves in batches], lambda batch: batch)
+    return _Runs(found, lambda batches, samples: [found(leaves) for leaves in batches], parameters, lambda batch: batch)
 
 
 def _gradient(value: Tensor, parameters: Sequence[Tensor]) -> Tensor:
@@ -189,12 +201,15 @@ class _Check:
             return ""
         try:
             began = time.process_time()
-            found = self._compare(self._collated([(0, few)])[0], self._collated(_division(few, None)), _division(few, None))
+            with _nothing_zero(self._runs.parameters):
+                found = self._compare_samples(0, few, None)
             seconds = (time.process_time() - began) / 2  # once whole, once in pieces
             count = min(job.batch_size, int(few * _SECONDS / max(seconds, 1e-6)))
-            if not found and count > few:
-                division = _division(count, job.micro_batch_size)
-                found = self._compare(self._collated([(0, count)])[0], self._collated(division), division)
+            if found in ("", _NOTHING_COUNTS) and count > few:
+                found = self._compare_samples(0, count, job.micro_batch_size)
+            uneven = self._find_uneven(few)
+            if not found and uneven:
+                found = self._compare_samples(uneven, few, None)
             if not found and self._form.kind == "unknown":
                 self._compare_ignoring(few)
         except DividedLossError:
@@ -204,6 +219,17 @@ class _Check:
         except Exception as error:
             return f"{UNCHECKED}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return found
+
+    def _compare_samples(self, first: int, count: int, size: int | None) -> str:
+        division = _division(count, size)
+        (whole,) = self._collated([(first, first + count)])
+        return self._compare(whole, self._collated([(first + start, first + stop) for start, stop in division]), division)
+
+    def _find_uneven(self, few: int) -> int:
+        """Where the first samples of more than one length are, of which a piece would be padded otherwise than the batch; 0: nowhere."""
+        shapes = [_shapes(self._runs.plain(self._job.example_batch(1, place))) for place in range(_SEEN)]
+        changes = [place for place in range(1, _SEEN) if shapes[place] != shapes[place - 1]]
+        return max(0, changes[0] - few // 2) if changes else 0
 
     def _collated(self, ranges: Sequence[tuple[int, int]]) -> list[list[Any]]:
         """The leaves of so many batches of the first samples."""
@@ -229,8 +255,8 @@ class _Check:
         weighed = [self._weight.of(leaves, size, count) for leaves, size in zip(pieces, sizes, strict=True)]
         parts = [_total(found, *by) for found, by in zip(self._runs.pieces(pieces, count), weighed, strict=True)]
         weights = sum(part[1] for part in parts)
-        if not weight or not weights:
-            return f"{UNCHECKED}: nothing of the first samples counts"
+        if min(weight, weights) <= _NOTHING:
+            return _NOTHING_COUNTS
         expected, together = total / weight, sum(part[0] for part in parts) / weights
         gradient, summed = gradient / weight, torch.stack([part[2] for part in parts]).sum(0) / weights
         tolerance = _TOLERANCES[self._job.precision]
@@ -280,21 +306,42 @@ def _total(found: _Found, factor: float, weight: float) -> tuple[float, float, T
     return (found.value * factor, weight, found.gradient * factor) if factor else (0.0, 0.0, torch.zeros_like(found.gradient))
 
 
+def _shapes(batch: Any) -> list[tuple[int, ...]]:
+    return [tuple(leaf.shape[1:]) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+@contextmanager
+def _nothing_zero(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """What a model begins with at zero hides what it multiplies (a gate, a last layer): inside, such weights are small random numbers."""
+    zero = [p for p in parameters if p.is_floating_point() and p.numel() and float(p.detach().abs().max()) <= _ZERO]
+    kept = [p.detach().clone() for p in zero]
+    with torch.no_grad():
+        for p in zero:
+            generator = torch.Generator().manual_seed(p.numel())  # by its size, so that copies of a parameter stay equal
+            p += (torch.randn(p.shape, generator=generator) * (0.5 / math.sqrt(max(1, p[:1].numel()) if p.dim() > 1 else 1))).to(p)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, before in zip(zero, kept, strict=True):
+                p.copy_(before)
+
+
 def _taken(leaf: Any, start: int, stop: int, count: int) -> Any:
     return leaf[start:stop] if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == count else leaf
 
 
 def _fewer_that_count(leaf: Any, count: int) -> Iterator[Tensor]:
     """Labels, or a mask, of which another number counts in every sample."""
-    if not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.is_complex() or leaf.dim() == 0 or leaf.shape[0] != count:
+    if not isinstance(leaf, Tensor) or leaf.is_complex() or leaf.dim() == 0 or leaf.shape[0] != count:
         return
     rows = leaf.reshape(count, -1)
     away = torch.arange(rows.shape[1]) >= rows.shape[1] - torch.arange(count)[:, None] * max(1, rows.shape[1] // (count + 1))
     if leaf.dim() == 1:
         away = torch.arange(count)[:, None] == 1
-    if leaf.dtype is not torch.bool:
+    if leaf.dtype is not torch.bool and not leaf.is_floating_point():
         yield rows.masked_fill(away, IGNORED).reshape(leaf.shape)
-    if leaf.dtype is torch.bool or (int(leaf.min()) >= 0 and int(leaf.max()) <= 1):
+    if bool(((leaf == 0) | (leaf == 1)).all()):
         yield rows.masked_fill(away, 0).reshape(leaf.shape)
 
 
@@ -325,25 +372,30 @@ class _Calm(fx.Interpreter):
         for name, value in given_values(program, model).items():
             trained = value.is_floating_point() and spec_is_parameter(program, name)
             self._values[name] = value.clone().requires_grad_() if trained else value
-        self._parameters = [value for value in self._values.values() if value.requires_grad]
+        self.parameters = [value for value in self._values.values() if value.requires_grad]
+        self._buffers = {name: value for name, value in self._values.items() if not value.requires_grad}
         buffers = [spec.kind is OutputKind.USER_OUTPUT for spec in program.graph_signature.output_specs].index(True)
         results = next(node for node in module.graph.nodes if node.op == "output").args[0]
         self._places = range(buffers, len(results))  # what is written to buffers comes first
+        nodes = {str(spec.target): spec.arg.name for spec in program.graph_signature.input_specs if spec.kind is InputKind.BUFFER}
+        mutations = [(place, spec) for place, spec in enumerate(program.graph_signature.output_specs[:buffers])]
+        self._assigned = {nodes[str(spec.target)]: place for place, spec in mutations if str(spec.target) in nodes}
+        self.begin()
         self.names = [node.name for node in module.graph.nodes if node.op == "placeholder" and node.name not in self._values]
         drawn = (call_of(node)[0] for node in module.graph.nodes if not is_initialisation(node))
         self.draws = next((name for name in drawn if name in _DRAWS), "")
 
+    def begin(self) -> None:
+        """Buffers are as the model has them; what the program changes is a copy."""
+        self._changed = {name: value.clone() for name, value in self._buffers.items()}
+
     def loss(self, leaves: list[Any]) -> _Found:
         """The loss, or the total and its weight, with the gradient."""
-        given = self._values | dict(zip(self.names, leaves, strict=True))
+        given = self._values | self._changed | dict(zip(self.names, leaves, strict=True))
         results = self.run(*[given[node.name] for node in self.graph.nodes if node.op == "placeholder"])
         value, *weight = [results[place] for place in self._places]
-        return _Found(float(value.detach()), float(weight[0]) if weight else None, _gradient(value, self._parameters))
-
-    def run_node(self, node: fx.Node) -> Any:
-        """Buffers that a forward changes are changed in a copy."""
-        value = super().run_node(node)
-        return value.clone() if node.op == "placeholder" and isinstance(value, Tensor) and not value.is_floating_point() else value
+        self._changed |= {name: results[place].detach() for name, place in self._assigned.items()}
+        return _Found(float(value.detach()), float(weight[0]) if weight else None, _gradient(value, self.parameters))
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Dropout does nothing; batch normalisation does not look at the batch."""

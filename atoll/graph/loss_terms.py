@@ -212,8 +212,8 @@ class TermReader:
             floored = name in ("clamp", "clamp_min") and not capped and isinstance(second, (int, float))
             if floored and (cast(float, second) > 1 or not _is_count(node.args[0])):
                 raise UnknownLossError
-            floor = max(floor, float(cast(float, second))) if floored else floor
             epsilon = name == "add" and isinstance(second, float) and 0 < second <= _EPSILON and arguments.get("alpha") in (None, 1)
+            floor = max(floor, float(cast(float, second))) if floored or epsilon else floor
             if not (name in _SAME or floored or epsilon):
                 break
             node = node.args[0]  # type: ignore[assignment]

@@ -31,6 +31,7 @@ __all__ = ["BatchWeights", "LossForm", "weigh_loss"]
 aten = torch.ops.aten
 _SUM = 2  # PyTorch's number for `reduction="sum"`
 _LEAF = "weights_of_the_batch"
+_NOTHING = 1e-12  # what a piece weighs in which nothing counts, so that zero can be divided by it
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,8 @@ class _Writer:
 
     def _count(self, weight: CountedWeight) -> fx.Node:
         if weight.labels is None:
-            return self._call(aten.to.dtype, weight.node, torch.float32)
+            counted = self._call(aten.to.dtype, weight.node, torch.float32)  # with a floor, nothing that counts is a loss of zero
+            return self._call(aten.clamp_min.default, counted, _NOTHING) if weight.floor else counted
         classes, ignored = weight.labels
         counts = self._call(aten.ne.Scalar, weight.node, ignored)
         if classes is None:

@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 from atoll import Job
 from atoll.errors import DividedLossError
 from atoll.graph.capture import Captured, capture_program
+from atoll.graph.eager import capture_or_run
 from atoll.runtime.executor import Accumulated, Contributed, WorkItem
 from atoll.runtime.loss_weights import StepWeights
 
@@ -312,3 +313,89 @@ def test_hugging_face_models_train_in_pieces_by_their_own_loss(name: str) -> Non
             capture_program(job, divided=True, check=True)
     else:
         check_equal(job)
+
+
+class Gated(Model):
+    """A gate that begins at zero lets the batch's mean in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(CLASSES))
+
+    def forward(self, values: Tensor) -> Tensor:
+        found = super().forward(values)
+        return found + self.gate * found.mean(0)
+
+
+class Counting(Model):
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.seen += values.shape[0]
+        return super().forward(values)
+
+
+def selected(model: nn.Module, batch: Any) -> Tensor:
+    return logits(model, batch)[batch["mask"].bool()].pow(2).mean()
+
+
+LATER: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Any], Tensor]]] = {
+    "a mask of numbers that is whole in the first batch": (Model, selected),
+    "samples that are of one length in the first batch": (Model, lambda model, batch: model(batch["long"]).pow(2).mean(2).mean(1).mean()),
+    "a gate that is closed in the first step": (Gated, lambda model, batch: F.mse_loss(logits(model, batch), batch["x"])),
+    "a count that every piece changes": (Counting, lambda model, batch: logits(model, batch).pow(2).sum() / model.seen),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_the_first_batch_does_not_show_is_found(name: str) -> None:
+    def collated(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        long = nn.utils.rnn.pad_sequence([one.pop("long") for one in map(dict, samples)], batch_first=True)
+        return default_collate([{k: v for k, v in one.items() if k != "long"} for one in samples]) | {"long": long}  # type: ignore[no-any-return]
+
+    data = [
+        {
+            "x": sample(index)["x"],
+            "mask": (torch.arange(5) < (5 if index < BATCH else 1 + index % 4)).float(),
+            "long": torch.ones(3 if index < BATCH else 3 + index % 3, 6),
+        }
+        for index in range(2 * BATCH)
+    ]
+    model, loss = LATER[name]
+    job = replace(job_of(model, loss, data), collate_fn=collated, sampler=lambda epoch: range(2 * BATCH))
+    with pytest.raises(DividedLossError, match="not that of its pieces"):
+        capture_or_run(job, check=True, most_bytes=2.0**33)
+
+
+@pytest.mark.parametrize("least", ["clamp", "epsilon"])
+def test_a_batch_in_which_nothing_counts_is_a_loss_of_zero_where_the_user_wrote_so(least: str) -> None:
+    def masked(model: nn.Module, batch: Any) -> Tensor:
+        count = (batch["words"][:, 0] == 0).sum()
+        kept = logits(model, batch)[:, 0].pow(2).mean(-1) * (batch["words"][:, 0] == 0)
+        return kept.sum() / (count.clamp(min=1) if least == "clamp" else count + 1e-8)
+
+    data = [sample(index) | {"words": torch.full((3,), int(index // BATCH == 1 or index % 3 == 1))} for index in range(BATCH * STEPS)]
+    job = replace(job_of(Model, masked, data), sampler=lambda epoch: range(BATCH * STEPS))
+    assert whole_batch(job)[0][1] == 0.0
+    check_equal(job)
+
+
+def test_a_number_of_samples_that_is_a_constant_of_the_program_is_the_only_one_it_runs_on() -> None:
+    job = job_of(Model, lambda model, batch: logits(model, batch).pow(2).sum() / len(batch["x"]), [sample(index) for index in range(BATCH)])
+    captured = capture_program(job, divided=True, check=True)
+    assert captured.graph.fixed_samples == captured.samples
+
+
+def test_a_gradient_in_the_loss_is_trained_in_micro_batches() -> None:
+    def penalty(model: nn.Module, batch: Any) -> Tensor:
+        values = batch["x"].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(values).sum(), values, create_graph=True)
+        return slope.flatten(1).norm(dim=1).sub(1).square().mean()
+
+    job = job_of(Model, penalty, [sample(index) for index in range(BATCH * STEPS)])
+    result = replace(job, micro_batch_size=3).run(progress=False)
+    torch.testing.assert_close(list(result.losses), whole_batch(job)[0], rtol=1e-5, atol=1e-5)

@@ -43,7 +43,8 @@ class Sizes:
         self._samples -= others
         self._known: dict[tuple[str, Binding], tuple[int, ...]] = {}
         self._paths = self._leaf_paths(captured)
-        self.fixed = captured.samples if not self._samples else None  # the only number of samples the program runs on; None: any
+        grows = self._samples and not any(0 in dims for dims in captured.fixed.values())
+        self.fixed = None if grows else captured.samples  # the only number of samples the program runs on; None: any
 
     @staticmethod
     def _leaf_paths(captured: Captured) -> list[str]:

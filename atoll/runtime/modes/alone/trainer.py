@@ -469,7 +469,6 @@ class AloneTrainer:
         for note in filter(None, dict.fromkeys(notes)):
             self.emit(Warned(message=note))
 
-    @torch.no_grad()
     def _tried(self) -> tuple[LossValue, bool]:
         """What the loss is of the next micro-batch, and whether it draws random numbers; the model stays as it was."""
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}

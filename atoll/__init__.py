@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from atoll.events import StopTraining
     from atoll.graph import Graph, default, pipeline, replica, split, stage
     from atoll.graph.capture import capture
+    from atoll.hugging_face.trainer import from_trainer
     from atoll.job import Job, RunResult
     from atoll.loop import step
     from atoll.plan import Plan
@@ -33,6 +34,7 @@ __all__ = [
     "StopTraining",
     "capture",
     "default",
+    "from_trainer",
     "load_cluster",
     "load_job",
     "pipeline",
@@ -56,6 +58,7 @@ _HOME = {
     "StopTraining": "atoll.events",
     "capture": "atoll.graph.capture",
     "default": "atoll.graph",
+    "from_trainer": "atoll.hugging_face.trainer",
     "load_cluster": "atoll.cluster",
     "load_job": "atoll.script",
     "pipeline": "atoll.graph",

@@ -2,20 +2,29 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
 from atoll.errors import JobError
 
-__all__ = ["UntouchedOptimizer", "builder_of"]
-
-_BuildOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+__all__ = ["BuiltAnew", "UntouchedOptimizer", "built_anew"]
 
 
-def builder_of(optimizer: torch.optim.Optimizer, model: object) -> _BuildOptimizer:
-    """A function from parameters to an optimizer of the same class with the same settings; JobError where that would be another one."""
+class BuiltAnew(NamedTuple):
+    """How to build an optimizer's like: arguments of a Job."""
+
+    optimizer: Callable[[list[Any]], torch.optim.Optimizer]  # from parameters, or groups of them
+    parameter_groups: Callable[[str, nn.Parameter], dict[str, Any]] | None  # from names to the settings of their groups, if they differ
+
+    def arguments(self) -> dict[str, Any]:
+        """Those that say something."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+
+def built_anew(optimizer: torch.optim.Optimizer, model: object) -> BuiltAnew:
+    """How to build an optimizer of the same class with the same settings; JobError where that would be another one."""
     kind = type(optimizer)
     if not isinstance(model, nn.Module):
         _refuse(kind, "it is built already, but the model is not; give a callable such as functools.partial(torch.optim.AdamW, lr=3e-4)")
@@ -27,23 +36,28 @@ def builder_of(optimizer: torch.optim.Optimizer, model: object) -> _BuildOptimiz
         _refuse(
             kind, "a schedule was made for it, which would not see the optimizer that steps; give scheduler=… a callable that makes one"
         )
-    if len(optimizer.param_groups) > 1:
-        _refuse(kind, "it has several groups of parameters; give a callable that makes them from the parameters it gets")
     _check_parameters(optimizer, model)
-    group = settings_of(optimizer.param_groups[0])
+    groups = [group for group in optimizer.param_groups if group["params"]]
+    settings = [settings_of(group) for group in groups]
     known = inspect.signature(kind.__init__).parameters
-    defaults = {name: value for name, value in optimizer.defaults.items() if name in known}
+    first = {**optimizer.defaults, **settings[0]}
+    defaults = {name: value for name, value in first.items() if name in known}
 
-    def build(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return kind([{"params": parameters, **group}], **defaults)
+    def build(parameters: list[Any]) -> torch.optim.Optimizer:
+        return kind(parameters, **defaults)
 
     try:
-        probe = build([nn.Parameter(torch.zeros(2, 2))])
+        probe = build([{"params": [nn.Parameter(torch.zeros(2, 2))], **own} for own in settings])
     except Exception as error:
         _refuse(kind, f"it cannot be built again from its settings ({error}); give a callable that builds it")
-    if probe.defaults != optimizer.defaults or settings_of(probe.param_groups[0]) != group:
+    plain = build([nn.Parameter(torch.zeros(2, 2))])
+    if [settings_of(group) for group in probe.param_groups] != settings or settings_of(plain.param_groups[0]) != settings[0]:
         _refuse(kind, "built again from its settings it has others; give a callable that builds it")
-    return build
+    if all(own == settings[0] for own in settings):
+        return BuiltAnew(build, None)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    of_name = {names[id(parameter)]: own for group, own in zip(groups, settings, strict=True) for parameter in group["params"]}
+    return BuiltAnew(build, lambda name, parameter: of_name[name])
 
 
 def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

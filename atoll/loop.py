@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.blame import SentenceIfUncaught, in_words, showing_lines
-from atoll.built_optimizer import UntouchedOptimizer, builder_of
+from atoll.built_optimizer import UntouchedOptimizer, built_anew
 from atoll.callbacks import Callback
 from atoll.cluster import Cluster
 from atoll.data import Batch, Dataset
@@ -184,10 +184,12 @@ def step(
     says where the run is written and what runs where.
     """
     with SentenceIfUncaught(), showing_lines():
-        if isinstance(optimizer, torch.optim.Optimizer) and arguments.get("parameter_groups") is not None:
-            raise JobError("atoll.step: parameter_groups: this optimizer is built and has groups already; leave out one of them")
-        build = builder_of(optimizer, model) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-        job = Job(model=model, loss=loss, data=data, optimizer=build, **arguments)
+        own: dict[str, Any] = {"optimizer": optimizer}
+        if isinstance(optimizer, torch.optim.Optimizer):
+            if arguments.get("parameter_groups") is not None:
+                raise JobError("atoll.step: parameter_groups: this optimizer is built and has groups already; leave out one of them")
+            own = built_anew(optimizer, model).arguments()
+        job = Job(model=model, loss=loss, data=data, **{**arguments, **own})
         about = RunArguments(
             out=out, device=device, progress=progress, plan=plan, cluster=cluster, resume=resume, checkpoint_every=checkpoint_every
         )

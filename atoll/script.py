@@ -43,7 +43,7 @@ _PREFIX = "atoll_script_"  # of the names that scripts have as modules
 _Close: TypeAlias = Callable[[BaseException | None], None]
 _closing: ContextVar[list[_Close] | None] = ContextVar("atoll_closing", default=None)
 _opener: ContextVar[RunOpener | None] = ContextVar("atoll_run_opener", default=None)
-_EXECUTED = ("step",)  # a script that asks `atoll` for one of these is executed to find its Job
+_EXECUTED = ("step", "from_trainer")  # a script that asks `atoll` for one of these may be executed to find its Job
 _EXAMPLE = "job = atoll.Job(model=…, loss=…, data=…, optimizer=…, batch_size=…, steps=…)"
 
 
@@ -101,15 +101,18 @@ def load_script(path: str | Path, arguments: Sequence[str] = ()) -> LoadedScript
     """Find the Job of a training script without training.
 
     A script that uses `atoll.step` is executed, as `__main__`, until it asks for a run. Any other is imported (not as `__main__`) and
-    defines one Job, or runs one. Meanwhile `sys.argv` is the script and its own arguments. It can import its neighbours. Its randomness
-    starts from a fixed seed, so that a model built at import time has the same weights on every host.
+    defines one Job, or runs one; if it does neither but uses `atoll.from_trainer`, it is executed too. Meanwhile `sys.argv` is the script
+    and its own arguments. It can import its neighbours. Its randomness starts from a fixed seed, so that a model built at import time has
+    the same weights on every host.
     """
     file = Path(path)
     source = _source(file)
     try:
         with seen_arguments(path, arguments), _opening(_ask):
-            if not _uses(source, _EXECUTED):
-                return LoadedScript(_defined_job(path, file, vars(_import_script(file, source))))
+            if not _uses(source, ("step",)):
+                defined = vars(_import_script(file, source))
+                if not _uses(source, ("from_trainer",)) or any(isinstance(value, Job) for value in defined.values()):
+                    return LoadedScript(_defined_job(path, file, defined))
             with own_randomness(0), _explained(file):
                 defined = runpy.run_path(str(file.resolve()), run_name="__main__")
     except _Asked as asked:

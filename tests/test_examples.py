@@ -37,7 +37,9 @@ def test_an_example_is_short_and_says_how_to_run_it(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) < 100
     assert f"python examples/{path.name}" in text
-    assert text.rstrip().endswith(('if __name__ == "__main__":\n    job.run()', 'if __name__ == "__main__":\n    main()'))
+    last = text.rstrip().splitlines()[-2:]
+    assert last[0] == 'if __name__ == "__main__":'
+    assert last[1] in ("    job.run()", "    main()", "    trainer.train()")
 
 
 def test_the_language_models_schedule_fits_its_steps() -> None:

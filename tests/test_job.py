@@ -185,7 +185,10 @@ def test_precision_is_an_ambient_autocast() -> None:
 
 
 def test_importing_atoll_loads_neither_torch_nor_the_rest() -> None:
-    code = "import sys, atoll; assert 'torch' not in sys.modules; atoll.Job; assert 'atoll.runtime' not in sys.modules"
+    code = (
+        "import sys, atoll; assert not {'torch', 'transformers'} & set(sys.modules); atoll.Job; assert 'atoll.runtime' not in sys.modules; "
+        "atoll.from_trainer; assert 'transformers' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

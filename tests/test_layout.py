@@ -13,8 +13,8 @@ from atoll.plan.modes import mode_names
 ROOT = Path(atoll.__file__).parent
 ROAD = (
     "errors", "blame", "units", "randomness", "events", "data", "callbacks", "model_identity", "weights", "built_optimizer", "job",
-    "script", "graph", "cluster", "codec", "plan", "cost", "planner", "fabric", "control", "runtime", "simulate", "lab", "watch", "loop",
-    "cli",
+    "script", "hugging_face", "graph", "cluster", "codec", "plan", "cost", "planner", "fabric", "control", "runtime", "simulate", "lab",
+    "watch", "loop", "cli",
 )  # fmt: skip
 """A file or folder imports only from those before it: docs/layout.md."""
 
@@ -130,7 +130,19 @@ def test_docs_and_road_agree() -> None:
 def test_the_public_names_change_on_purpose() -> None:
     assert atoll.__all__ == [
         *["AtollError", "BestCheckpoint", "Cluster", "EarlyStopping", "Graph", "Job", "Plan", "RunHandle", "RunResult", "Snapshot"],
-        *["StopTraining", "capture", "default", "load_cluster", "load_job", "pipeline", "replica", "split", "stage", "step"],
+        *[
+            "StopTraining",
+            "capture",
+            "default",
+            "from_trainer",
+            "load_cluster",
+            "load_job",
+            "pipeline",
+            "replica",
+            "split",
+            "stage",
+            "step",
+        ],
     ]
 
 

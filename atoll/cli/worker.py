@@ -12,7 +12,7 @@ from atoll.callbacks import Callback
 from atoll.cli.output import show_what_the_terminal_can
 from atoll.errors import AtollError
 from atoll.runtime.mode import CapturedJob
-from atoll.runtime.modes.lockstep.role import Role, find_role
+from atoll.runtime.modes.lockstep.role import Role, find_role, hidden_role
 from atoll.runtime.run_directory import RunDirectory
 from atoll.watch.progress import Progress
 
@@ -62,7 +62,8 @@ def _run(directory: RunDirectory, role: Role, known: CapturedJob | None, script:
         if settings.own_loop:
             execute(settings.script, settings.arguments, opened)
             return 0
-        job = known.job if known is not None else load_job(settings.script, settings.arguments)
+        with hidden_role(os.environ):
+            job = known.job if known is not None else load_job(settings.script, settings.arguments)
         with seen_arguments(settings.script, settings.arguments), opened(job, False) as training:
             train(training)
     return 0

@@ -5,14 +5,15 @@ variables, as Kubeflow's PyTorchJob does), Slurm's srun and Kubernetes' indexed 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
 import msgspec
 
 from atoll.errors import RoleError
 
-__all__ = ["GENERATION", "Role", "Source", "find_role"]
+__all__ = ["GENERATION", "Role", "Source", "find_role", "hidden_role"]
 
 Source: TypeAlias = Literal["atoll", "torchrun", "slurm", "kubernetes"]
 
@@ -58,6 +59,19 @@ def find_role(environ: Mapping[str, str]) -> Role | None:
         present = next(name for name in ("WORLD_SIZE", "LOCAL_RANK", GENERATION) if name in variables)
         raise RoleError(f"environment: {present} is set but RANK is not; set both, or neither to train alone")
     return None
+
+
+@contextmanager
+def hidden_role(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Inside, launchers have left nothing: libraries that a script uses would meet the other processes by themselves."""
+    ours = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", GENERATION}
+    hidden = {name: value for name, value in environ.items() if name in ours or name.startswith("TORCHELASTIC_")}
+    for name in hidden:
+        del environ[name]
+    try:
+        yield
+    finally:
+        environ.update(hidden)
 
 
 class _Variables:

@@ -269,7 +269,7 @@ _BATCHES = {
     "audio-spectrogram-transformer audio": classified_spectra,
     "t5 classifier": ended_text,
 }
-_BY_PIECES = ("funnel",)  # dropout of its positions
+_BY_PIECES = ("funnel", "xlnet")  # dropout of positions
 _CLASSES = ("classifier", "image", "audio")
 _VARIATIONS = {  # as people configure them for fine-tuning
     "wav2vec2 ctc": {"layerdrop": 0.0, "ctc_loss_reduction": "mean"},
@@ -304,7 +304,7 @@ def share(model: nn.Module, task: str, piece: dict[str, Tensor], batch: dict[str
         return 1.0
     counted = [len(part["labels"]) for part in (piece, batch)]
     if task not in (*_CLASSES, "ctc"):
-        first = 1 if task == "causal" else 0  # nothing comes before the first token
+        first = 1 if task == "causal" and model.config.model_type != "xlnet" else 0  # type: ignore[union-attr]  # nothing is before it
         counted = [int((part["labels"][:, first:] != -100).sum()) for part in (piece, batch)]
     return counted[0] / counted[1]
 

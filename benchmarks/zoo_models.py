@@ -50,6 +50,7 @@ class Architecture:
     build: Callable[[], nn.Module]
     batch: Callable[[int], dict[str, Tensor]]
     by_pieces: bool = False  # it draws numbers that belong to no sample, so that each piece of a batch has its own
+    epsilon: float = 1e-3  # of AdamW
 
 
 def small(config_class: Any, **given: Any) -> Any:
@@ -269,6 +270,7 @@ _BATCHES = {
     "audio-spectrogram-transformer audio": classified_spectra,
     "t5 classifier": ended_text,
 }
+_EPSILONS = {"rwkv": 0.1}  # its embeddings begin at 1e-4 before a normalisation, so that their gradients are in the hundreds
 _BY_PIECES = ("funnel", "xlnet")  # dropout of positions
 _CLASSES = ("classifier", "image", "audio")
 _VARIATIONS = {  # as people configure them for fine-tuning
@@ -295,7 +297,9 @@ def _architecture(kind: str, task: str, variation: dict[str, Any] | None = None)
         return model
 
     text = "".join(f" {name}={value}" for name, value in (variation or {}).items())
-    return Architecture(f"{kind} {task}{text}", task, build, _BATCHES.get(f"{kind} {task}", batch), kind in _BY_PIECES)
+    return Architecture(
+        f"{kind} {task}{text}", task, build, _BATCHES.get(f"{kind} {task}", batch), kind in _BY_PIECES, _EPSILONS.get(kind, 1e-3)
+    )
 
 
 def share(model: nn.Module, task: str, piece: dict[str, Tensor], batch: dict[str, Tensor]) -> float:

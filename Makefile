@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-compile
 INSTALLED := .venv/.installed
 
-.PHONY: help install demo test lint nats sshd unit bench soak clean
+.PHONY: help install demo test lint style types nats sshd unit bench soak clean
 
 help:
 	@echo "make demo      plan and train a small language model (under 3 minutes)"
@@ -37,11 +37,17 @@ demo: install
 	@echo; echo "3. Train the same file on them: planned, a process for each device; watch the loss fall. Then the report."; echo
 	@$(BIN)/atoll run examples/language_model.py --cluster .demo/here.toml --out .demo/run
 
-test: lint unit
+# Types are checked while the first tests run: a core would stand idle otherwise.
+test: style
+	@$(MAKE) --no-print-directory -j 2 types unit
 
-lint: install
+lint: style types
+
+style: install
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
+
+types: install
 	@$(BIN)/mypy
 
 # Some tests start a real nats-server: it comes from the distribution's packages, where we may install them.
@@ -56,16 +62,13 @@ sshd:
 		&& apt-get install -y --no-install-recommends openssh-server openssh-client rsync >/dev/null 2>&1; } \
 		|| echo "openssh-server or rsync is not installed: the tests that need them are skipped"
 
-# Tests run two at a time, by whole files: their tests share what is costly to make (captured models, processes).
-PURE := tests/cli tests/cluster tests/codec tests/control tests/cost tests/data tests/graph tests/plan tests/planner tests/simulate tests/watch \
-	$(wildcard tests/test_*.py tests/runtime/modes/alone/test_*.py) $(filter-out %/test_expert.py %/test_tensor_models.py,$(wildcard tests/runtime/stage/test_*.py))
-
 # Tests start over a hundred processes: without this each would compile the package anew where the environment asks for no bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Whole files at a time, since their tests share what is costly to make (captured models, processes); those that take longest come first
+# (tests/conftest.py). Three of them on two cores: many wait for processes, time-outs and links.
 unit: install nats sshd
-	@COLUMNS= $(BIN)/python -m pytest -n 2 --dist loadfile $(PURE)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(PURE))
+	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # Measured rows and traces of spot machines are not part of the project: give files in the formats benchmarks/README.md describes to have
 # predictions checked and rebalancing replayed.

@@ -5,6 +5,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,41 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("soak", max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the commands that tests start: threads that wait for one another burn what others need
+
+# Files that take longest, of the tests that run several files at a time: one that is begun last is waited for.
+LONGEST_FIRST = (
+    "runtime/modes/lockstep/test_equality.py",
+    "lab/test_ssh.py",
+    "runtime/modes/lockstep/test_resume.py",
+    "simulate/test_fuzz.py",
+    "graph/test_capture_models.py",
+    "runtime/modes/lockstep/test_supervisor.py",
+    "runtime/stage/test_tensor_models.py",
+    "runtime/modes/toy/test_toy.py",
+    "runtime/test_training.py",
+    "runtime/modes/lockstep/test_failure.py",
+    "runtime/modes/lockstep/test_torchrun.py",
+    "runtime/modes/swarm/test_standby.py",
+    "runtime/stage/test_expert.py",
+    "runtime/supervise/test_ssh.py",
+    "runtime/modes/alone/test_checkpoints.py",
+    "test_examples.py",
+    "runtime/test_loss_forms.py",
+    "runtime/modes/lockstep/test_codecs.py",
+    "runtime/test_walk.py",
+    "runtime/modes/swarm/test_processes.py",
+    "cli/test_report.py",
+    "runtime/modes/swarm/test_resume.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take longest come first; within a file, and among the others, the order stays."""
+    tests = Path(__file__).parent
+    places = {tests / name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture(autouse=True, scope="session")

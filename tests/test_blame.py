@@ -8,6 +8,7 @@ import pytest
 
 from atoll.errors import AtollError
 from atoll.job import Job
+from tests.warm import run_warm
 
 SCRIPT = """import sys, torch, atoll
 def loss(model, batch):
@@ -20,7 +21,7 @@ def make(**changes):
 
 def run(folder: Path, rest: str, *, factor: str = "1", name: str = "train.py") -> "subprocess.CompletedProcess[str]":
     (folder / "train.py").write_text(SCRIPT.replace("FACTOR", factor) + rest)
-    return subprocess.run([sys.executable, name], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    return run_warm([sys.executable, name], cwd=folder)
 
 
 def test_a_wrong_job_is_a_sentence_with_its_line_and_exit_code_2(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`atoll run` with real processes, what it leaves behind, `atoll report` on it, and the next plan with what was measured."""
 
 import json
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from atoll.cli.main import run
 from atoll.runtime.modes.lockstep.schedule import Schedule
 from tests.runtime.modes.lockstep.read_trace import read_chrome_trace
+from tests.warm import run_warm
 
 SCRIPT = """
 import torch
@@ -94,9 +96,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("report")
     for name, content in (("train.py", SCRIPT), ("two.toml", CLUSTER), ("two.plan", PLAN)):
         (folder / name).write_text(content)
-    code, out, err = called("run", folder / "train.py", "-c", folder / "two.toml", "--plan", folder / "two.plan", "--out", folder / "RUN")
-    assert code == 0, err
-    return folder, out
+    options = ["-c", folder / "two.toml", "--plan", folder / "two.plan", "--out", folder / "RUN"]
+    done = run_warm([sys.executable, "-c", "from atoll.cli import main; main()", "run", folder / "train.py", *options])
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout
 
 
 def test_a_run_leaves_its_schedule_its_trace_and_what_each_rank_measured(trained: tuple[Path, str]) -> None:

@@ -4,7 +4,6 @@ Losses, weights and Adam's moments are those of a plain PyTorch loop that was ne
 """
 
 import dataclasses
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from atoll.events import CheckpointSaved, StepFinished, read_events
 from atoll.graph.capture import capture
 from atoll.plan import Plan
 from atoll.runtime.checkpoint.directory import find
+from tests.warm import run_warm
 
 from .modes.lockstep.equality_cases import plan_of
 from .walk_job import BATCH, STEPS, Data, job, loss, warm
@@ -58,7 +58,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def atoll_run(*arguments: str | Path) -> None:
     command = [sys.executable, "-c", "from atoll.cli import main; main()", "run", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_warm(command)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
 
 

@@ -12,6 +12,7 @@ import pytest
 from atoll.events import AnyEvent, MemberChanged, Observer, Restarted, RunFinished, StepFinished, StopTraining, WorkerFailed, read_events
 from atoll.graph.capture import capture
 from atoll.script import load_job
+from tests.warm import run_warm
 
 from .equality_cases import EQUAL, PIPE, plan_of
 from .resume_ranks import CASES, FIRSTS_STATISTICS, SINGLE
@@ -63,7 +64,7 @@ def test_what_is_evaluated_is_what_is_exported(found: list[dict[str, Any]], case
 
 def atoll_run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from atoll.cli import main; main()", "run", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return run_warm(command)
 
 
 def losses_of(run: Path) -> dict[int, float]:

@@ -2,14 +2,15 @@
 
 import os
 import socket
-import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from atoll.events import StepFinished, read_events
+from tests.warm import run_warm
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -51,16 +52,16 @@ def run(folder: Path, out: str, plans: tuple[str | None, str | None]) -> list[tu
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    processes = []
+    environs = []
     for rank, plan in enumerate(plans):
         role = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         environ = {**os.environ, **{name: str(value) for name, value in role.items()}, "OMP_NUM_THREADS": "1"}
         if plan is not None:
             environ["ATOLL_PLAN"] = plan
-        command = [sys.executable, "train.py", out]
-        processes.append(subprocess.Popen(command, env=environ, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
-    complaints = [process.communicate()[1] for process in processes]
-    return [(process.returncode, complaint) for process, complaint in zip(processes, complaints, strict=True)]
+        environs.append(environ)
+    with ThreadPoolExecutor(2) as both:
+        ended = both.map(lambda environ: run_warm([sys.executable, "train.py", out], cwd=folder, env=environ), environs)
+        return [(process.returncode, process.stderr) for process in ended]
 
 
 def losses(out: Path) -> list[float]:
@@ -73,7 +74,7 @@ def test_a_plan_that_rank_0_has_is_everybodys(other: str | None, tmp_path: Path)
     ended = run(tmp_path, "out", ("p.plan", other))
     assert [code for code, _ in ended] == [0, 0], ended
     environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    subprocess.run([sys.executable, "train.py", "alone"], cwd=tmp_path, env=environ, check=True, capture_output=True)
+    assert run_warm([sys.executable, "train.py", "alone"], cwd=tmp_path, env=environ).returncode == 0
     assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
     expected = torch.load(tmp_path / "alone" / "alone.pt")
     for rank in range(2):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import atoll
+from tests.warm import run_warm
 
 HERE = Path(__file__).parent
 REGISTRATION = "[atoll.modes]\ntoy = toy_mode:TOY\n"
@@ -67,7 +68,7 @@ class Shell:
 
     def __call__(self, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", "from atoll.cli import main; main()", *arguments]
-        done = subprocess.run(command, cwd=self.folder, env=self.environ, capture_output=True, text=True, check=False, timeout=600)
+        done = run_warm(command, cwd=self.folder, env=self.environ)
         assert done.returncode == code, done.stderr
         return done
 

@@ -75,7 +75,7 @@ unit: install nats sshd
 ROWS ?=
 TRACE ?=
 
-BENCHMARKS := startup demo capture data evaluations planning whale hybrid local optimality lockstep_speed unequal_devices large_output codecs fabric fabric_reduce \
+BENCHMARKS := startup demo capture data compile evaluations planning whale hybrid local optimality lockstep_speed unequal_devices large_output codecs fabric fabric_reduce \
 	fabric_adaptive lab swarm_speed swarm_joining swarm_hosting swarm_group latency_hiding swarm_scale
 
 bench: install

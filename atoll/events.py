@@ -32,6 +32,7 @@ __all__ = [
     "CheckpointRestored",
     "CheckpointSaved",
     "CodecChosen",
+    "Compiled",
     "CoordinatorStarted",
     "Evaluated",
     "EvaluationFailed",
@@ -107,6 +108,15 @@ class PhaseFinished(Event, frozen=True, kw_only=True):
     phase: str  # what is done by then: "model captured"
     seconds: float
     source: str = ""  # the process it was in; empty: the one that starts the others
+
+
+class Compiled(Event, frozen=True, kw_only=True):
+    """`torch.compile` was at work, mostly in the first step; the step's time includes it."""
+
+    seconds: float
+    graphs: int  # compiled, forward and backward
+    graph_breaks: int = 0  # places where compiled code is interrupted: random operators but dropout, exchanges, what it cannot compile
+    source: str = ""  # the process it was in
 
 
 class RunStarted(Event, frozen=True, kw_only=True):

@@ -41,6 +41,7 @@ LossFunction: TypeAlias = Callable[[Any, Batch], Tensor | tuple[Tensor, Tensor |
 OptimizerBuilder: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 SchedulerBuilder: TypeAlias = Callable[[torch.optim.Optimizer], LRScheduler]
 _SEEDS = 2**64  # what the mixing of seeds tells apart
+_COMPILE_OPTIONS = ("backend", "mode", "options", "dynamic")  # fullgraph would forbid what is interrupted to stay exact
 _PRECISIONS: dict[str, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -164,6 +165,8 @@ class Job:
     """What the run is called."""
     capture: bool = True
     """Whether the model may be captured, so that plans can cut it. False: every device runs it whole, as it is written."""
+    compile: bool | Mapping[str, Any] = False
+    """Run forward and backward through `torch.compile`: True, or its arguments, such as `{"mode": "max-autotune", "dynamic": True}`."""
 
     def __new__(cls, *positional: object, **arguments: object) -> Self:
         """Refuse wrong names before Python does, with the nearest right ones."""
@@ -555,9 +558,21 @@ def _check_figures(job: Job) -> None:
         _wrong("precision", f"must be 'fp32', 'bf16', 'fp16' or 'bf16-true', got {job.precision!r}")
     if not isinstance(job.name, str) or not job.name:
         _wrong("name", f"must be a word or two, got {job.name!r}")
+    _check_compile(job.compile)
     for name in ("eval_every", "eval_loss", "metrics"):
         if getattr(job, name) and job.eval_data is None:
             _wrong(name, "needs eval_data to evaluate on")
+
+
+def _check_compile(given: object) -> None:
+    """True, False, or arguments of `torch.compile` that leave the numbers as they are."""
+    if isinstance(given, bool):
+        return
+    if not isinstance(given, Mapping):
+        _wrong("compile", f"must be True, False or a mapping of torch.compile's arguments, got {_kind_of(given)}")
+    for name in given:
+        if name not in _COMPILE_OPTIONS:
+            _wrong("compile", f"takes {', '.join(_COMPILE_OPTIONS)} of torch.compile's arguments, got {name!r}")
 
 
 def _check_functions(job: Job) -> None:

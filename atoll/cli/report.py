@@ -50,6 +50,9 @@ def report_view(found: "RunReport") -> RenderableType:
     parts: list[RenderableType] = [_heading(found)]
     for section in found.sections:
         parts += section_view(section)
+    if found.compile_seconds:
+        lines = [f"{name}: {format_seconds(s)}" if name else format_seconds(s) for name, s in found.compile_seconds.items()]
+        parts.append(Text.assemble(("torch.compile  ", "bold"), ", ".join(lines) + "\n"))
     if found.logged:
         lines = [f"{name} {values[0]:.4g} → {values[-1]:.4g}" for name, values in found.logged.items()]
         parts.append(Text.assemble(("Logged  ", "bold"), ", ".join(lines) + "\n"))

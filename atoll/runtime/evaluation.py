@@ -18,6 +18,7 @@ from atoll.runtime.batch_loader import BatchLoader
 from atoll.runtime.nonfinite import checked_weight
 
 if TYPE_CHECKING:  # what captures models takes seconds to load, and a coordinator that has others evaluate does without it
+    from atoll.runtime.stage.compilation import Compiler
     from atoll.runtime.whole_program import Divided
 
 __all__ = ["EvaluationSums", "ModelEvaluator", "averaged", "evaluated_functions", "evaluates_after", "loader_for"]
@@ -94,8 +95,11 @@ class ModelEvaluator:
     taken, by samples, and the first evaluation says so.
     """
 
-    def __init__(self, job: Job, model: nn.Module, device: torch.device, dataset: Dataset) -> None:
+    def __init__(self, job: Job, model: nn.Module, device: torch.device, dataset: Dataset, compiler: "Compiler | None" = None) -> None:
         self._job, self._model, self._device, self.dataset = job, model, device, dataset
+        self._functions, self._compiler = evaluated_functions(job), compiler
+        if compiler is not None:
+            self._functions = {name: compiler.function(function) for name, function in self._functions.items()}
         self._loader = loader_for(job, dataset, None)
         self._divided: dict[str, Divided] = {}  # how what is evaluated in pieces is computed
         self._notes: list[str] = []  # not told yet
@@ -103,11 +107,11 @@ class ModelEvaluator:
     @torch.no_grad()
     def run(self, step: int) -> Evaluated:
         """After so many steps. The model is in training mode afterwards; `at_seconds` is the caller's to set."""
-        began, job = time.perf_counter(), self._job
+        began = time.perf_counter()
         samples = self._loader.samples
         size, length = samples.batch_size, samples.length
         self._model.eval()
-        measures = {name: self._measure(name, function, step, divided=length > size) for name, function in evaluated_functions(job).items()}
+        measures = {name: self._measure(name, function, step, divided=length > size) for name, function in self._functions.items()}
         sums = {name: EvaluationSums.of_terms(self._terms(name)) for name in measures}
         pieces = [range(start, min(start + size, length)) for start in range(0, length, size)]
         batches = self._loader.batches(map(samples.request, pieces))
@@ -144,7 +148,7 @@ class ModelEvaluator:
 
         assert found.program is not None
         nothing = Updater([], None, None, LossScale(False), steps=self._job.total_steps)
-        program = WholeProgram(self._job, found.program, self._model, self._device, nothing)
+        program = WholeProgram(self._job, found.program, self._model, self._device, nothing, self._compiler)
         return lambda indices, batch: program.evaluate(WorkItem(0, step, 0, indices.start, len(indices)), batch)
 
     def _terms(self, name: str) -> int:
@@ -162,7 +166,7 @@ class ModelEvaluator:
             return Divided()
         try:
             with torch.enable_grad():
-                captured = capture_function(self._job, name, function, self.dataset)
+                captured = capture_function(self._job, name, evaluated_functions(self._job)[name], self.dataset)
         except AtollError as error:
             self._notes.append(averaged(name, f"it could not be captured ({error})"))
             return Divided()

@@ -21,6 +21,7 @@ from atoll.errors import JobFailedError
 from atoll.job import LossValue, read_loss
 from atoll.runtime.activations import Activations
 from atoll.runtime.checkpoint.manifest import EMA
+from atoll.runtime.stage.compilation import Compiler, compile_errors
 from atoll.runtime.stage.program import StageProgram
 from atoll.runtime.stage.rng import DrawKey
 from atoll.runtime.stage.sizes import Sizes
@@ -70,6 +71,9 @@ class StageCode(Protocol):
     @property
     def recomputes(self) -> bool:
         """Whether backward may run some of it again."""
+
+    def compile_with(self, compiler: Compiler) -> None:
+        """Run compiled from now on; where it does already, nothing changes."""
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """What the device holds of each parameter, by the user's name."""
@@ -330,9 +334,10 @@ class StageExecutor:
         persistent: frozenset[str] = frozenset(),
         owned: "Sequence[LocalShard] | None" = None,
         unread: Mapping[str, Tensor] | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
         """`shards` has what is `owned` (unless given all parameters of its stages, whole), the buffers of them whose names are
-        `persistent`, and what is `unread` by every stage."""
+        `persistent`, and what is `unread` by every stage. With a `compiler` its stages run compiled."""
         self.stages, self.updater = stages, updater
         self.deferred = loss.num_leaves > 1  # the loss is (total, weight): gradients are divided once the batch's weight is known
         self._sizes, self._loss, self._key, self._autocast, self._gradients = sizes, loss, key, autocast, gradients
@@ -340,6 +345,9 @@ class StageExecutor:
         self._draws = {number: any(unit.draws for unit in stage.program.units) for number, stage in stages.items()}
         self._kept: dict[WorkItem, _Kept] = {}
         self._persistent, self._owned, self._unread = persistent, owned, unread or {}
+        if compiler is not None:
+            for stage in stages.values():
+                stage.module.compile_with(compiler)
 
     @property
     def scale(self) -> LossScale:
@@ -400,7 +408,7 @@ class StageExecutor:
         wanted = [value for value, crossing in zip(kept.inputs, program.receives, strict=True) if crossing.wants_gradient]
         self._turn_to(work)
         draws_again = self._draws[work.stage] and self.stages[work.stage].module.recomputes
-        with self._generators if draws_again else nullcontext():
+        with self._generators if draws_again else nullcontext(), compile_errors():
             return self._gradients.differentiate(roots, given, wanted, kept.factor)
 
     @staticmethod

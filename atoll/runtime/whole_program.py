@@ -19,6 +19,7 @@ from atoll.graph.piece_weight import PieceWeight
 from atoll.job import Job, LossValue
 from atoll.runtime.activations import Activations
 from atoll.runtime.executor import Accumulated, BuiltStage, Loss, StageExecutor, Updater, WorkItem
+from atoll.runtime.stage.compilation import Compiler
 from atoll.runtime.stage.module import SharingBuilder
 from atoll.runtime.stage.program import cut_stage
 from atoll.runtime.stage.rng import DrawKey
@@ -96,7 +97,9 @@ def divided_program(job: Job, model: nn.Module) -> Divided:
 class WholeProgram:
     """All layers of a program on one device; training leaves gradients in the model's `.grad`."""
 
-    def __init__(self, job: Job, captured: Captured, model: nn.Module, device: torch.device, updater: Updater) -> None:
+    def __init__(
+        self, job: Job, captured: Captured, model: nn.Module, device: torch.device, updater: Updater, compiler: Compiler | None = None
+    ) -> None:
         key = DrawKey(job.seed)
         builder = SharingBuilder(InitialState(captured, model), device=device, key=key)
         program = cut_stage(captured, 0, len(captured.graph.layers))
@@ -110,6 +113,7 @@ class WholeProgram:
             generators=key.lock,
             gradients=Accumulated(job.batch_size),
             updater=updater,
+            compiler=compiler,
         )
 
     @property

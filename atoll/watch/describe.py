@@ -56,6 +56,10 @@ def _training(event: events.AnyEvent) -> str | None:
         case events.PhaseFinished():
             whose = f"{event.source}: " if event.source else ""
             return f"{whose}{event.phase} in {format_seconds(event.seconds)}"
+        case events.Compiled():
+            breaks = f", {plural(event.graph_breaks, 'graph break')}" if event.graph_breaks else ""
+            whose = f"{event.source}: " if event.source else ""
+            return f"{whose}torch.compile: {plural(event.graphs, 'graph')} in {format_seconds(event.seconds)}{breaks}"
         case events.RunStarted():
             where = f" on {_listed(event.devices)}" if event.devices else ""
             steps = f"{plural(event.steps, 'step')} of {plural(event.batch_size, 'sample')}"

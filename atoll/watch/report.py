@@ -16,6 +16,7 @@ from atoll.errors import PlanError
 from atoll.events import (
     AnyEvent,
     CheckpointSaved,
+    Compiled,
     Logged,
     NonFinite,
     Restarted,
@@ -93,6 +94,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     codecs: list[str] = []  # how tensors went over links, where not as they are: "oslo-rome: int8", and what `--codec` said of others
     logged: dict[str, list[float]] = {}  # numbers that callbacks logged, by name, one a step, the last that was logged
     data: DataWaits | None = None  # None: nobody measured it
+    compile_seconds: dict[str, float] = {}  # that torch.compile took, by process; of the only one under no name
     conclusion: str = ""
     missing: list[str] = []  # what could not be reported, and why
     sections: tuple[ReportSection, ...] = ()  # of its mode
@@ -165,9 +167,18 @@ def _story(events: list[AnyEvent], state: str, message: str) -> RunReport:
         steps_since_start=len(starts[-1]),
         samples_per_second=_rate(steps_after_the_first(events) if started and starts_in_first_step(started[-1].mode) else steps),
         data=_data_waits(events),
+        compile_seconds=_compile_seconds(events),
         events=dict(sorted(Counter(event.kind for event in events).items())),
         logged=_logged(events),
     )
+
+
+def _compile_seconds(events: list[AnyEvent]) -> dict[str, float]:
+    found: Counter[str] = Counter()
+    for event in events:
+        if isinstance(event, Compiled):
+            found[event.source] += event.seconds  # type: ignore[assignment]
+    return dict(found)
 
 
 def _logged(events: list[AnyEvent]) -> dict[str, list[float]]:

@@ -14,7 +14,7 @@ import atoll
 from atoll.cli.main import run as command
 from atoll.cost import Evaluator
 from atoll.errors import JobError
-from atoll.events import Evaluated, Logged, read_events
+from atoll.events import Compiled, Evaluated, Logged, read_events
 from atoll.plan import parse_plan
 
 from .training_cases import NETS, Net, Watching, bf16_job, net_job, squares
@@ -97,6 +97,8 @@ def test_ranks_compute_the_same_and_go_on_under_another_plan(ranks: tuple[Path, 
     folder, found = ranks
     expected = plain()
     check(found[0][f"net {number}"], expected | {"evaluations": expected["evaluations"][4:]}, TOLERANCE)
+    compiled = {event.source for event in read_events(folder / f"net {number}" / "events.jsonl") if isinstance(event, Compiled)}
+    assert compiled == ({"rank 0", "rank 1"} if NETS[number][1][1] else set())
     best = min(range(8), key=lambda step: expected["evaluations"][step]) + 1
     assert command(["export", str(folder / f"net {number}"), "--to", str(tmp_path / "best.safetensors"), "--best", "--ema"]) == 0
     model = Net()

@@ -175,11 +175,14 @@ def CASES(folder: Path) -> list[Case]:  # noqa: N802
         *(Case(f"weights {number}", weights, (plan,), what_is_held) for number, plan in enumerate((PIPE, SHARDED, TENSOR))),
         *(Case(f"adapter {number}", adapter, (plan,)) for number, plan in enumerate((PIPE, SHARDED))),
         *(Case(f"bf16 {number}", bf16_job(), (plan,), what_is_returned, saved=False) for number, plan in enumerate((PIPE, SHARDED))),
-        *(Case(f"net {number}", net_job(callbacks=[Watching(), BestCheckpoint()]), plans, what_was_watched) for number, plans in NETS),
+        *(
+            Case(f"net {number}", net_job(callbacks=[Watching(), BestCheckpoint()], compile=compile), plans, what_was_watched)
+            for number, (plans, compile) in NETS
+        ),
     ]
 
 
-NETS = tuple(enumerate([(PIPE, SHARDED), (SHARDED, UNEQUAL)]))
+NETS = tuple(enumerate([((PIPE, SHARDED), False), ((SHARDED, UNEQUAL), {"backend": "aot_eager"})]))
 
 
 def what_is_returned(session: Any) -> dict[str, Any]:

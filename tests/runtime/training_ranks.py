@@ -22,6 +22,7 @@ from atoll.runtime.modes.lockstep.layout import Layout
 from atoll.runtime.modes.lockstep.rendezvous import joined
 from atoll.runtime.modes.lockstep.worker import RankTraining
 from atoll.runtime.run_directory import RunDirectory, RunSettings
+from atoll.runtime.stage.compilation import compiler_for
 from atoll.runtime.training import train
 from tests.process_group import fork_ranks
 from tests.runtime.modes.lockstep.equality_cases import plan_of
@@ -41,7 +42,9 @@ def run_case(ready: Ready, rank: int, port: int, generation: int, directory: Pat
         with joined(role(rank, layout.world_size, port, generation + number), layout.devices[rank], device=CPU) as run:
             job = case.job_of(number)
             saved_in = RunDirectory(directory) if case.saved else None
-            session = RankTraining(job, layout, captured, evaluated, CPU, run, saved_in, RunSettings(script=""), None)
+            session = RankTraining(
+                job, layout, captured, evaluated, CPU, run, saved_in, RunSettings(script=""), None, compiler_for(job, CPU)
+            )
             with session.under_way(job.callbacks if rank == 0 else ()):
                 train(session)
                 session.bring_model()

@@ -17,6 +17,7 @@ from atoll.errors import JobError, JobFailedError
 from atoll.graph.eager import Uncaptured
 from atoll.job import Job, LossFunction, read_loss
 from atoll.randomness import generator_states, mix, seed_everything
+from atoll.runtime.stage.compilation import CompiledDraws, Compiler
 from atoll.runtime.stage.program import StageProgram, Unit
 from atoll.runtime.stage.rng import DrawKey, EagerDraws
 from atoll.runtime.stage.sizes import Sizes
@@ -67,6 +68,12 @@ class EagerStage(nn.Module):
         self.trained_in = job.trained_in(model)  # names of parameters, by turn
         self._buffers_before = dict(model.named_buffers(remove_duplicate=False))
         self._drew = False
+        self._compiler: Compiler | None = None
+
+    def compile_with(self, compiler: Compiler) -> None:
+        """Run the losses compiled from now on."""
+        if self._compiler is None:
+            self._compiler, self._losses = compiler, [compiler.function(loss) for loss in self._losses]
 
     def forward(self, values: dict[str, Any]) -> tuple[Any, ...]:
         """The loss of a piece, or its total and weight."""
@@ -75,7 +82,7 @@ class EagerStage(nn.Module):
         before = generator_states()
         with (
             users_code(f"step {step}: the loss", JobFailedError),
-            EagerDraws(self._key, self.model) if self._uncaptured.draws else nullcontext(),
+            self._draws() if self._uncaptured.draws else nullcontext(),
         ):
             value, weight = read_loss(self._losses[self._key.turn](self.model, values[_BATCH]))
         self._drew = generator_states() != before
@@ -96,6 +103,9 @@ class EagerStage(nn.Module):
         if not factor:  # gradients of all parameters are there all the same: lanes wait for each other's
             return torch.stack([parameter.sum() * 0.0 for parameter in self.model.parameters() if parameter.requires_grad]).sum(), 0.0
         return value * factor, weight
+
+    def _draws(self) -> EagerDraws:
+        return EagerDraws(self._key, self.model) if self._compiler is None else CompiledDraws(self._key, self.model, self._compiler)
 
     @contextmanager
     def in_turn(self, number: int, name: str) -> Iterator[None]:
@@ -162,6 +172,10 @@ class EagerEvaluation(nn.Module):
         self.around: Callable[[EagerEvaluation], AbstractContextManager[None]] | None = None
 
     recomputes = False
+
+    def compile_with(self, compiler: Compiler) -> None:
+        """Run the function compiled from now on."""
+        self._function = compiler.function(self._function)
 
     def forward(self, values: dict[str, Any]) -> tuple[Any, ...]:
         """What the function returned; here a plain number will do."""

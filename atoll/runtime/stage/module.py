@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from atoll.graph.regions import arguments_of, draws_in, regions_of, shared_memory, written
+from atoll.runtime.stage.compilation import Compiler
 from atoll.runtime.stage.program import StageProgram, Unit
 from atoll.runtime.stage.rng import Draw, DrawKey
 from atoll.runtime.stage.shard_spec import ShardSpec
@@ -37,12 +38,18 @@ class UnitModule(nn.Module):
         self.graph_module = graph_module
         self.recompute = recompute
         self.changes = unit.changes  # attributes of buffers
+        self._run: Callable[..., Any] | None = None  # the graph, compiled
+
+    def compile_with(self, compiler: Compiler) -> None:
+        """Run it compiled from now on; nothing may change its graph any more."""
+        self._run = self._run or compiler.unit(self.graph_module)
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
+        run = self._run or self.graph_module
         if not self.recompute:
-            return self.graph_module(*inputs)  # type: ignore[no-any-return]
+            return run(*inputs)  # type: ignore[no-any-return]
         again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=self._contexts)
-        return again(self.graph_module, *inputs)  # type: ignore[no-any-return]
+        return again(run, *inputs)  # type: ignore[no-any-return]
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """For the first run and the second. By the time of the second, other micro-batches may have changed buffers further."""
@@ -104,6 +111,11 @@ class StageModule(nn.Module):
     def all_units(self) -> list[UnitModule]:
         """In the order they run, the prologue first."""
         return [self.prologue, *self._own_units()]
+
+    def compile_with(self, compiler: Compiler) -> None:
+        """Run its units compiled from now on; the prologue, which no gradient flows through, stays as it is."""
+        for unit in self._own_units():
+            unit.compile_with(compiler)
 
     @property
     def recomputes(self) -> bool:

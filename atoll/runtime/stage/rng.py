@@ -21,15 +21,47 @@ class DrawKey:
     """What the draws under way depend on: set before each micro-batch, and again before it is computed once more in backward."""
 
     def __init__(self, seed: int) -> None:
+        self.place = torch.tensor([seed if seed < 2**63 else seed - 2**64, 0, 0, 0])  # for compiled code, which takes numbers for constants
+        self._step = self._first_sample = self._turn = 0
         self.seed = seed
-        self.step = 0
-        self.first_sample = 0  # of the samples under way, in the global batch
-        self.turn = 0  # of the step, where a job has several losses
         self.lock = threading.Lock()  # held while draws are made: loading data in another thread seeds the same generators
+
+    @property
+    def step(self) -> int:
+        """Counted from 1."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = self.place[1] = step
+
+    @property
+    def first_sample(self) -> int:
+        """Of the samples under way, in the global batch."""
+        return self._first_sample
+
+    @first_sample.setter
+    def first_sample(self, first: int) -> None:
+        self._first_sample = self.place[2] = first
+
+    @property
+    def turn(self) -> int:
+        """Of the step, where a job has several losses."""
+        return self._turn
+
+    @turn.setter
+    def turn(self, turn: int) -> None:
+        self._turn = self.place[3] = turn
 
     def of(self, number: int) -> int:
         """The seed of the model's draw `number`."""
         return mix(self.seed, 5, self.step, self.first_sample, number, *self.of_turn)
+
+    @staticmethod
+    def seed_of(place: Tensor, number: int) -> int:
+        """What `of` says where the key is at that `place`."""
+        seed, step, first, turn = place.tolist()
+        return mix(seed % 2**64, 5, step, first, number, *((turn,) if turn else ()))
 
     @property
     def of_turn(self) -> tuple[int, ...]:
@@ -42,14 +74,14 @@ class Draw(nn.Module):
 
     def __init__(self, key: DrawKey, device: torch.device) -> None:
         super().__init__()
-        self._key, self._on_cpu = key, device.type == "cpu"
+        self.key, self.on_cpu = key, device.type == "cpu"
 
     def forward(self, number: int) -> None:
         """Seed the generator of the operator that follows."""
-        if self._on_cpu:
-            torch.default_generator.manual_seed(self._key.of(number))  # `torch.manual_seed` looks at every kind of device first
+        if self.on_cpu:
+            torch.default_generator.manual_seed(self.key.of(number))  # `torch.manual_seed` looks at every kind of device first
         else:
-            torch.manual_seed(self._key.of(number))
+            torch.manual_seed(self.key.of(number))
 
 
 class EagerDraws(TorchFunctionMode):
@@ -74,18 +106,21 @@ class EagerDraws(TorchFunctionMode):
         finally:
             self._masks.__exit__(None, None, None)
 
-    def _seed(self) -> None:
+    def seed(self) -> None:
+        """Before the next draw."""
         torch.manual_seed(self._key.of(self.count))
         self.count += 1
 
     def _draw_mask(self, *args: Any, **kwargs: Any) -> Any:
-        self._seed()
+        self.seed()
         return draw_mask(*args, **kwargs)
 
     def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if draws(function, args, kwargs):
-            self._seed()
+        return self._drawn(function, args, kwargs) if draws(function, args, kwargs) else function(*args, **kwargs)
+
+    def _drawn(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.seed()
         return function(*args, **kwargs)
 
 

@@ -54,6 +54,7 @@ from atoll.runtime.loss_weights import StepWeights
 from atoll.runtime.nonfinite import checked_weight, not_finite
 from atoll.runtime.peak import peak_memory_bytes
 from atoll.runtime.run_directory import RunDirectory, RunSettings
+from atoll.runtime.stage.compilation import CompiledDraws, compile_errors, compiler_for
 from atoll.runtime.stage.rng import DrawKey, EagerDraws
 from atoll.runtime.training import Reason, train
 from atoll.runtime.turns import optimizer_names, schedule_of, training_only
@@ -161,6 +162,10 @@ class AloneTrainer:
         self.scheduler = schedule_of({turn.name: turn.updater.scheduler for turn in self.turns})
         self.scale = self.turns[0].updater.scale
         self.updater = self.turns[0].updater  # of jobs with one loss
+        self.compiler = compiler_for(job, device)
+        self.loss_functions: list[Callable[..., Any]] = [turn.job.loss for turn in self.turns]
+        if self.compiler is not None:
+            self.loss_functions = [self.compiler.function(loss) for loss in self.loss_functions]
         self.key = DrawKey(job.seed)
         self.gradients = Accumulated(job.batch_size)
         self.counts: PieceCounts | OwnCounts | None = None  # what micro-batches weigh, where it is not their samples
@@ -195,6 +200,8 @@ class AloneTrainer:
         self.loader.close()
         if self.evaluator is not None:
             self.evaluator.close()
+        if self.compiler is not None:
+            self.compiler.close()
 
     def elapsed(self) -> float:
         return time.perf_counter() - self.began
@@ -227,6 +234,8 @@ class AloneTrainer:
             if note is not None:
                 self.emit(Note(at_seconds=self.moment(), message=note))
             self._find_pieces()
+            if self.compiler is not None and self.random and len(self.turns) == 1 and self.reason is None:
+                self.random = self._tried()[1]  # before it is compiled: not when the first step has shown it
 
     @contextmanager
     def _stoppable(self) -> Iterator[None]:
@@ -247,6 +256,8 @@ class AloneTrainer:
         with self._stoppable():
             self.emit(self._step(step))
             self._evaluate_when_due(step)
+            for told in self.compiler.take() if self.compiler is not None else ():
+                self.emit(msgspec.structs.replace(told, at_seconds=self.moment()))
             self._save_when_due(step)
             if self._interrupt.is_set() or self._stopping:
                 self._reason = "interrupted" if self._interrupt.is_set() else "stopped"
@@ -420,7 +431,7 @@ class AloneTrainer:
             value = self._loss_of(step, turn, number, start, self._micro_batch(step, number))
             deferred = value.weight is not None and len(parts) > 1
             share = loss_share(value, stop - start, self.gradients) if deferred or value.weight is None else value.value / value.weight
-            with users_code(f"step {step}: backward", JobFailedError):
+            with users_code(f"step {step}: backward", JobFailedError), compile_errors():
                 scaled(share, self.gradients.scaled_by(self.scale)).backward()  # type: ignore[no-untyped-call]
             total += share.detach()
             weight += (stop - start) if value.weight is None else value.weight
@@ -442,14 +453,14 @@ class AloneTrainer:
         if len(self.turns) > 1:
             self._check_turns()
             return
-        if self._returns_weight():
+        if self._tried()[0].weight is not None:
             return
         found = divided_program(self.job, self.model)
         for note in found.notes:
             self.emit(Warned(message=note))
         self.counts = found.counts or found.own_counts
         if found.program is not None:
-            self.pieces = WholeProgram(self.job, found.program, self.model, self.device, self.updater)
+            self.pieces = WholeProgram(self.job, found.program, self.model, self.device, self.updater, self.compiler)
             self.weights = StepWeights(self.pieces.sizes, self.job.micro_batches, self._batch)
 
     def _check_turns(self) -> None:
@@ -460,15 +471,16 @@ class AloneTrainer:
             self.emit(Warned(message=note))
 
     @torch.no_grad()
-    def _returns_weight(self) -> bool:
-        """Whether the loss is `(total, weight)`; the model stays as it was."""
+    def _tried(self) -> tuple[LossValue, bool]:
+        """What the loss is of the next micro-batch, and whether it draws random numbers; the model stays as it was."""
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         batch = to_device(self._batch(len(self.losses) + 1, *self.job.micro_batches[0]), self.device)
-        with self.job.autocast(self.device), users_code(f"step {len(self.losses) + 1}: the loss", JobFailedError):
+        draws = EagerDraws(self.key, self.model)
+        with self.job.autocast(self.device), users_code(f"step {len(self.losses) + 1}: the loss", JobFailedError), draws:
             value = read_loss(self.job.loss(self.model, batch))
         for name, buffer in self.model.named_buffers():
             buffer.copy_(before[name])
-        return value.weight is not None
+        return value, draws.count > 0
 
     def _accumulate_pieces(self, pieces: WholeProgram, step: int) -> tuple[float, float]:
         assert self.weights is not None
@@ -491,7 +503,7 @@ class AloneTrainer:
             value = self._loss_of(step, self.turns[0], number, start, batches[number])
             if share:
                 loss = value.value * share
-                with users_code(f"step {step}: backward", JobFailedError):
+                with users_code(f"step {step}: backward", JobFailedError), compile_errors():
                     scaled(loss, self.gradients.scaled_by(self.scale)).backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
         return self._divided(step, self.turns[0], float(total), weight, deferred=False)
@@ -504,7 +516,7 @@ class AloneTrainer:
         batch, self.key.first_sample = to_device(loaded, self.device), start
         seed_everything(mix(self.job.seed, 5, step, number, *self.key.of_turn), devices=self.device.type != "cpu")
         with self.job.autocast(self.device), users_code(f"step {step}: {turn.words}", JobFailedError), self._draws():
-            value = read_loss(turn.job.loss(self.model, batch))
+            value = read_loss(self.loss_functions[turn.number](self.model, batch))
         if not value.value.requires_grad:
             raise JobError("Job: loss: no gradient flows from it to the model; is it computed under no_grad, or detached?")
         return value
@@ -537,6 +549,10 @@ class AloneTrainer:
         if not self.random:
             yield
             return
+        if self.compiler is not None:
+            with CompiledDraws(self.key, self.model, self.compiler):
+                yield
+            return
         with EagerDraws(self.key, self.model) as draws:
             yield
         self.random = draws.count > 0 or len(self.turns) > 1
@@ -568,7 +584,7 @@ class AloneTrainer:
         if self.evaluator is None or self.evaluator.dataset is not dataset:
             if self.evaluator is not None:
                 self.evaluator.close()
-            self.evaluator = ModelEvaluator(self.job, self.model, self.device, dataset)
+            self.evaluator = ModelEvaluator(self.job, self.model, self.device, dataset, self.compiler)
         with self._averaged_weights() if self.job.eval_ema else nullcontext():
             found = self.evaluator.run(len(self.losses))
         if planned:

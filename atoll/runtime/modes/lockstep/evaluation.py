@@ -29,6 +29,7 @@ from atoll.runtime.modes.lockstep.agreement import ChangedBuffers
 from atoll.runtime.modes.lockstep.heartbeat import Doing
 from atoll.runtime.modes.lockstep.layout import Layout, RankPlace
 from atoll.runtime.modes.lockstep.sharding import OptimizerShard
+from atoll.runtime.stage.compilation import Compiler
 from atoll.runtime.stage.eager import EagerEvaluation, EagerStage, WholeBatch, eager_program
 from atoll.runtime.stage.module import EvaluationBuilder, StageModule
 from atoll.runtime.stage.program import cut_stage
@@ -69,6 +70,7 @@ def prepare_evaluation(
     model: nn.Module,
     device: torch.device,
     key: DrawKey,
+    compiler: Compiler | None = None,
 ) -> list[EvaluatedFunction]:
     """Cut the programs of what is evaluated where the plan cuts training. `buffers` are training's, by the user's names."""
     prepared = []
@@ -81,19 +83,20 @@ def prepare_evaluation(
             stages.append(_EvalStage(program=program, module=builder.stage(program), place=place))
         note = averaged(name) if captured.loss_form.kind == "unknown" else ""
         structure = captured.program.call_spec.out_spec
-        prepared.append(_function(job, name, Sizes(captured), stages, structure, device, key, captured.loss_form.terms, note))
+        prepared.append(_function(job, name, Sizes(captured), stages, structure, device, key, captured.loss_form.terms, note, compiler))
     return prepared
 
 
 def prepare_eager_evaluation(
-    job: Job, layout: Layout, rank: int, stage: EagerStage, device: torch.device, key: DrawKey
+    job: Job, layout: Layout, rank: int, stage: EagerStage, device: torch.device, key: DrawKey, compiler: Compiler | None = None
 ) -> list[EvaluatedFunction]:
     """What is evaluated of a model that could not be captured, by the user's own functions."""
     prepared = []
     for name, function in evaluated_functions(job).items():
         known = f"metrics[{name!r}]" if name else ("eval_loss" if job.eval_loss else "loss")
         stages = [_EvalStage(program=eager_program(), module=EagerEvaluation(stage, function, known), place=p) for p in layout.places(rank)]
-        prepared.append(_function(job, name, WholeBatch(), stages, pytree.tree_structure(0), device, key, 1, averaged(name)))
+        structure = pytree.tree_structure(0)
+        prepared.append(_function(job, name, WholeBatch(), stages, structure, device, key, 1, averaged(name), compiler))
     return prepared
 
 
@@ -107,6 +110,7 @@ def _function(
     key: DrawKey,
     terms: int,
     note: str,
+    compiler: Compiler | None,
 ) -> EvaluatedFunction:
     executor = StageExecutor(
         {stage.place.stage: stage for stage in stages},
@@ -117,6 +121,7 @@ def _function(
         generators=key.lock,
         gradients=Accumulated(job.batch_size),
         updater=Updater([], None, None, LossScale(False), steps=job.total_steps),
+        compiler=compiler,
     )
     return EvaluatedFunction(name, sizes, stages, executor, terms, note)
 

@@ -58,6 +58,7 @@ from atoll.runtime.modes.lockstep.sharding import (
 )
 from atoll.runtime.modes.lockstep.stage_source import StageSource, TrainedStage, stage_source
 from atoll.runtime.stage.collectives import Lanes
+from atoll.runtime.stage.compilation import Compiler
 from atoll.runtime.stage.eager import EagerStage
 from atoll.runtime.stage.rng import DrawKey
 from atoll.runtime.stage.shard_spec import ShardSpec
@@ -112,6 +113,7 @@ class RankWork:
     callbacks: bool  # whether some rank has callbacks, which may ask to stop
     requests: bool  # and whether they may ask for more
     notes: list[str]  # on what the run begins with, to be told once
+    compiler: Compiler | None  # of its stages, where they are compiled
     doing: Callable[[object, int], None]  # told what the rank does, and at which step
 
     @property
@@ -143,14 +145,15 @@ def assemble(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     pace: Pace | None = None,
     doing: Callable[[object, int], None] = lambda action, step: None,
+    compiler: Compiler | None = None,
 ) -> RankWork:
     """Put this process's rank together. All ranks do so at the same time: process groups are made on the way.
 
     `evaluated` is what `capture_evaluated` found, if it was asked before; `bucket_bytes` must be the same on all ranks; `pace` is where
-    speeds are imposed.
+    speeds are imposed; a `compiler` compiles its stages.
     """
-    source = stage_source(job, captured, evaluated)
-    rank = _Rank(job, layout, source, device, dist.get_rank(), DrawKey(job.seed))
+    source = stage_source(job, captured, evaluated, compiler)
+    rank = _Rank(job, layout, source, device, dist.get_rank(), DrawKey(job.seed), compiler)
     cut = source.cut(layout, rank.number)
     parts = _build_in_turn(lambda: _take_parts(rank, cut), 4.0 * source.graph.parameters)
     callbacks, requests = agree(job, parts.weights)
@@ -161,6 +164,8 @@ def assemble(
     recorder = Recorder(device)
     stages = [_stage_work(rank, stage, module) for stage, module in zip(cut, parts.modules, strict=True)]
     schedule, activity = make_plan_schedule(layout), Activity(doing)
+    if compiler is not None:
+        compiler.around = lambda: activity.instead("compiling (torch.compile)")
     actions = schedule[layout.worker_of(rank.number)]
     loader = BatchLoader(job.samples, job.num_workers, rank.key.lock)
     feed = ShardLoader(loader, layout, actions, stages, source.sizes, device, last_step=job.total_steps, ahead=_AHEAD)
@@ -206,6 +211,7 @@ def assemble(
         callbacks=callbacks,
         requests=requests,
         notes=[note for note in (parts.weights_read.note() if parts.weights_read is not None else None,) if note],
+        compiler=compiler,
         doing=doing,
     )
 
@@ -220,6 +226,7 @@ class _Rank:
     device: torch.device
     number: int
     key: DrawKey
+    compiler: Compiler | None
 
 
 def _lane_divided(cut: Sequence[CutStage]) -> set[str]:
@@ -479,6 +486,7 @@ def _executor(
         persistent=parts.persistent,
         owned=[part.held for part in held.owned],
         unread=parts.unread if rank.number == 0 else {},
+        compiler=rank.compiler,
     )
 
 

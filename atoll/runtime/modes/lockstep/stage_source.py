@@ -18,6 +18,7 @@ from atoll.runtime.evaluated_programs import capture_evaluated
 from atoll.runtime.modes.lockstep.evaluation import EvaluatedFunction, prepare_eager_evaluation, prepare_evaluation
 from atoll.runtime.modes.lockstep.layout import Layout
 from atoll.runtime.modes.lockstep.parallelize import CutStage, check_lane_sizes, cut_stages
+from atoll.runtime.stage.compilation import Compiler
 from atoll.runtime.stage.eager import EagerStage, WholeBatch, eager_program, loss_structures
 from atoll.runtime.stage.module import StageBuilder, StageModule
 from atoll.runtime.stage.program import shared_parameters
@@ -75,11 +76,13 @@ class StageSource(Protocol):
         ...
 
 
-def stage_source(job: Job, captured: Captured | Uncaptured, evaluated: Mapping[str, Captured] | None) -> StageSource:
-    """`evaluated` is what `capture_evaluated` found, if it was asked before."""
+def stage_source(
+    job: Job, captured: Captured | Uncaptured, evaluated: Mapping[str, Captured] | None, compiler: Compiler | None = None
+) -> StageSource:
+    """`evaluated` is what `capture_evaluated` found, if it was asked before; a `compiler` compiles what evaluates."""
     if isinstance(captured, Uncaptured):
-        return _UsersCode(job, captured)
-    return _Program(job, captured, capture_evaluated(job) if evaluated is None else evaluated)
+        return _UsersCode(job, captured, compiler)
+    return _Program(job, captured, capture_evaluated(job) if evaluated is None else evaluated, compiler)
 
 
 class _Program:
@@ -87,8 +90,8 @@ class _Program:
 
     late, takes_parts = False, True
 
-    def __init__(self, job: Job, captured: Captured, evaluated: Mapping[str, Captured]) -> None:
-        self._job, self._captured, self._evaluated = job, captured, evaluated
+    def __init__(self, job: Job, captured: Captured, evaluated: Mapping[str, Captured], compiler: Compiler | None) -> None:
+        self._job, self._captured, self._evaluated, self._compiler = job, captured, evaluated, compiler
         self.graph, self.sizes, self.losses = captured.graph, Sizes(captured), [captured.program.call_spec.out_spec]
         self.shared = shared_parameters(captured)
 
@@ -113,7 +116,9 @@ class _Program:
             recompute = [again and last_layer not in unit.layers for unit in stage.program.units]
             modules.append(builder.stage(stage.program, recompute, stage.holdings))
         buffers = {name: buffer for module in modules for name, buffer in module.buffers_by_name().items()}
-        evaluated = prepare_evaluation(self._job, self._evaluated, layout, rank, self._captured, buffers, model, device, key)
+        evaluated = prepare_evaluation(
+            self._job, self._evaluated, layout, rank, self._captured, buffers, model, device, key, self._compiler
+        )
         return TakenStages(modules, builder.holdings, unread_state(self._captured, model), evaluated)
 
     def evaluation_on(
@@ -124,7 +129,7 @@ class _Program:
 
         def build() -> list[EvaluatedFunction]:
             model = self._job.build_model("cpu")
-            return prepare_evaluation(self._job, programs, layout, rank, self._captured, buffers, model, device, key)
+            return prepare_evaluation(self._job, programs, layout, rank, self._captured, buffers, model, device, key, self._compiler)
 
         return build
 
@@ -135,11 +140,11 @@ class _UsersCode:
     shared: frozenset[str] = frozenset()
     takes_parts = False
 
-    def __init__(self, job: Job, uncaptured: Uncaptured) -> None:
+    def __init__(self, job: Job, uncaptured: Uncaptured, compiler: Compiler | None) -> None:
         if job.eval_ema:
             advice = "leave out eval_ema, and evaluate what `atoll export --ema` writes"
             raise JobError(f"Job: eval_ema: a model that is not captured is evaluated with its weights, not with their averages; {advice}")
-        self._job, self._uncaptured = job, uncaptured
+        self._job, self._uncaptured, self._compiler = job, uncaptured, compiler
         self.graph, self.losses, self.late = uncaptured.graph, loss_structures(uncaptured), uncaptured.late
         self.sizes: Sizes = WholeBatch()
 
@@ -164,7 +169,9 @@ class _UsersCode:
         pieces = sorted(piece for m in range(len(layout.micro_batches)) for piece in layout.pieces(0, m))
         stage = EagerStage(model.to(device), self._job, self._uncaptured, key, device, pieces)
         holdings = {name: ShardSpec(name=name, shape=tuple(value.shape)) for name, value in stage.parameters_by_name().items()}
-        evaluated = prepare_eager_evaluation(self._job, layout, rank, stage, device, key) if self._job.eval_dataset is not None else []
+        evaluated = []
+        if self._job.eval_dataset is not None:
+            evaluated = prepare_eager_evaluation(self._job, layout, rank, stage, device, key, self._compiler)
         return TakenStages([stage], holdings, {}, evaluated)
 
     def evaluation_on(
@@ -172,4 +179,4 @@ class _UsersCode:
     ) -> Callable[[], list[EvaluatedFunction]]:
         (stage,) = modules
         assert isinstance(stage, EagerStage)
-        return lambda: prepare_eager_evaluation(self._job, layout, rank, stage, device, key)
+        return lambda: prepare_eager_evaluation(self._job, layout, rank, stage, device, key, self._compiler)

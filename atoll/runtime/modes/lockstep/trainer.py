@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
@@ -16,9 +17,22 @@ from atoll.callbacks import Callback, Snapshot, logged, with_run
 from atoll.control.clipping import clip_coefficient
 from atoll.data import Dataset
 from atoll.errors import JobError, JobFailedError
-from atoll.events import AnyEvent, CodecChosen, Evaluated, NonFinite, Note, RunFinished, RunStarted, StepFinished, StopTraining
+from atoll.events import (
+    AnyEvent,
+    CodecChosen,
+    Compiled,
+    Evaluated,
+    NonFinite,
+    Note,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+    StopTraining,
+    Warned,
+)
 from atoll.job import Job
 from atoll.plan.modes.lockstep import LOCKSTEP
+from atoll.runtime.checkpoint.exchange import CheckpointRanks
 from atoll.runtime.checkpoint.gathering import gather_snapshot
 from atoll.runtime.checkpoint.loading import Loaded
 from atoll.runtime.checkpoint.training_state import restore_training
@@ -32,6 +46,7 @@ from atoll.runtime.modes.lockstep.requests import Requests
 from atoll.runtime.modes.lockstep.sharding import squared_norm
 from atoll.runtime.nonfinite import checked_weight, not_finite
 from atoll.runtime.peak import peak_memory_bytes
+from atoll.runtime.stage.compilation import Compiler
 from atoll.runtime.training import Reason
 from atoll.runtime.turns import SeveralSchedules, schedule_of
 
@@ -51,6 +66,7 @@ class _Totals(NamedTuple):
     stopping: bool  # the loop around the steps asked for it
     data_seconds: float  # waited for data, the mean of the ranks that read any
     loading_seconds: float  # that loading it took, likewise
+    compiled: bool  # a rank has something to tell of compiling
 
 
 class _Handle:
@@ -176,6 +192,8 @@ class Trainer:
             event, totals = self.step(step, stop_asked)
         stopped = self._tell_together(event) or totals.stopping
         stopped = self._evaluate_when_due(step) or stopped
+        if self.work.compiler is not None and (totals.compiled or step in (1, self.job.total_steps)):
+            self._tell_of_compiling(self.work.compiler)
         after_step(step)
         if stopped or totals.interrupt:
             self.reason = "stopped" if stopped else "interrupted"
@@ -229,12 +247,20 @@ class Trainer:
         wanted = self.job.max_grad_norm is not None or self.updater.scale.enabled
         squares = squared_norm(turn.counted) if wanted else 0.0
         feed = self.work.feed
-        own = [total, weight, squares, float(stop_asked), float(self.stopping), float(feed.reads), *feed.take_times()]
+        compiled = self.work.compiler is not None and self.work.compiler.pending
+        own = [total, weight, squares, float(stop_asked), float(self.stopping), float(compiled), float(feed.reads), *feed.take_times()]
         vector = torch.tensor(own, dtype=torch.float64)
         dist.all_reduce(vector)
-        loss, weight, squares, interrupt, stopping, reading, waited, loading = vector.tolist()
+        loss, weight, squares, interrupt, stopping, compiling, reading, waited, loading = vector.tolist()
         reading = max(1.0, reading)
-        return _Totals(loss, weight, squares, interrupt > 0, stopping > 0, waited / reading, loading / reading)
+        return _Totals(loss, weight, squares, interrupt > 0, stopping > 0, waited / reading, loading / reading, compiling > 0)
+
+    def _tell_of_compiling(self, compiler: Compiler) -> None:
+        """What compiling took on every rank, and what there is to know of it. All ranks take part."""
+        own = compiler.take(f"rank {self.work.rank}")
+        for events in CheckpointRanks(dist.group.WORLD).gather(own, list[Compiled | Warned]):
+            for event in events:
+                self.tell(msgspec.structs.replace(event, at_seconds=self.moment()))
 
     def _apply(self, step: int, turn: RankTurn, totals: _Totals) -> tuple[float, float | None, bool]:
         """Divide, clip and apply; returns the loss, the gradient's norm if it was wanted, and whether anything was applied."""

@@ -50,6 +50,7 @@ from atoll.runtime.modes.lockstep.rendezvous import RankMembership, joined, own_
 from atoll.runtime.modes.lockstep.role import Role
 from atoll.runtime.modes.lockstep.trainer import Trainer
 from atoll.runtime.run_directory import SPEEDS, RunDirectory, RunSettings, run_lock
+from atoll.runtime.stage.compilation import Compiler, compiler_for
 from atoll.runtime.training import STEP, Reason
 from atoll.runtime.turns import optimizer_names
 
@@ -106,6 +107,7 @@ def training_rank(
     device = own_device(role)
     if device.type == "cpu":
         keep_freed_memory()
+    compiler = compiler_for(job, device)
     phases = Phases(f"rank {role.rank}")
     with joined(role, device_name, stages, device=device, observer=own) as run:
         phases.ended("ranks met")
@@ -122,7 +124,7 @@ def training_rank(
         validate(layout.plan, captured.graph)
         if directory is not None and role.rank == 0:
             _write_plan(directory, layout.plan)
-        training = RankTraining(job, layout, captured, evaluated, device, run, directory, settings, cluster)
+        training = RankTraining(job, layout, captured, evaluated, device, run, directory, settings, cluster, compiler)
         phases.ended("own part of the model built")
         notes = captured.notes[:1] if isinstance(captured, Uncaptured) else notes_on_pieces(captured.notes)
         with training.under_way(observers, () if notes_shown else notes, phases.finished):
@@ -221,6 +223,7 @@ class RankTraining:
         directory: RunDirectory | None,
         settings: RunSettings,
         cluster: Cluster | None,
+        compiler: Compiler | None = None,
     ) -> None:
         self.job, self.plan, self.run, self.directory, self.settings = job, layout.plan, run, directory, settings
         run.doing("taking its part of the model")
@@ -231,7 +234,9 @@ class RankTraining:
             replicas = {place.stage: place.replica for place in layout.places(run.role.rank)}
             sizes = [stop - start for start, stop in layout.micro_batches]
             pace = pace_of_rank(settings.speeds, layout.plan, replicas, sizes, captured.graph, device)
-        self.work = assemble(job, layout, captured, device=device, evaluated=evaluated, bucket_bytes=size, pace=pace, doing=run.doing)
+        self.work = assemble(
+            job, layout, captured, device=device, evaluated=evaluated, bucket_bytes=size, pace=pace, doing=run.doing, compiler=compiler
+        )
         self.trainer = Trainer(job, self.work, device)
         self.graph = captured.graph
         self.policy: SavePolicy | None = None
@@ -255,6 +260,8 @@ class RankTraining:
         """
         with ExitStack() as stack:
             stack.callback(self.work.feed.close)
+            if self.work.compiler is not None:
+                stack.callback(self.work.compiler.close)
             stack.callback(self._close_evaluations)
             self._open(stack, observers)
             for phase in phases:

@@ -33,6 +33,7 @@ from atoll.runtime.checkpoint.values import from_plain, to_plain
 from atoll.runtime.executor import BuiltStage, Contributed, LossScale, StageExecutor, Update, Updater, WorkItem
 from atoll.runtime.imposed_speed import Pace
 from atoll.runtime.modes.swarm.staleness import check_rebindable, rebind
+from atoll.runtime.stage.compilation import Compiler
 from atoll.runtime.stage.module import StageBuilder, StageModule
 from atoll.runtime.stage.program import StageProgram, cut_stage
 from atoll.runtime.stage.rng import DrawKey
@@ -117,6 +118,7 @@ class DividedJob:
     chunks: int = 1
     staleness: int = 0
     recompute: Sequence[bool] = ()
+    compiler: Compiler | None = None  # of its stages, where they are compiled
 
 
 class StageCompute:
@@ -129,7 +131,7 @@ class StageCompute:
         self.pace: Pace | None = None  # where speeds are imposed
         self.loss_is_mean = False  # of the last micro-batch
         self._job, self._captured, self._bounds, self._chunks = job, captured, bounds, divided.chunks
-        self._generators = divided.generators
+        self._generators, self._compiler = divided.generators, divided.compiler
         self._drawing: AbstractContextManager[Any] = divided.generators  # around kernels that draw
         self._micro_batches = divided.micro_batches
         self._programs = programs_of(captured, bounds)
@@ -181,7 +183,31 @@ class StageCompute:
             updater.scheduler = self._job.build_scheduler(updater.optimizer)
             if self._staleness:
                 check_rebindable(updater.optimizer)
+        if self._compiler is not None:
+            for one in filter(None, (state, state.before)):
+                self._compile(stage, one)
         return state
+
+    def _compile(self, stage: int, state: StageState) -> None:
+        """Compiles by a forward and a backward of each size, before a micro-batch waits for it. The state stays as it is."""
+        sizes = {stop - start: number for number, (start, stop) in reversed(list(enumerate(self._micro_batches)))}
+        before = {name: buffer.clone() for name, buffer in state.module.buffers_by_name().items()}
+        for samples, number in sizes.items():
+            with self._generators:
+                leaves = self._sizes.leaves(self._job.example_batch(samples))
+            if self._sizes.weights is not None:
+                leaves[self._sizes.weights.leaf] = self._sizes.weights.of(leaves)
+            binding, program = self._sizes.bind(leaves), self._programs[stage]
+            entering = [torch.zeros(self._sizes.shape(one, binding), dtype=one.dtype) for one in program.receives]
+            work = self._work(0, number, stage)
+            made = self._compute(state, work, Activations(binding, leaves, entering))
+            leaving = [value for value, one in zip(made.values, program.sends, strict=True) if one.wants_gradient]
+            state.executor.backward(work, [torch.zeros_like(value) for value in leaving])
+        for name, buffer in state.module.buffers_by_name().items():
+            buffer.copy_(before[name])
+
+    def _adapt(self, module: StageModule, stage: int) -> None:
+        """Before a stage is used."""
 
     def _weights_of(self, stage: int, model: nn.Module) -> StageState:
         """A stage with a copy of the model's weights, without an optimizer."""
@@ -191,6 +217,7 @@ class StageCompute:
         program = cut_stage(self._captured, self._bounds[stage], self._bounds[stage + 1])
         last_layer = len(self._captured.graph.layers) - 1
         module = builder.stage(program, [self._recompute[stage] and last_layer not in unit.layers for unit in program.units])
+        self._adapt(module, stage)
         held = sorted(module.parameters_by_name().items(), key=lambda item: order[item[0]])
         shared = [names for together, names in self._tied.items() if stage in together]
         own = {name for name, _ in held}.difference(*shared)
@@ -210,6 +237,7 @@ class StageCompute:
             updater=updater,
             persistent=frozenset(model.state_dict()),
             unread=unread_state(self._captured, model) if stage == 0 else {},  # a checkpoint has it all the same
+            compiler=self._compiler,
         )
         return StageState(executor, sizes)
 

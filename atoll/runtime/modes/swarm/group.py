@@ -22,6 +22,7 @@ from atoll.runtime.executor import WorkItem
 from atoll.runtime.imposed_speed import Pace
 from atoll.runtime.modes.swarm.compute import Contribution, DividedJob, StageCompute, StageState, programs_of
 from atoll.runtime.modes.swarm.micro_batches import Pieces, Range, divided
+from atoll.runtime.stage.module import StageModule
 from atoll.runtime.stage.rng import Draw
 from atoll.runtime.stage.row_draws import Rows, draws_by_rows, why_rows_cannot_draw
 
@@ -74,11 +75,9 @@ class Lane(StageCompute):
             for name, buffer in own.buffers_by_name().items():
                 buffer.copy_(leader.module.buffers_by_name()[name])
 
-    def _build(self, stage: int) -> StageState:
-        state = super()._build(stage)
+    def _adapt(self, module: StageModule, stage: int) -> None:
         draw = Draw(self._key, self._device)
-        draws_by_rows(state.module, self._programs[stage], self._sizes, draw, self._rows, self._generators)
-        return state
+        draws_by_rows(module, self._programs[stage], self._sizes, draw, self._rows, self._generators)
 
     def _work(self, version: int, micro_batch: int, stage: int) -> WorkItem:
         """Random numbers are keyed by the whole micro-batch."""

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 import torch
@@ -10,7 +10,7 @@ import torch
 from atoll.control.multi_stage import process_of
 from atoll.control.worker import Worker
 from atoll.errors import RefusedError
-from atoll.events import CodecChosen, LinksMeasured, LinkUse, Note, Observer, StateFetched, Warned
+from atoll.events import CodecChosen, Compiled, LinksMeasured, LinkUse, Note, Observer, StateFetched, Warned
 from atoll.fabric.service import CallingPeer, allowed
 from atoll.runtime.modes.swarm.report import MEMBERS, KernelTimes, Measured, read_members
 from atoll.runtime.modes.swarm.transport import COORDINATOR, speaks_for
@@ -20,7 +20,7 @@ from atoll.units import format_seconds
 if TYPE_CHECKING:  # it loads what captures models, and the coordinator, which writes accounts down, captures none
     from atoll.runtime.modes.swarm.compute import StageState
 
-__all__ = ["Account", "MeasureService", "Measuring", "state_bytes"]
+__all__ = ["Account", "MeasureService", "MemberEvent", "Measuring", "state_bytes"]
 
 _MOST_EVENTS = 64  # of an account
 _EVENTS_SECONDS = 1.0  # between two accounts of a member whose events are taken
@@ -74,12 +74,16 @@ class Measuring:
         return measured
 
 
+MemberEvent: TypeAlias = CodecChosen | Compiled | StateFetched | Warned
+"""What the run's log has of a member's own events."""
+
+
 class Account(msgspec.Struct, frozen=True):
     """What one worker measured. What was received is in the account of the first of its process."""
 
     worker: str
     measured: Measured
-    events: tuple[CodecChosen | StateFetched | Warned, ...] = ()  # of its process since the last account
+    events: tuple[MemberEvent, ...] = ()  # of its process since the last account
 
 
 class MeasureService:
@@ -107,7 +111,7 @@ class MeasureService:
             for event in account.events[:_MOST_EVENTS]:
                 self._observer(self._of(peer.name, event))
 
-    def _of(self, name: str, event: CodecChosen | StateFetched | Warned) -> CodecChosen | StateFetched | Warned:
+    def _of(self, name: str, event: MemberEvent) -> MemberEvent:
         """A member speaks for itself only, in words a terminal can show."""
         match event:
             case CodecChosen():
@@ -115,6 +119,8 @@ class MeasureService:
                 return msgspec.structs.replace(event, link=f"{name} → {_shown(event.link)}", reason=_shown(event.reason))
             case StateFetched():
                 return msgspec.structs.replace(event, name=event.name if process_of(event.name) == name else name)
+            case Compiled():
+                return msgspec.structs.replace(event, source=name)
             case Warned():
                 return msgspec.structs.replace(event, source=name, message=_shown(event.message))
 

@@ -25,13 +25,11 @@ from atoll.control.world import SwarmProcess
 from atoll.errors import AtollError, FabricError
 from atoll.events import (
     AnyEvent,
-    CodecChosen,
     EventStream,
     MemberChanged,
     MemberState,
     Observer,
     PeerRefused,
-    StateFetched,
     StopRequested,
     Warned,
 )
@@ -47,11 +45,12 @@ from atoll.runtime.modes.swarm.compression import Compression, PlannedCompressio
 from atoll.runtime.modes.swarm.compute import DividedJob, StageCompute, programs_of, stage_names
 from atoll.runtime.modes.swarm.files import RemoteCheckpoints
 from atoll.runtime.modes.swarm.group import GroupCompute
-from atoll.runtime.modes.swarm.measurement import Account, MeasureService, Measuring
+from atoll.runtime.modes.swarm.measurement import Account, MeasureService, Measuring, MemberEvent
 from atoll.runtime.modes.swarm.micro_batches import SampleFeed, TensorChecks
 from atoll.runtime.modes.swarm.report import Measured
 from atoll.runtime.modes.swarm.spec import OwnDevices, SwarmSpec
 from atoll.runtime.modes.swarm.transport import COORDINATOR, Directory, FabricTransport, Inboxes, LoopClock, PeerAddress, SwarmService
+from atoll.runtime.stage.compilation import Compiler, compiler_for
 from atoll.units import format_seconds, plural
 
 __all__ = ["Ending", "check_divisible", "check_hosted", "ending_of", "own_hosts", "run_member"]
@@ -64,6 +63,7 @@ _PATIENT = Backoff(largest_seconds=1.0, attempts=800)  # a coordinator that is s
 _REGISTER_SECONDS = 3.0  # a coordinator that is started anew does not know where we are
 _ANSWER_SECONDS = 30.0
 _ACCOUNT_SECONDS = 2.0
+_COMPILED_SECONDS = 0.5  # between two looks at what was compiled
 _FIRST_SECONDS = 120.0  # to be connected at all
 _MOST_UNSENT = 64  # events that wait for the next account
 _ELSEWHERE = "192.0.2.1"  # on no network (RFC 5737): by which a machine's own address is found
@@ -155,13 +155,13 @@ class _Process:
     devices: OwnDevices
 
     def __post_init__(self) -> None:
-        self._unsent: deque[CodecChosen | StateFetched | Warned] = deque(maxlen=_MOST_UNSENT)  # for the run's log
+        self._unsent: deque[MemberEvent] = deque(maxlen=_MOST_UNSENT)  # for the run's log
         self.observer.observers.append(self._keep)
         self._ending: Ending = "over"
         self._errors: list[BaseException] = []
 
     def _keep(self, event: AnyEvent) -> None:
-        if isinstance(event, CodecChosen | StateFetched | Warned):
+        if isinstance(event, MemberEvent):
             self._unsent.append(event)
         elif isinstance(event, PeerRefused) and event.what == "call":
             self._unsent.append(Warned(message=f"refused a call of {event.peer}: {event.reason}", source=self.credentials.name))
@@ -239,10 +239,11 @@ class _Process:
     async def _work(self, nodes: Sequence[SwarmProcess], member: RunMember, coordinator: Remote) -> None:
         """One worker for every stage hosted, on one device."""
         generators, device = threading.Lock(), DeviceTurns(nodes[0].clock)
+        compiler = compiler_for(self.job, self.devices.find()[0])
         checkpoints = RemoteCheckpoints(coordinator, lambda stage: stage_names(self.job, self.captured, self.spec.bounds, stage))
         computes, workers, accounts = [], [], {}
         for node, planned in zip(nodes, (*self.devices.planned, *[-1] * len(nodes)), strict=False):
-            compute, measuring = self._compute(generators), Measuring(node.name, self.observer)
+            compute, measuring = self._compute(generators, compiler), Measuring(node.name, self.observer)
             worker = Worker(
                 node,
                 compute,
@@ -258,12 +259,16 @@ class _Process:
             workers.append(worker)
             accounts[node.name] = measuring
         nodes[0].clock.spawn(_account(accounts, self._unsent, member, coordinator))
+        if compiler is not None:
+            nodes[0].clock.spawn(_tell_of_compiling(compiler, self.credentials.name, self.observer))
         with self._obeying_signals(workers, coordinator):
             await self._until_over(_all(worker.run() for worker in workers))
         await self._until_over(_give_account(accounts, self._unsent, member, coordinator, _ACCOUNT_SECONDS))
         self._ending = ending_of([(worker.stage, worker.announced) for worker in workers], self.spec.settings.steps)
         for compute in computes:
             compute.close()
+        if compiler is not None:
+            compiler.close()
 
     @contextmanager
     def _obeying_signals(self, workers: Sequence[Worker], coordinator: Remote) -> Iterator[None]:
@@ -289,13 +294,14 @@ class _Process:
             for number in numbers:
                 loop.remove_signal_handler(number)
 
-    def _compute(self, generators: threading.Lock) -> StageCompute | GroupCompute:
+    def _compute(self, generators: threading.Lock, compiler: Compiler | None) -> StageCompute | GroupCompute:
         spec, devices = self.spec, self.devices.find()
         divided = DividedJob(
             *(self.job, self.captured, spec.bounds, spec.micro_batches, generators),
             chunks=spec.settings.chunks,
             staleness=spec.settings.staleness,
             recompute=spec.recompute,
+            compiler=compiler,
         )
         if len(devices) == 1:
             compute = StageCompute(divided, devices[0])
@@ -344,9 +350,14 @@ async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
     await asyncio.gather(*works)
 
 
-async def _account(
-    accounts: Mapping[str, Measuring], unsent: "deque[CodecChosen | StateFetched | Warned]", member: RunMember, coordinator: Remote
-) -> None:
+async def _tell_of_compiling(compiler: Compiler, name: str, observer: Observer) -> None:
+    while True:
+        await asyncio.sleep(_COMPILED_SECONDS)
+        for event in compiler.take(name):
+            observer(event)
+
+
+async def _account(accounts: Mapping[str, Measuring], unsent: "deque[MemberEvent]", member: RunMember, coordinator: Remote) -> None:
     """Tells the coordinator from time to time what was measured here; what does not arrive is told again."""
     while True:
         await asyncio.sleep(_ACCOUNT_SECONDS)
@@ -355,7 +366,7 @@ async def _account(
 
 async def _give_account(
     accounts: Mapping[str, Measuring],
-    unsent: "deque[CodecChosen | StateFetched | Warned]",
+    unsent: "deque[MemberEvent]",
     member: RunMember,
     coordinator: Remote,
     limit: float,

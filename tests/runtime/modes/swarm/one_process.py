@@ -25,6 +25,7 @@ from atoll.runtime.modes.swarm.files import state_digest
 from atoll.runtime.modes.swarm.group import GroupCompute
 from atoll.runtime.modes.swarm.micro_batches import SampleFeed, TensorChecks
 from atoll.runtime.modes.swarm.transport import AnyMessage, Inboxes, LoopClock
+from atoll.runtime.stage.compilation import Compiler
 
 
 class MemoryJournal:
@@ -91,9 +92,10 @@ class OneProcess:
         micro_batch_size: int,
         groups: Mapping[str, int] | None = None,
         recompute: Sequence[bool] = (),
+        compiler: Compiler | None = None,
         **settings: Any,
     ) -> None:
-        self.groups, self.recompute = groups or {}, recompute
+        self.groups, self.recompute, self.compiler = groups or {}, recompute, compiler
         self.job, self.bounds = job, bounds
         self.captured = capture_program(job, divided=True)
         size = job.batch_size
@@ -163,6 +165,7 @@ class OneProcess:
                 chunks=self.settings.chunks,
                 staleness=self.settings.staleness,
                 recompute=self.recompute,
+                compiler=self.compiler,
             )
         )
         worker = Worker(node, compute, MemoryAccess(self, node.name), self.settings, ("coordinator",), device=device)

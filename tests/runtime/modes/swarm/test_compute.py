@@ -3,6 +3,7 @@
 import asyncio
 import math
 import threading
+from contextlib import closing
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 from atoll import Job
 from atoll.control.messages import Committed, Run
 from atoll.errors import AtollError, JobError
-from atoll.events import AnyEvent, StepFinished
+from atoll.events import AnyEvent, Compiled, StepFinished
 from atoll.graph.capture import capture_program
 from atoll.runtime.modes.swarm.compute import DividedJob, StageCompute, _norm_squared, programs_of, tied_parameters
 from atoll.runtime.modes.swarm.member_process import check_divisible
 from atoll.runtime.modes.swarm.staleness import check_rebindable
+from atoll.runtime.stage.compilation import Compiler
 
 from .one_process import OneProcess
 
@@ -144,6 +146,17 @@ def test_a_swarm_equals_plain_pytorch(workers: int, chunks: int, clip: float | N
     swarm = OneProcess(it, [0, 1, 3, 5], workers, 4, chunks=chunks, max_norm=clip)
     asyncio.run(swarm.run())
     check(swarm, plain(it))
+
+
+def test_compiled_stages_train_the_same() -> None:
+    """Four samples and then five are in a micro-batch; weights and statistics are not those that compiling left."""
+    it = job(batch_size=9)
+    with closing(Compiler({"backend": "eager"})) as compiler:
+        swarm = OneProcess(it, [0, 2, 5], 2, 5, compiler=compiler)
+        asyncio.run(swarm.run())
+        (told,) = compiler.take("w")
+    check(swarm, plain(it))
+    assert isinstance(told, Compiled)
 
 
 @pytest.mark.parametrize(("staleness", "recompute"), [(0, ()), (1, ()), (1, (True, True))])

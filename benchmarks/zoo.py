@@ -276,7 +276,7 @@ def _tried(architecture: Architecture) -> dict[str, Outcome]:
 
 def table(rows: Iterable[Row]) -> list[list[str]]:
     """A line for every architecture; a sentence that stands for all ways is written once."""
-    return [[row.name, row.task, *(_cell(row.ways.get(way)) for way in WAYS)] for row in rows]
+    return [[row.name.replace(f" {row.task}", "", 1), row.task, *(_cell(row.ways.get(way)) for way in WAYS)] for row in rows]
 
 
 def _cell(outcome: Outcome | None) -> str:
@@ -309,7 +309,7 @@ def refusals(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
             if outcome.kind in ("refused", "failed", "different"):
                 told_in = outcome.sentence.strip().splitlines() or [""]
                 by_sentence.setdefault(told_in[-1 if outcome.kind == "failed" else 0], []).append(way)
-        told += [(row.name, "all" if len(ways) >= 4 else ", ".join(ways), sentence) for sentence, ways in by_sentence.items()]
+        told += [(row.name, "all" if len(ways) == len(row.ways) else ", ".join(ways), sentence) for sentence, ways in by_sentence.items()]
     return told
 
 
@@ -318,8 +318,9 @@ def page(rows: Sequence[Row], command: str) -> str:
     found = counts(rows)
     doubled = sum(outcome.single is not None for row in rows for outcome in row.ways.values())
     prose = [
-        f"Made by `{command}`: {len(rows)} Hugging Face architectures at tiny sizes, with dropout, SpecAugment, layer drop and auxiliary "
-        "losses as their configurations have them, labels padded, and `model(**batch).loss`. One process (a plain PyTorch loop over whole "
+        f"Made by `{command}`: {len(rows)} models of {len({row.name.split()[0] for row in rows})} Hugging Face architectures at tiny "
+        "sizes, with dropout, SpecAugment, layer drop and auxiliary losses as their configurations have them, labels padded, and "
+        "`model(**batch).loss`. One process (a plain PyTorch loop over whole "
         "batches of 16) is compared with a pipeline of three stages, two replicas with 11 and 5 samples, a swarm's stages, and two ranks "
         "that divide tensors or experts: the losses of two steps and all weights after them, with SGD with momentum and with AdamW.",
         f"**{sum(found.values())} ways of computing them: {found['equal']} equal to 1e-5, {found['refused']} refused with a sentence, "
@@ -393,8 +394,9 @@ def main() -> int:
             if asked.keep:
                 with asked.keep.open("ab") as file:
                     file.write(msgspec.json.encode(row) + b"\n")
-        if asked.write:  # what is known so far
-            asked.write.write_text(page(rows, "python benchmarks/zoo.py --write docs/zoo.md"), encoding="utf-8")
+        if asked.write and (architecture is chosen[-1] or architecture.name not in kept):  # what is known so far
+            command = f"python benchmarks/zoo.py{' --keep ROWS' if asked.keep else ''} --write docs/zoo.md"
+            asked.write.write_text(page(rows, command), encoding="utf-8")
     found = counts(rows)
     if asked.json:
         print(json.dumps({"rows": msgspec.to_builtins(rows), "counts": found, "machine": machine()}, indent=1))

@@ -194,13 +194,8 @@ def assemble(
         norm = [one for one in counted if id(one.parameter) in own]
         turns.append(RankTurn(name, executor, runner, mine.owned, norm, _entering(parts, number, name)))
     buffers = _changed_buffers(rank, cut, parts, parts.evaluated)
-    divided = _lane_divided(cut)
-    evaluation, gather = None, partial(_gathered, turns[0].executor, parts.identity)
-    whole = _whole_model(rank, source.not_captured, gather)
-    if parts.evaluated or whole is not None:
-        evaluation = Evaluation(
-            job, layout, rank.number, device, parts.evaluated, held.owned, divided, doing, rank.key.lock, whole_model=whole
-        )
+    gather = partial(_gathered, turns[0].executor, parts.identity)
+    evaluation, notes = _planned_evaluation(rank, cut, parts, held, doing, gather)
     return RankWork(
         layout=layout,
         rank=rank.number,
@@ -216,8 +211,7 @@ def assemble(
         evaluation_on=lambda dataset: _evaluation_on(dataset, rank, cut, parts, held, doing, gather),
         callbacks=callbacks,
         requests=requests,
-        notes=[note for note in (parts.weights_read.note() if parts.weights_read is not None else None,) if note]
-        + (whole.notes if whole is not None else []),
+        notes=notes,
         compiler=compiler,
         doing=doing,
     )
@@ -526,6 +520,23 @@ def _evaluation_on(
     return Evaluation(
         rank.job, rank.layout, rank.number, rank.device, functions, held.owned, _lane_divided(cut), doing, rank.key.lock, changed, whole
     )
+
+
+def _planned_evaluation(
+    rank: _Rank,
+    cut: Sequence[CutStage],
+    parts: _Parts,
+    held: _HeldParameters,
+    doing: Callable[[object, int], None],
+    gather: Callable[[], dict[str, Tensor]],
+) -> tuple[Evaluation | None, list[str]]:
+    """On the job's own data, if it has some, and what is to be told before the run begins."""
+    notes = [note for note in (parts.weights_read.note() if parts.weights_read is not None else None,) if note]
+    whole = _whole_model(rank, rank.source.not_captured, gather)
+    if not parts.evaluated and whole is None:
+        return None, notes
+    given = (rank.job, rank.layout, rank.number, rank.device, parts.evaluated, held.owned, _lane_divided(cut), doing, rank.key.lock)
+    return Evaluation(*given, whole_model=whole), [*notes, *(whole.notes if whole is not None else [])]
 
 
 def _whole_model(rank: _Rank, not_captured: Mapping[str, str], gather: Callable[[], dict[str, Tensor]]) -> WholeModel | None:

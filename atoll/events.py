@@ -134,6 +134,7 @@ class RunStarted(Event, frozen=True, kw_only=True):
     unix_seconds: float  # when, by the clock on the wall
     frozen_parameters: int = 0  # that are not trained
     num_workers: int = 0  # processes that load data, for every process that trains
+    in_place: bool = False  # what is trained is the very module that the job was given, in the process that tells of it
 
 
 class StepFinished(Event, frozen=True, kw_only=True):

@@ -50,6 +50,7 @@ class Architecture:
     build: Callable[[], nn.Module]
     batch: Callable[[int], dict[str, Tensor]]
     by_pieces: bool = False  # it draws numbers that belong to no sample, so that each piece of a batch has its own
+    epsilon: float = 1e-3  # of AdamW
 
 
 def small(config_class: Any, **given: Any) -> Any:
@@ -102,6 +103,13 @@ def classified_text(samples: int) -> dict[str, Tensor]:
     """A class for each text."""
     ids, mask, _ = _padded(samples)
     return {"input_ids": ids, "attention_mask": mask, "labels": torch.randint(0, CLASSES, (samples,))}
+
+
+def ended_text(samples: int) -> dict[str, Tensor]:
+    """The same for models that read the class off the token that ends a text."""
+    batch = classified_text(samples)
+    last = batch["attention_mask"].sum(1, keepdim=True) - 1
+    return batch | {"input_ids": batch["input_ids"].scatter(1, last, 1)}
 
 
 def translated_text(samples: int) -> dict[str, Tensor]:
@@ -202,12 +210,12 @@ _GIVEN: dict[str, dict[str, Any]] = {  # where small numbers alone do not fit to
     "gptj": {"rotary_dim": 4},
     "codegen": {"rotary_dim": 4},
     "ctrl": {"dff": 48},
-    "deepseek_v2": {"head_dim": 4, "first_k_dense_replace": 1},
-    "deepseek_v3": {"head_dim": 4, "first_k_dense_replace": 1},
+    "deepseek_v2": {"head_dim": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1, "num_experts_per_tok": 2},
+    "deepseek_v3": {"head_dim": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "attn_layer_indices": [1]},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
-    "nemotron": {"head_dim": 8},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "hunyuan_v1_dense": {"head_dim": 8},
     "ernie4_5_moe": {"moe_k": 2, "moe_num_experts": 4},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
@@ -234,16 +242,16 @@ _GIVEN: dict[str, dict[str, Any]] = {  # where small numbers alone do not fit to
         "hidden_sizes": [8, 16],
         "depths": [1, 1],
         "focal_levels": [1, 1],
-        "focal_windows": [2, 2],
+        "focal_windows": [3, 3],
         "patch_size": 4,
     },
     "mobilenet_v1": {"depth_multiplier": 0.25},
     "mobilenet_v2": {"depth_multiplier": 0.25},
-    "mobilevitv2": {"width_multiplier": 0.25, "image_size": IMAGE, "patch_size": 2},
+    "mobilevitv2": {"width_multiplier": 0.25, "image_size": IMAGE, "patch_size": 2, "output_stride": 16, "n_attn_blocks": [1, 1, 1]},
     "poolformer": _FOUR_STAGES,
     "pvt": _FOUR_STAGES | {"num_attention_heads": [1, 1, 2, 2]},
     "pvt_v2": _FOUR_STAGES | {"num_attention_heads": [1, 1, 2, 2], "mlp_ratios": [2, 2, 2, 2]},
-    "cvt": {"embed_dim": [8, 16, 16], "num_heads": [1, 2, 2], "depth": [1, 1, 1]},
+    "cvt": {"embed_dim": [8, 16, 16], "num_heads": [1, 2, 2], "depth": [1, 2, 3]},
     "segformer": _FOUR_STAGES | {"num_attention_heads": [1, 1, 2, 2], "decoder_hidden_size": 16},
     "swiftformer": {"embed_dims": [8, 16, 16, 16], "depths": [1, 1, 1, 1]},
     "siglip": _BOTH,
@@ -257,8 +265,13 @@ _GIVEN: dict[str, dict[str, Any]] = {  # where small numbers alone do not fit to
 }
 
 
-_BATCHES = {"speech_to_text": spectra_by_time, "audio-spectrogram-transformer": classified_spectra}
-_BY_PIECES = ("funnel",)  # dropout of its positions
+_BATCHES = {
+    "speech_to_text speech": spectra_by_time,
+    "audio-spectrogram-transformer audio": classified_spectra,
+    "t5 classifier": ended_text,
+}
+_EPSILONS = {"rwkv": 0.1}  # its embeddings begin at 1e-4 before a normalisation, so that their gradients are in the hundreds
+_BY_PIECES = ("funnel", "xlnet")  # dropout of positions
 _CLASSES = ("classifier", "image", "audio")
 _VARIATIONS = {  # as people configure them for fine-tuning
     "wav2vec2 ctc": {"layerdrop": 0.0, "ctc_loss_reduction": "mean"},
@@ -284,7 +297,9 @@ def _architecture(kind: str, task: str, variation: dict[str, Any] | None = None)
         return model
 
     text = "".join(f" {name}={value}" for name, value in (variation or {}).items())
-    return Architecture(f"{kind} {task}{text}", task, build, _BATCHES.get(kind, batch), kind in _BY_PIECES)
+    return Architecture(
+        f"{kind} {task}{text}", task, build, _BATCHES.get(f"{kind} {task}", batch), kind in _BY_PIECES, _EPSILONS.get(kind, 1e-3)
+    )
 
 
 def share(model: nn.Module, task: str, piece: dict[str, Tensor], batch: dict[str, Tensor]) -> float:
@@ -293,7 +308,7 @@ def share(model: nn.Module, task: str, piece: dict[str, Tensor], batch: dict[str
         return 1.0
     counted = [len(part["labels"]) for part in (piece, batch)]
     if task not in (*_CLASSES, "ctc"):
-        first = 1 if task == "causal" else 0  # nothing comes before the first token
+        first = 1 if task == "causal" and model.config.model_type != "xlnet" else 0  # type: ignore[union-attr]  # nothing is before it
         counted = [int((part["labels"][:, first:] != -100).sum()) for part in (piece, batch)]
     return counted[0] / counted[1]
 

@@ -40,8 +40,11 @@ class PiecewiseDraws(EagerDraws):
     def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if function is functional.batch_norm and (args[5] if len(args) > 5 else kwargs.get("training", False)):
+            pieces = [self._cut(args[0], start, stop) for start, stop in self._pieces]
+            if pieces[0] is args[0]:  # it normalises weights
+                return function(*args, **kwargs)
             self.normalised = True
-            return torch.cat([function(self._cut(args[0], start, stop), *args[1:], **kwargs) for start, stop in self._pieces])
+            return torch.cat([function(piece, *args[1:], **kwargs) for piece in pieces])
         if not draws(function, args, kwargs):
             return function(*args, **kwargs)
         number, self.count = self.count, self.count + 1

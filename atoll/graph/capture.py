@@ -19,7 +19,7 @@ from atoll.graph.annotations import annotations_of
 from atoll.graph.constraints import resolve
 from atoll.graph.experts import find_experts
 from atoll.graph.export import ExportedJob, TrainingJob, export_job
-from atoll.graph.fake import Assumption, is_symbolic
+from atoll.graph.fake import Assumption, is_symbolic, quiet_torch
 from atoll.graph.flops import TensorSpec
 from atoll.graph.graph import Graph, Layer, Node, Precision, SharedParameter
 from atoll.graph.layers import Segment, group_into_segments
@@ -68,7 +68,8 @@ def capture_program(job: TrainingJob, *, training: bool = True, divided: bool = 
     `divided` is for pieces of a batch, whose losses add up to the batch's; `check` compares them, which is enough for one process to do.
     """
     exported = export_job(job, training=training, divided=divided, check=check)
-    table = build_table(exported, job.precision)
+    with quiet_torch():  # an operator whose sizes are only known when it runs cannot be measured
+        table = build_table(exported, job.precision)
     if training or exported.loss_form.kind != "terms":
         _check_loss(exported.program, table, training)
     liveness = Liveness(table)

@@ -27,6 +27,7 @@ from atoll.graph.flops import Kernel, KernelCounter, saved_tensors
 from atoll.graph.graph import Graph, Layer, Work
 from atoll.graph.loss_check import check_eagerly
 from atoll.graph.piece_weight import PieceWeight
+from atoll.graph.spec_augment import SpecAugmentCapture
 from atoll.job import Job, read_loss
 from atoll.randomness import generator_states, mix, own_randomness
 
@@ -85,7 +86,7 @@ def _check_answers(job: Job) -> None:
             return
         first: Answers | None = None
         for start in range(0, _BATCHES * _SAMPLES, _SAMPLES):
-            with torch.no_grad(), ambient_precision(job.precision), ValueRecorder() as recorder:
+            with torch.no_grad(), ambient_precision(job.precision), ValueRecorder() as recorder, SpecAugmentCapture(model):
                 torch.manual_seed(0)
                 job.loss(model, job.samples.at(range(start, start + _SAMPLES)))
             first = first or recorder.answers

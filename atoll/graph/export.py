@@ -5,8 +5,6 @@ A user's `torch.autograd.Function` is kept through export, which would trace its
 
 import contextlib
 import copy
-import io
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +31,7 @@ from atoll.graph.fake import (
     is_symbolic,
     new_fake_mode,
     plain_batch,
+    quiet_torch,
     real_model,
 )
 from atoll.graph.graph import Precision
@@ -208,21 +207,6 @@ def ambient_precision(precision: Precision) -> Iterator[None]:
         return
     with torch.autocast("cpu", dtype=torch.bfloat16 if precision == "bf16" else torch.float16, cache_enabled=False):
         yield
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """When export fails it prints the half-made program and logs the operator; the failure itself is handled or raised here."""
-    wanted = {"torch.fx.experimental.symbolic_shapes": logging.ERROR, "torch._subclasses.fake_tensor": logging.CRITICAL}
-    before = {name: logging.getLogger(name).level for name in wanted}
-    for name, level in wanted.items():
-        logging.getLogger(name).setLevel(level)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        for name, level in before.items():
-            logging.getLogger(name).setLevel(level)
 
 
 def _growing(batch: Any, other: Any) -> dict[str, tuple[int, ...]]:
@@ -420,7 +404,7 @@ class _Attempts:
         use_batched_experts(model)
         wrapped = _LossOf(model, self.job.loss, mode).train(self.training)
         shapes = _dynamic_shapes(self.batch, growing)
-        with _quiet(), keep_custom_functions(), ambient_precision(self.job.precision), _lines_of(self.job.loss):
+        with quiet_torch(), keep_custom_functions(), ambient_precision(self.job.precision), _lines_of(self.job.loss):
             watch = GeneratorWatch(model, self.job.loss)
             program = torch.export.export(wrapped, (self.batch,), strict=False, dynamic_shapes=shapes)
             self._moved = watch.moved()

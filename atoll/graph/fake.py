@@ -7,10 +7,13 @@ program for each of them, so that data which would have taken another branch rai
 CTC loss becomes one opaque operator: the shapes inside PyTorch's own depend on data, so it cannot be captured as it is.
 """
 
+import contextlib
 import copy
+import io
+import logging
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -26,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from atoll.errors import CaptureError
 
-__all__ = ["build_model", "fake_model", "first_line", "is_symbolic", "new_fake_mode", "plain_batch", "real_model"]
+__all__ = ["build_model", "fake_model", "first_line", "is_symbolic", "new_fake_mode", "plain_batch", "quiet_torch", "real_model"]
 __all__ += ["Answers", "Assumption", "Replayer", "ValueRecorder", "find_random_assumption"]
 
 _REAL_MODEL_LIMIT_BYTES = 2**30  # above this no eager run is made to answer data-dependent questions
@@ -56,6 +59,21 @@ def build_model(model: nn.Module | Callable[[], nn.Module]) -> tuple[nn.Module, 
     if not isinstance(built, nn.Module):
         raise CaptureError(f"the job's model must be a torch.nn.Module or a function that returns one, got {type(built).__name__}")
     return built, note
+
+
+@contextlib.contextmanager
+def quiet_torch() -> Iterator[None]:
+    """Where an operator fails on fakes PyTorch prints a half-made program and logs a traceback; who is inside handles or tells it."""
+    wanted = {"torch.fx.experimental.symbolic_shapes": logging.ERROR, "torch._subclasses.fake_tensor": logging.CRITICAL}
+    before = {name: logging.getLogger(name).level for name in wanted}
+    for name, level in wanted.items():
+        logging.getLogger(name).setLevel(level)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
 
 
 def first_line(error: BaseException) -> str:

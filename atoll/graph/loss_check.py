@@ -58,7 +58,7 @@ _DRAWS = frozenset({"rand", "randn", "rand_like", "randn_like", "randint", "bern
 _FEW = 4  # samples that are always compared
 _SEEN = 16  # samples whose lengths are looked at: as many as capture looks at
 _ZERO = 1e-3  # a parameter whose numbers are all smaller begins at zero, as it were
-_SECONDS = 1.0  # of processor time for the whole batch: of a larger one, as many samples as take so long
+_SECONDS = 0.3  # of processor time for the whole batch: of a larger one, as many samples as take so long
 
 
 class _Found(NamedTuple):

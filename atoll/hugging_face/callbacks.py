@@ -60,7 +60,7 @@ class _Observer:
         self._unlogged: list[float] = []  # losses since the last log
         self._losses = (0, 0.0)  # how many, and their sum
         self._epoch_ends = False  # once the evaluation of this step is made
-        self.whole = True  # the model is in this process
+        self.in_place = False  # the Trainer's model is what is trained
         self._told: set[str] = set()
         state = trainer.state
         state.max_steps, state.num_train_epochs = steps, -(-steps // steps_of_epoch)
@@ -71,7 +71,7 @@ class _Observer:
         """Told of everything."""
         match event:
             case RunStarted():
-                self.whole = len(event.devices) == 1
+                self.in_place = event.in_place
                 self.trainer.control.should_training_stop = False
                 self.call("on_train_begin")
             case StepFinished():
@@ -164,7 +164,7 @@ class _Observer:
     def call(self, name: str, **more: Any) -> bool:
         """Call that method of all callbacks; whether one of them wants a log now."""
         trainer, control = self.trainer, self.trainer.control
-        given = {"model": trainer.model if self.whole else None, "processing_class": trainer.processing_class}
+        given = {"model": trainer.model if self.in_place else None, "processing_class": trainer.processing_class}
         given |= {"optimizer": None, "lr_scheduler": None, "train_dataloader": None, "eval_dataloader": None}
         for callback in self._callbacks:
             changed = getattr(callback, name)(trainer.args, trainer.state, control, **given, **more)
@@ -216,7 +216,7 @@ class _EvaluationObserver:
             return
         found: dict[str, float | None] = {"eval_loss": event.loss}
         if self._metrics is not None:
-            weights = _model(self._observer.trainer).state_dict() if self._observer.whole else run.snapshot().model
+            weights = _model(self._observer.trainer).state_dict() if self._observer.in_place else run.snapshot().model
             found = dict(self._metrics(weights))
             run.log(**{name: value for name, value in found.items() if value is not None})
         state = self._observer.trainer.state
@@ -230,7 +230,7 @@ class _EvaluationObserver:
         args = self._observer.trainer.args
         if not args.load_best_model_at_end and word(args.save_strategy) != "best":
             return
-        if self._observer.whole and args.load_best_model_at_end:
+        if self._observer.in_place and args.load_best_model_at_end:
             self._best = {name: value.detach().to("cpu", copy=True) for name, value in _model(self._observer.trainer).state_dict().items()}
         try:
             run.keep("best")

@@ -1,6 +1,7 @@
 """`compute_metrics` of a Trainer: all predictions in one place, made by the Trainer's own evaluation loop with the weights of the run."""
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -24,9 +25,12 @@ class MetricsOnOneDevice:
     def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
         """What `compute_metrics` finds, with the Trainer's own `eval_loss`."""
         self._model.load_state_dict(weights, assign=True)
-        with self._in_its_place():
+        with self._in_its_place(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "'pin_memory' argument is set as true but no accelerator")  # that is the Trainer's default
             output = self._trainer.evaluation_loop(self._trainer.get_eval_dataloader(), description="Evaluation", metric_key_prefix="eval")
-        return {name: float(value) for name, value in (output.metrics or {}).items() if isinstance(value, (int, float))}
+        found = {name: float(value) for name, value in (output.metrics or {}).items() if isinstance(value, (int, float))}
+        found.pop("eval_model_preparation_time", None)
+        return found
 
     @contextmanager
     def _in_its_place(self) -> Iterator[None]:

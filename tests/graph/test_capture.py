@@ -605,3 +605,25 @@ def test_a_padded_length_varies_although_the_captured_batches_happen_to_have_the
             return pad([data[i] for i in range(samples)])
 
     assert capture_program(FirstSamples()).varying == {"['tokens']": (0, 1)}
+
+
+def test_what_cannot_be_measured_leaves_no_traceback_of_pytorchs(caplog: pytest.LogCaptureFixture) -> None:
+    """Sizes that are only known when it runs, as some mixtures of experts have them."""
+
+    class Sorted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            large = x[:, 0] > 0
+            low, high = x[large.argsort()].split(torch.stack([(~large).sum(), large.sum()]).tolist())
+            found = torch.cat([self.first(low), self.second(high)])
+            found[large] = self.first.bias
+            return found.square().mean()
+
+    batch = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
+    captured = capture_program(TinyJob("sorted", Sorted, lambda model, x: model(x), lambda samples: batch[:samples]))
+    assert [note for note in captured.notes if "Exception" in note] == []
+    assert any("how large its result is depends on the data" in note for note in captured.notes)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

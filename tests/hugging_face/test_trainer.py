@@ -1,11 +1,12 @@
 """A `transformers.Trainer` as a Job: the losses and weights of its own `train()`, in one process and in several."""
 
+import math
 import os
 import runpy
 import socket
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from transformers import (
 
 import atoll
 from atoll.errors import JobError
-from atoll.events import Logged, StepFinished, read_events
+from atoll.events import Evaluated, Logged, RunStarted, StepFinished, read_events
 from atoll.plan.text import parse_plan
 from atoll.runtime.checkpoint.export import export
 from atoll.script import load_job, load_script
@@ -116,6 +117,31 @@ def test_metrics_the_best_model_and_early_stopping_are_the_trainers(tmp_path: Pa
     assert (ours.state.best_global_step, ours.state.best_metric) == (theirs.state.best_global_step, theirs.state.best_metric)
     assert ours.state.best_global_step != ours.state.global_step
     assert_same_weights(ours.model.state_dict(), theirs.model.state_dict())
+
+
+def test_metrics_are_of_the_weights_of_the_run_wherever_those_are(tmp_path: Path) -> None:
+    """Also where one device has the whole model, but not the Trainer's own module."""
+
+    class Elsewhere:
+        logged: ClassVar[dict[str, float]] = {}
+        step = 1
+
+        def snapshot(self) -> atoll.Snapshot:
+            return atoll.Snapshot(1, {name: torch.zeros_like(value) for name, value in language_model().state_dict().items()}, {})
+
+        def log(self, **numbers: float) -> None:
+            self.logged.update(numbers)
+
+        def keep(self, name: str = "best") -> None:
+            raise AssertionError
+
+    about: dict[str, Any] = {"eval_strategy": "epoch", "eval_dataset": Sentences(99, 6)}
+    trainer = made(tmp_path, compute_metrics=lambda found: {"largest": found.predictions.max()}, **about)
+    (observer,) = atoll.from_trainer(trainer).callbacks
+    start = {"mode": "lockstep", "steps": 12, "batch_size": 4, "samples": 23, "parameters": 1, "precision": "fp32", "seed": 0}
+    cast(Any, observer)(RunStarted(name="job", devices=("here",), unix_seconds=0.0, **start), Elsewhere())
+    cast(Any, observer)(Evaluated(step=6, loss=1.0, metrics={}, samples=6, seconds=0.1), Elsewhere())
+    assert Elsewhere.logged == {"eval_loss": pytest.approx(math.log(32)), "eval_largest": 0.0}
 
 
 LESS = {

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import atoll
 from atoll.graph.capture import capture_program
+from atoll.graph.eager import _check_answers
 from atoll.graph.spec_augment import draw_mask
 from atoll.runtime.stage.rng import DrawKey, EagerDraws
 
@@ -73,6 +75,14 @@ def test_spec_augment_draws_in_stages_what_it_draws_in_one_process() -> None:
                 torch.testing.assert_close(chain.parameters[name].grad, parameter.grad)
         losses.append(float(found))
     assert len(set(losses)) == 3
+
+
+def test_the_lengths_that_spec_augment_asks_for_may_differ_between_batches() -> None:
+    """They are a question of the operator, not of the model's code."""
+    rows = speech(24)
+    data = [{name: values[index] for name, values in rows.items()} for index in range(24)]
+    job = atoll.Job(model=build, loss=lambda model, batch: model(**batch).loss, data=data, batch_size=4, steps=2, optimizer=torch.optim.SGD)
+    _check_answers(job)
 
 
 def test_a_mask_is_what_hugging_face_draws_from_the_seed() -> None:

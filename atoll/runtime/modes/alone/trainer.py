@@ -379,6 +379,7 @@ class AloneTrainer:
             unix_seconds=time.time(),
             frozen_parameters=sum(parameter.numel() for parameter in self.model.parameters() if not parameter.requires_grad),
             num_workers=self.job.num_workers,
+            in_place=isinstance(self.job.model, nn.Module),
         )
 
     def _step(self, step: int) -> StepFinished:

@@ -384,6 +384,8 @@ def main() -> int:
     chosen = [a for a in architectures() if not asked.only or {a.name, a.name.split()[0]} & {*asked.only}]
     chosen = [a for a in chosen if not asked.task or a.task in asked.task]
     chosen = chosen[: asked.limit]
+    if not chosen:
+        sys.exit("no such architecture: --only takes names as in docs/zoo.md, --task causal, masked, image, …")
     kept = kept_rows(asked.keep)
     rows = []
     for number, architecture in enumerate(chosen, 1):

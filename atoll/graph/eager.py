@@ -86,7 +86,7 @@ def _check_answers(job: Job) -> None:
             return
         first: Answers | None = None
         for start in range(0, _BATCHES * _SAMPLES, _SAMPLES):
-            with torch.no_grad(), ambient_precision(job.precision), ValueRecorder() as recorder, SpecAugmentCapture(model):
+            with torch.no_grad(), ambient_precision(job.precision), SpecAugmentCapture(model), ValueRecorder() as recorder:
                 torch.manual_seed(0)
                 job.loss(model, job.samples.at(range(start, start + _SAMPLES)))
             first = first or recorder.answers

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from atoll.errors import JobError
-from atoll.randomness import own_randomness
+from atoll.randomness import own_randomness, seed_everything
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -25,18 +26,29 @@ class Blank(NamedTuple):
     like: Any
 
 
-class WithBlanks:
-    """Data, and behind its last index as many blanks: that of a sample is `len` further than the sample."""
+class Seeded(NamedTuple):
+    """A sample with a seed of its own, for a collator that draws."""
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    sample: Any
+    seed: int
+
+
+class WithBlanks:
+    """Data, and behind its last index as many blanks: that of a sample is `len` further than the sample. `seeded`: samples have seeds."""
+
+    def __init__(self, dataset: Any, seeded: bool = False) -> None:
+        self.dataset, self.seeded = dataset, seeded
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
         count = len(self.dataset)
-        return self.dataset[index] if index < count else Blank(self.dataset[index - count])
+        # The generator is seeded for every sample by its place in the run, before it is loaded.
+        seed = int(torch.randint(1 << 62, ())) if self.seeded else 0
+        sample = self.dataset[index % count]
+        sample = Seeded(sample, seed) if self.seeded else sample
+        return sample if index < count else Blank(sample)
 
 
 def without_labels(batch: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
@@ -54,8 +66,38 @@ class Collator:
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
         blanks = [row for row, sample in enumerate(samples) if isinstance(sample, Blank)]
-        batch = dict(self.collate([sample.like if isinstance(sample, Blank) else sample for sample in samples]))
+        found = [sample.like if isinstance(sample, Blank) else sample for sample in samples]
+        batch = self._one_by_one(found) if isinstance(found[0], Seeded) else dict(self.collate(found))
         return without_labels(batch, blanks) if blanks else batch
+
+    @property
+    def own(self) -> Any:
+        """The collator itself, without what removes columns."""
+        return getattr(self.collate, "data_collator", self.collate)
+
+    @property
+    def masks(self) -> bool:
+        """Whether it masks tokens at random: then each sample is collated by itself, so that what is masked in it hangs on nothing else."""
+        from transformers import DataCollatorForLanguageModeling
+
+        return isinstance(self.own, DataCollatorForLanguageModeling) and self.own.mlm
+
+    def _one_by_one(self, samples: Sequence[Seeded]) -> dict[str, Any]:
+        rows = []
+        for sample, seed in samples:
+            seed_everything(seed, devices=False)
+            rows.append(dict(self.collate([sample])))
+        tokenizer = self.own.tokenizer
+        padding = {"input_ids": tokenizer.pad_token_id, "token_type_ids": tokenizer.pad_token_type_id, "labels": IGNORED_LABEL}
+        return {name: _stacked([row[name] for row in rows], padding.get(name, 0), tokenizer.padding_side) for name in rows[0]}
+
+
+def _stacked(rows: Sequence[Tensor], padding: int, side: str) -> Tensor:
+    """Rows [1, length], each as long as the longest."""
+    longest = max(row.shape[1] for row in rows)
+    missing = [longest - row.shape[1] for row in rows]
+    sides = [(left, 0) if side == "left" else (0, left) for left in missing]
+    return torch.cat([functional.pad(row, by, value=padding) for row, by in zip(rows, sides, strict=True)])
 
 
 class Epochs:
@@ -120,9 +162,8 @@ def tell_of_randomness(epochs: Epochs | None, collator: Collator, samples: list[
         collator(samples)
         draws = not torch.equal(before, torch.get_rng_state())
     if draws:
-        name = type(getattr(collator.collate, "data_collator", collator.collate)).__name__
+        otherwise = "" if collator.masks else ", and others where a plan divides the batch otherwise"
         warnings.warn(
-            f"from_trainer: data_collator: {name} draws random numbers for every batch that it collates: others than in the Trainer, and "
-            "others where a plan divides the batch otherwise",
+            f"from_trainer: data_collator: {type(collator.own).__name__} draws random numbers: others than in the Trainer{otherwise}",
             stacklevel=3,
         )

@@ -67,7 +67,7 @@ def _job(trainer: "Trainer") -> Job:
         name=type(model).__name__,
         model=model,
         loss=training_loss(trainer, found),
-        data=cast(Any, loader.dataset) if epochs is None else WithBlanks(loader.dataset),
+        data=cast(Any, loader.dataset) if epochs is None else WithBlanks(loader.dataset, collator.masks),
         collate_fn=collator,
         sampler=epochs,
         num_workers=args.dataloader_num_workers,
@@ -80,10 +80,15 @@ def _job(trainer: "Trainer") -> Job:
         precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         compile=_compiled(trainer),
         max_grad_norm=args.max_grad_norm or None,
-        eval_data=None if eval_every is None else cast(Any, trainer.get_eval_dataloader().dataset),
+        eval_data=None if eval_every is None else _eval_data(trainer, collator),
         eval_every=eval_every,
         callbacks=[observer_of(trainer, steps, steps_of_epoch, eval_every)],
     )
+
+
+def _eval_data(trainer: "Trainer", collator: Collator) -> Any:
+    dataset = trainer.get_eval_dataloader().dataset
+    return WithBlanks(dataset, collator.masks) if not is_stream(dataset) else dataset
 
 
 def _compiled(trainer: "Trainer") -> bool | dict[str, Any]:
@@ -206,6 +211,8 @@ def _problems(trainer: "Trainer") -> Iterator[tuple[str, str]]:
         yield "train_sampling_strategy", "batch_rebalance moves samples between devices, which is the plan's; leave it out"
     if type(trainer.data_collator).__name__ == "DataCollatorWithFlattening":
         yield "data_collator", "packing makes one row of a batch, which cannot be divided; pad instead"
+    if getattr(trainer.data_collator, "mlm", False) and getattr(trainer.data_collator, "seed", None) is not None:
+        yield "data_collator", "its own seed is not carried: what is masked is seeded by the seed of the arguments; leave seed out"
     if isinstance(trainer.eval_dataset, dict):
         yield "eval_dataset", "several data sets are not carried; give one"
     if word(args.lr_scheduler_type) == "greedy":

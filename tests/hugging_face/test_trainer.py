@@ -189,7 +189,11 @@ def test_the_example_in_two_stages_then_alone_is_what_its_trainer_makes(tmp_path
 
 def test_what_cannot_be_as_in_the_trainer_is_told(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="DataCollatorForLanguageModeling draws random numbers"):
-        atoll.from_trainer(made(tmp_path, data_collator=DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.3)))
+        masked = atoll.from_trainer(made(tmp_path, data_collator=DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.3)))
+    whole, part = masked.samples.batch(0), masked.samples.batch(0, 2, 4)  # a piece of a batch has the same masks, and less padding
+    length = part["input_ids"].shape[1]
+    assert all(torch.equal(whole[name][2:, :length], part[name]) for name in ("input_ids", "labels", "attention_mask"))
+    assert set(whole["labels"].unique().tolist()) > {-100}
     with pytest.warns(UserWarning, match="the sampler draws from PyTorch's global generator"):
         atoll.from_trainer(made(tmp_path, train_sampling_strategy="group_by_length"))
 

@@ -144,7 +144,8 @@ def _conclusion(directory: RunDirectory, summary: RunSummary, predicted: float |
     ratio = summary.step_seconds / predicted
     if 0.9 <= ratio <= 1.1:
         return f"Prediction and reality agree: a step took {ratio - 1:+.0%} against the prediction. {comparison.differs_most.sentence}"
-    how = f"{ratio:.2g} times as long as predicted" if ratio >= 1 else f"{ratio:.0%} of the time predicted"
+    times = f"{ratio:.2g}" if ratio < 99.5 else "over 100"
+    how = f"{times} times as long as predicted" if ratio >= 1 else f"{ratio:.0%} of the time predicted"
     calibration = directory.path / "calibration.json"
     advice = f" To plan with what was measured: `atoll plan … --calibration {calibration}`." if calibration.exists() else ""
     return f"A step took {how}. {comparison.differs_most.sentence}{advice}"

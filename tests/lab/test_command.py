@@ -49,3 +49,11 @@ def test_a_lab_without_namespaces_says_what_is_not_imposed(cluster: str, tmp_pat
     assert sorted(said.out.splitlines()) == [f"[{host}] on {host}" for host in ("oslo-0", "oslo-1", "rome-0", "rome-1")]
     assert "on nothing else" in " ".join(said.err.split())
     assert (out / "events.jsonl").exists()
+
+
+def test_every_device_gets_the_rank_that_torchrun_would_give_it(cluster: str, capfd: pytest.CaptureFixture[str]) -> None:
+    command = "echo $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE, to $MASTER_ADDR"
+    assert run(["lab", cluster, "--loopback", "--devices", "--", "sh", "-c", command]) == 0
+    hosts = ("oslo-0", "oslo-1", "rome-0", "rome-1")
+    expected = [f"[{host}/0] {rank} of 4, 0 of 1, to 127.1.0.2" for rank, host in enumerate(hosts)]
+    assert sorted(capfd.readouterr().out.splitlines()) == expected

@@ -1,11 +1,12 @@
 """The programs of what a job evaluates, in evaluation mode, for pieces of the evaluation data whose results add up."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from atoll.data import Batch, Dataset, Samples
+from atoll.data.stream import is_stream
 from atoll.graph.capture import Captured, capture_program
 from atoll.graph.graph import Precision
 from atoll.job import Job, LossFunction
@@ -30,9 +31,21 @@ class _Measured:
         """What a sum is the sum over."""
         return self.job.batch_size
 
+    @property
+    def dynamic(self) -> Mapping[str, int | Sequence[int]]:
+        """Dimensions that are declared to vary."""
+        return self.job.dynamic
+
     def example_batch(self, samples: int) -> Batch:
         """As many samples of the evaluation data, collated."""
         return self.samples.at(range(samples))
+
+    def more_examples(self, samples: int) -> list[Batch]:
+        """Batches of the samples that follow, and of the last ones where they can be chosen: such data is often sorted by length."""
+        starts = [*range(samples, 4 * samples, samples)]
+        if not is_stream(self.samples.dataset) and self.samples.length > samples:
+            starts.append(self.samples.length - samples)
+        return [self.samples.at(range(start, start + samples)) for start in starts]
 
 
 def capture_evaluated(job: Job, dataset: Dataset | None = None) -> dict[str, Captured]:

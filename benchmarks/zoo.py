@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import sys
+import textwrap
 import time
 import traceback
 import warnings
@@ -43,11 +44,13 @@ QUARTERS: Pieces = [(start, start + 4) for start in range(0, BATCH, 4)]
 UNEQUAL: Pieces = [(0, 11), (11, BATCH)]
 WAYS = ("pipeline", "data 11:5", "swarm", "tensor", "expert")
 
-# Adam divides a gradient by its own size: where the true gradient is zero (biases of attention keys) that would be rounding noise.
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-    "AdamW": partial(torch.optim.AdamW, lr=1e-3, eps=1e-3),
-}
+
+def optimizers_of(architecture: Architecture) -> dict[str, Callable[[Any], torch.optim.Optimizer]]:
+    """Adam divides a gradient by its own size: where the true gradient is zero (biases of attention keys) that would be rounding noise."""
+    return {
+        "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        "AdamW": partial(torch.optim.AdamW, lr=1e-3, eps=architecture.epsilon),
+    }
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -104,7 +107,7 @@ def jobs_of(architecture: Architecture) -> dict[str, Job]:
             optimizer=optimizer,
             seed=SEED,
         )
-        for name, optimizer in OPTIMIZERS.items()
+        for name, optimizer in optimizers_of(architecture).items()
     }
 
 
@@ -125,10 +128,10 @@ class Trial:
         key = optimizer, pieces is QUARTERS
         if key not in self._references:
             if self.architecture.by_pieces:
-                self._references[key] = reference_in_pieces(self.architecture, self.jobs[optimizer], optimizer, pieces)
+                self._references[key] = reference_in_pieces(self.architecture, self.jobs[optimizer], pieces)
             else:
-                model = self.jobs[optimizer].build_model()
-                self._references[key] = train(model, own_loss, self.batches, pieces, OPTIMIZERS[optimizer], SEED)
+                job = self.jobs[optimizer]
+                self._references[key] = train(job.build_model(), own_loss, self.batches, pieces, job.optimizer, SEED)
         return self._references[key]
 
     def in_one_process(self, stages: int, pieces: Pieces, *, contributed: bool = False) -> Outcome:
@@ -136,7 +139,7 @@ class Trial:
         check_pieces_fit(self.captured, pieces)
         bounds, worst = even_bounds(self.captured, stages), Outcome("equal")
         for optimizer in self.jobs:
-            run = InOneProcess(self.jobs[optimizer], self.captured, bounds, OPTIMIZERS[optimizer], contributed=contributed)
+            run = InOneProcess(self.jobs[optimizer], self.captured, bounds, contributed=contributed)
             worst = worse(worst, compare(run.train(self.batches, pieces), self.reference(optimizer, pieces), optimizer))
         return worst
 
@@ -171,10 +174,10 @@ def judged(found: dict[str, Any], optimizer: str, true: Callable[[], Trained]) -
     return compare(found["trained"], true(), optimizer)
 
 
-def reference_in_pieces(architecture: Architecture, job: Job, optimizer: str, pieces: Pieces) -> Trained:
+def reference_in_pieces(architecture: Architecture, job: Job, pieces: Pieces) -> Trained:
     """Of one process that computes piece after piece."""
     model, batches = job.build_model(), [job.samples.batch(step) for step in range(STEPS)]
-    return train_in_pieces(model, own_loss, batches, pieces, OPTIMIZERS[optimizer], SEED, partial(share, model, architecture.task))
+    return train_in_pieces(model, own_loss, batches, pieces, job.optimizer, SEED, partial(share, model, architecture.task))
 
 
 def eagerly(architecture: Architecture, jobs: dict[str, Job], uncaptured: Uncaptured) -> Outcome:
@@ -184,7 +187,7 @@ def eagerly(architecture: Architecture, jobs: dict[str, Job], uncaptured: Uncapt
     )
     worst = Outcome("equal")
     for optimizer, job in jobs.items():
-        true = partial(reference_in_pieces, architecture, job, optimizer, UNEQUAL)
+        true = partial(reference_in_pieces, architecture, job, UNEQUAL)
         worst = worse(worst, judged(found[f"data {optimizer}"], optimizer, true))
     return msgspec.structs.replace(worst, eager=True)
 
@@ -273,7 +276,7 @@ def _tried(architecture: Architecture) -> dict[str, Outcome]:
 
 def table(rows: Iterable[Row]) -> list[list[str]]:
     """A line for every architecture; a sentence that stands for all ways is written once."""
-    return [[row.name, row.task, *(_cell(row.ways.get(way)) for way in WAYS)] for row in rows]
+    return [[row.name.replace(f" {row.task}", "", 1), row.task, *(_cell(row.ways.get(way)) for way in WAYS)] for row in rows]
 
 
 def _cell(outcome: Outcome | None) -> str:
@@ -306,31 +309,32 @@ def refusals(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
             if outcome.kind in ("refused", "failed", "different"):
                 told_in = outcome.sentence.strip().splitlines() or [""]
                 by_sentence.setdefault(told_in[-1 if outcome.kind == "failed" else 0], []).append(way)
-        told += [(row.name, "all" if len(ways) >= 4 else ", ".join(ways), sentence) for sentence, ways in by_sentence.items()]
+        told += [(row.name, "all" if len(ways) == len(row.ways) else ", ".join(ways), sentence) for sentence, ways in by_sentence.items()]
     return told
 
 
 def page(rows: Sequence[Row], command: str) -> str:
     """docs/zoo.md."""
     found = counts(rows)
+    doubled = sum(outcome.single is not None for row in rows for outcome in row.ways.values())
+    prose = [
+        f"Made by `{command}`: {len(rows)} models of {len({row.name.split()[0] for row in rows})} Hugging Face architectures at tiny "
+        "sizes, with dropout, SpecAugment, layer drop and auxiliary losses as their configurations have them, labels padded, and "
+        "`model(**batch).loss`. One process (a plain PyTorch loop over whole "
+        "batches of 16) is compared with a pipeline of three stages, two replicas with 11 and 5 samples, a swarm's stages, and two ranks "
+        "that divide tensors or experts: the losses of two steps and all weights after them, with SGD with momentum and with AdamW.",
+        f"**{sum(found.values())} ways of computing them: {found['equal']} equal to 1e-5, {found['refused']} refused with a sentence, "
+        f"{found['failed']} failed, {found['different']} silently different.**",
+        "A number is the largest relative difference; – means that there is nothing to divide, “as it is” that the model cannot be "
+        "captured, so that each device runs all of it ([where](lockstep.md#what-cannot-be-captured)). Random numbers are drawn by pieces "
+        f"of the batch. In {doubled} places single precision differs by more than 1e-5, in brackets, and the number is that of double "
+        "precision: batch normalisation of a few values, or a ReLU close to zero, makes much of rounding, while an error would be as "
+        "large as before.",
+    ]
     lines = [
         "# The zoo",
         "",
-        f"Made by `{command}`: {len(rows)} Hugging Face architectures at tiny sizes, with",
-        "dropout, SpecAugment, layer drop and auxiliary losses as their configurations have them, labels",
-        "padded, and `model(**batch).loss`. One process (a plain PyTorch loop over whole batches of 16) is",
-        "compared with a pipeline of three stages, two replicas with 11 and 5 samples, a swarm's stages, and",
-        "two ranks that divide tensors or experts: the losses of two steps and all weights after them, with",
-        "SGD with momentum and with AdamW. A number is the largest relative difference; – means that there is",
-        "nothing to divide, “as it is” that the model cannot be captured, so that each device runs all of it",
-        "([where](lockstep.md#what-cannot-be-captured)). Random numbers are drawn by pieces of the batch.",
-        "Where single precision differs by more than 1e-5, in brackets, the number is that of double",
-        "precision: batch normalisation of a few values, or a ReLU close to zero, make much of rounding; an",
-        "error would be as large as before.",
-        "",
-        f"Equal to 1e-5: {found['equal']}. Refused with a sentence: {found['refused']}. Failed: {found['failed']}.",
-        f"**Silently different: {found['different']}.**",
-        "",
+        *(line for paragraph in prose for line in (textwrap.fill(paragraph, 100, break_on_hyphens=False), "")),
         f"| architecture | task | {' | '.join(WAYS)} |",
         f"|---|---|{'---|' * len(WAYS)}",
         *(f"| {' | '.join(line)} |" for line in table(rows)),
@@ -390,8 +394,9 @@ def main() -> int:
             if asked.keep:
                 with asked.keep.open("ab") as file:
                     file.write(msgspec.json.encode(row) + b"\n")
-        if asked.write:  # what is known so far
-            asked.write.write_text(page(rows, "python benchmarks/zoo.py --write docs/zoo.md"), encoding="utf-8")
+        if asked.write and (architecture is chosen[-1] or architecture.name not in kept):  # what is known so far
+            command = f"python benchmarks/zoo.py{' --keep ROWS' if asked.keep else ''} --write docs/zoo.md"
+            asked.write.write_text(page(rows, command), encoding="utf-8")
     found = counts(rows)
     if asked.json:
         print(json.dumps({"rows": msgspec.to_builtins(rows), "counts": found, "machine": machine()}, indent=1))

@@ -50,6 +50,7 @@ class Architecture:
     build: Callable[[], nn.Module]
     batch: Callable[[int], dict[str, Tensor]]
     by_pieces: bool = False  # it draws numbers that belong to no sample, so that each piece of a batch has its own
+    epsilon: float = 1e-3  # of AdamW
 
 
 def small(config_class: Any, **given: Any) -> Any:
@@ -269,7 +270,8 @@ _BATCHES = {
     "audio-spectrogram-transformer audio": classified_spectra,
     "t5 classifier": ended_text,
 }
-_BY_PIECES = ("funnel",)  # dropout of its positions
+_EPSILONS = {"rwkv": 0.1}  # its embeddings begin at 1e-4 before a normalisation, so that their gradients are in the hundreds
+_BY_PIECES = ("funnel", "xlnet")  # dropout of positions
 _CLASSES = ("classifier", "image", "audio")
 _VARIATIONS = {  # as people configure them for fine-tuning
     "wav2vec2 ctc": {"layerdrop": 0.0, "ctc_loss_reduction": "mean"},
@@ -295,7 +297,9 @@ def _architecture(kind: str, task: str, variation: dict[str, Any] | None = None)
         return model
 
     text = "".join(f" {name}={value}" for name, value in (variation or {}).items())
-    return Architecture(f"{kind} {task}{text}", task, build, _BATCHES.get(f"{kind} {task}", batch), kind in _BY_PIECES)
+    return Architecture(
+        f"{kind} {task}{text}", task, build, _BATCHES.get(f"{kind} {task}", batch), kind in _BY_PIECES, _EPSILONS.get(kind, 1e-3)
+    )
 
 
 def share(model: nn.Module, task: str, piece: dict[str, Tensor], batch: dict[str, Tensor]) -> float:
@@ -304,7 +308,7 @@ def share(model: nn.Module, task: str, piece: dict[str, Tensor], batch: dict[str
         return 1.0
     counted = [len(part["labels"]) for part in (piece, batch)]
     if task not in (*_CLASSES, "ctc"):
-        first = 1 if task == "causal" else 0  # nothing comes before the first token
+        first = 1 if task == "causal" and model.config.model_type != "xlnet" else 0  # type: ignore[union-attr]  # nothing is before it
         counted = [int((part["labels"][:, first:] != -100).sum()) for part in (piece, batch)]
     return counted[0] / counted[1]
 

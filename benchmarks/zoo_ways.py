@@ -21,7 +21,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from zoo_reference import Optimizer, Pieces, Trained
+from zoo_reference import Pieces, Trained
 
 from atoll import Job
 from atoll.errors import AtollError, PlanError
@@ -55,7 +55,7 @@ def even_bounds(captured: Captured, stages: int) -> list[int]:
 class InOneProcess:
     """All stages of a model; `contributed` returns gradients as a swarm's workers do, otherwise they are added up as ranks do."""
 
-    def __init__(self, job: Job, captured: Captured, bounds: Sequence[int], optimizer: Optimizer, *, contributed: bool) -> None:
+    def __init__(self, job: Job, captured: Captured, bounds: Sequence[int], *, contributed: bool) -> None:
         self.sizes, self.key, self.batch_size = Sizes(captured), DrawKey(job.seed), job.batch_size
         model = job.build_model()
         builder = StageBuilder(InitialState(captured, model), device=CPU, key=self.key)
@@ -65,7 +65,7 @@ class InOneProcess:
         self.weights = {name: builder.parameters[name] for name in order if name in builder.parameters}
         self.rest = {name: value.detach() for name, value in model.named_parameters() if name not in self.weights}
         trained = [parameter for parameter in self.weights.values() if parameter.requires_grad]
-        updater = Updater(trained, optimizer(trained), None, LossScale(False), steps=1)
+        updater = Updater(trained, job.optimizer(trained), None, LossScale(False), steps=1)
         self.sink: Any = Contributed(job.batch_size, lambda: trained) if contributed else Accumulated(job.batch_size)
         self.sums: list[Tensor | None] = [None] * len(trained)
         stages = {n: BuiltStage(program=p, module=m) for n, (p, m) in enumerate(zip(self.programs, modules, strict=True))}

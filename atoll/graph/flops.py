@@ -21,7 +21,7 @@ from atoll.graph.export import ambient_precision
 from atoll.graph.fake import first_line
 from atoll.graph.graph import Precision
 
-__all__ = ["Kernel", "KernelCounter", "OperatorCost", "TensorSpec", "measure_operator", "saved_tensors"]
+__all__ = ["Kernel", "KernelCounter", "OperatorCost", "TensorSpec", "measure_operator", "saved_tensors", "why_not_measured"]
 
 aten = torch.ops.aten
 
@@ -245,6 +245,13 @@ def _forward_cost(
     )
 
 
+def why_not_measured(error: Exception, told: str) -> str:
+    """In words, why an operator cannot be measured."""
+    if type(error).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException", "GuardOnDataDependentSymNode"):
+        return "how large its result is depends on the data"
+    return f"it cannot be measured: {told}"
+
+
 def _with_backward(cost: OperatorCost, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> OperatorCost:
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     results = [tensor for tensor in outputs if tensor.requires_grad]
@@ -255,7 +262,8 @@ def _with_backward(cost: OperatorCost, inputs: list[torch.Tensor], outputs: list
         with KernelCounter() as backward:
             torch.autograd.grad(results, wanted, gradients, allow_unused=True)
     except (RuntimeError, NotImplementedError, AssertionError) as error:
-        note = f"its backward is taken for twice its forward, because it cannot be measured: {type(error).__name__}: {first_line(error)}"
+        reason = why_not_measured(error, f"{type(error).__name__}: {first_line(error)}")
+        note = f"its backward is taken for twice its forward, because {reason}"
         return replace(cost, backward_flops=2 * cost.flops, backward_bytes=2 * cost.bytes, note=note)
     return replace(cost, backward_flops=backward.count.flops, backward_bytes=backward.count.bytes)
 

@@ -54,7 +54,7 @@ UNCHECKED = "whether the losses of a batch's pieces add up was not checked"
 _TOLERANCES = {"fp32": 5e-5, "fp16": 3e-3, "bf16": 2e-2, "bf16-true": 2e-2}  # of the loss: products are as exact as that
 _DRAWS = frozenset({"rand", "randn", "rand_like", "randn_like", "randint", "bernoulli", "multinomial", "normal", "uniform", "randperm"})
 _FEW = 4  # samples that are always compared
-_SECONDS = 1.0  # of processor time for the whole batch: of a larger one, as many samples as take so long
+_SECONDS = 0.3  # of processor time for the whole batch: of a larger one, as many samples as take so long
 
 
 class _Found(NamedTuple):

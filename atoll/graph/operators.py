@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from atoll.graph.export import ExportedJob
 from atoll.graph.fake import first_line
-from atoll.graph.flops import OperatorCost, TensorSpec, measure_operator
+from atoll.graph.flops import OperatorCost, TensorSpec, measure_operator, why_not_measured
 from atoll.graph.graph import Precision
 
 __all__ = ["Operator", "OperatorTable", "build_table", "schema_name"]
@@ -236,7 +236,7 @@ class _Builder:
         except Exception as error:  # an operator that cannot run on fake tensors is estimated, and said so
             gradient = any(spec.requires_grad for spec in specs)
             traffic = float(sum(spec.bytes for spec in specs))
-            note = f"it is priced by the bytes it reads, because {_why_not(error)}"
+            note = f"it is priced by the bytes it reads, because {why_not_measured(error, first_line(error))}"
             return OperatorCost(
                 bytes=traffic,
                 backward_bytes=2 * traffic * gradient,
@@ -270,13 +270,6 @@ class _Builder:
         self.kept.add(root)
         spec = self.table.specs[root]
         entry.saved[root] = float((spec if isinstance(spec, TensorSpec) else self.table.specs[value]).storage_bytes)
-
-
-def _why_not(error: Exception) -> str:
-    """In words, why an operator cannot be measured."""
-    if type(error).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException", "GuardOnDataDependentSymNode"):
-        return "how large its result is depends on the data"
-    return f"it cannot be measured: {first_line(error)}"
 
 
 _EXPERT_WEIGHTS = OperatorCost(aliases=(0,), requires_grad=(True,))  # a view of the parameter: neither copied nor kept

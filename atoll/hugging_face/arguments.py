@@ -15,6 +15,7 @@ CARRIED = frozenset(
         *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_grad_norm"),
         *("optim", "optim_args", "optim_target_modules", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
         *("label_smoothing_factor", "label_names", "bf16", "fp16", "seed", "data_seed"),
+        *("torch_compile", "torch_compile_backend", "torch_compile_mode"),
         *("dataloader_drop_last", "dataloader_num_workers", "remove_unused_columns", "train_sampling_strategy", "length_column_name"),
         *("logging_strategy", "logging_steps", "logging_first_step", "report_to", "run_name", "project"),
         *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
@@ -47,7 +48,6 @@ WITHOUT_EFFECT = frozenset(
 """What changes no number, or what Atoll has its own way for."""
 
 _PLANNED = "what runs where is the plan's to say (`atoll plan`)"
-_COMPILED = "compiling the model is not carried"
 _KERNELS = "kernels that take the place of modules are not carried"
 
 REFUSED = {
@@ -58,9 +58,6 @@ REFUSED = {
     "accelerator_config": "settings of Accelerate are not carried",
     "neftune_noise_alpha": "its noise is added by a hook, which is lost when the model is divided",
     "auto_find_batch_size": "the batch size decides what is computed; give per_device_train_batch_size",
-    "torch_compile": _COMPILED,
-    "torch_compile_backend": _COMPILED,
-    "torch_compile_mode": _COMPILED,
     "use_liger_kernel": _KERNELS,
     "liger_kernel_config": _KERNELS,
     "eval_on_start": "evaluations follow steps",

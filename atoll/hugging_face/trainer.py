@@ -78,11 +78,19 @@ def _job(trainer: "Trainer") -> Job:
         steps=steps,
         seed=args.seed,
         precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        compile=_compiled(trainer),
         max_grad_norm=args.max_grad_norm or None,
         eval_data=None if eval_every is None else cast(Any, trainer.get_eval_dataloader().dataset),
         eval_every=eval_every,
         callbacks=[observer_of(trainer, steps, steps_of_epoch, eval_every)],
     )
+
+
+def _compiled(trainer: "Trainer") -> bool | dict[str, Any]:
+    """Arguments of `torch.compile`, if there are some."""
+    args = trainer.args
+    given = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+    return {name: value for name, value in given.items() if value is not None} if args.torch_compile else False
 
 
 def _align_special_tokens(trainer: "Trainer") -> None:

@@ -2,17 +2,22 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import nn
 
 from atoll.data import Batch, Dataset, Samples
 from atoll.data.stream import is_stream
+from atoll.errors import AtollError
 from atoll.graph.capture import Captured, capture_program
 from atoll.graph.graph import Precision
 from atoll.job import Job, LossFunction
 from atoll.runtime.evaluation import evaluated_functions
 
-__all__ = ["capture_evaluated", "capture_function"]
+__all__ = ["EvaluatedPrograms", "capture_evaluated", "capture_function"]
+
+EvaluatedPrograms: TypeAlias = Mapping[str, Captured | AtollError]
+"""Of the evaluation loss, whose name is empty, and of the metrics: the program of each, or why it has none."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +53,24 @@ class _Measured:
         return [self.samples.at(range(start, start + samples)) for start in starts]
 
 
-def capture_evaluated(job: Job, dataset: Dataset | None = None) -> dict[str, Captured]:
-    """The programs of what is evaluated, on this data or the job's: the loss, under an empty name, and metrics. None without data."""
+def capture_evaluated(job: Job, dataset: Dataset | None = None) -> "EvaluatedPrograms":
+    """The programs of what is evaluated, on this data or the job's: the loss, under an empty name, and metrics. None without data.
+
+    What cannot be captured has the reason in the place of its program.
+    """
     dataset = dataset if dataset is not None else job.eval_dataset
-    if dataset is None:
-        return {}
-    return {name: capture_function(job, name, function, dataset) for name, function in evaluated_functions(job).items()}
+    return (
+        {name: _captured(job, name, function, dataset) for name, function in evaluated_functions(job).items()}
+        if dataset is not None
+        else {}
+    )
+
+
+def _captured(job: Job, name: str, function: LossFunction, dataset: Dataset) -> Captured | AtollError:
+    try:
+        return capture_function(job, name, function, dataset)
+    except AtollError as error:
+        return error
 
 
 def capture_function(job: Job, name: str, function: LossFunction, dataset: Dataset) -> Captured:

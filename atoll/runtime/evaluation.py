@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -95,9 +95,20 @@ class ModelEvaluator:
     taken, by samples, and the first evaluation says so.
     """
 
-    def __init__(self, job: Job, model: nn.Module, device: torch.device, dataset: Dataset, compiler: "Compiler | None" = None) -> None:
-        self._job, self._model, self._device, self.dataset = job, model, device, dataset
+    def __init__(
+        self,
+        job: Job,
+        model: nn.Module,
+        device: torch.device,
+        dataset: Dataset,
+        compiler: "Compiler | None" = None,
+        only: Sequence[str] = (),
+    ) -> None:
+        """Of `only` these functions, by their names, where some are given."""
+        self._job, self.model, self._device, self.dataset = job, model, device, dataset
         self._functions, self._compiler = evaluated_functions(job), compiler
+        if only:
+            self._functions = {name: self._functions[name] for name in only}
         if compiler is not None:
             self._functions = {name: compiler.function(function) for name, function in self._functions.items()}
         self._loader = loader_for(job, dataset, None)
@@ -110,7 +121,7 @@ class ModelEvaluator:
         began = time.perf_counter()
         samples = self._loader.samples
         size, length = samples.batch_size, samples.length
-        self._model.eval()
+        self.model.eval()
         measures = {name: self._measure(name, function, step, divided=length > size) for name, function in self._functions.items()}
         sums = {name: EvaluationSums.of_terms(self._terms(name)) for name in measures}
         pieces = [range(start, min(start + size, length)) for start in range(0, length, size)]
@@ -120,11 +131,11 @@ class ModelEvaluator:
                 batch = to_device(next(batches).batch, self._device)
             for name, measure in measures.items():
                 sums[name].add(measure(indices, batch), len(indices))
-        self._model.train()
+        self.model.train()
         for name, found in sums.items():
             checked_weight(f"evaluation {name}".strip(), float(found.weights.min()))
         means = {name: found.mean() for name, found in sums.items()}
-        loss = means.pop("")
+        loss = means.pop("", None)
         notes, self._notes = tuple(self._notes), []
         seconds = time.perf_counter() - began
         return Evaluated(at_seconds=0.0, step=step, loss=loss, metrics=means, samples=length, seconds=seconds, notes=notes)
@@ -148,7 +159,7 @@ class ModelEvaluator:
 
         assert found.program is not None
         nothing = Updater([], None, None, LossScale(False), steps=self._job.total_steps)
-        program = WholeProgram(self._job, found.program, self._model, self._device, nothing, self._compiler)
+        program = WholeProgram(self._job, found.program, self.model, self._device, nothing, self._compiler)
         return lambda indices, batch: program.evaluate(WorkItem(0, step, 0, indices.start, len(indices)), batch)
 
     def _terms(self, name: str) -> int:
@@ -178,5 +189,5 @@ class ModelEvaluator:
         """What the evaluation loss (its name is empty) or a metric says of a batch; here a plain number will do."""
         known = f"metrics[{name!r}]" if name else "eval_loss" if self._job.eval_loss else "loss"
         with self._job.autocast(self._device), users_code(f"evaluation after step {step}: {known}", JobFailedError):
-            result: object = function(self._model, batch)
+            result: object = function(self.model, batch)
         return read_loss(torch.tensor(float(result)) if isinstance(result, (int, float)) else result, known)

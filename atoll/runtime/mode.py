@@ -3,7 +3,7 @@
 The modules that runtimes live in are imported to check options and to report, too: what needs PyTorch is imported when a job is run.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pkgutil import resolve_name
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from atoll.graph.capture import Captured
     from atoll.graph.eager import Uncaptured
     from atoll.job import Job
+    from atoll.runtime.evaluated_programs import EvaluatedPrograms
 
 __all__ = ["CapturedJob", "ModeRuntime", "RunOutcome", "ResumePoint", "RunContext", "mode_runtime", "newest_checkpoint"]
 
@@ -34,7 +35,7 @@ class CapturedJob:
 
     job: "Job"
     captured: "Captured | Uncaptured"  # of training, for pieces of a batch
-    evaluated: "Mapping[str, Captured] | None" = None  # of what lockstep evaluates; None: whoever needs it captures it
+    evaluated: "EvaluatedPrograms | None" = None  # of what lockstep evaluates; None: whoever needs it captures it
 
 
 @dataclass(frozen=True)

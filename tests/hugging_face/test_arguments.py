@@ -1,8 +1,10 @@
 """Every argument of a Trainer is carried, without effect, or refused by its name."""
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -55,7 +57,6 @@ EVALUATED = {"eval_strategy": "epoch", "eval_dataset": Sentences(99, 6)}
         ({"kind": Mean, "gradient_accumulation_steps": 2}, "gradient_accumulation_steps: the loss is not divided by num_items_in_batch"),
         ({"callbacks": [Clipping()]}, "callbacks: Clipping.on_pre_optimizer_step would never be called"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha: its noise is added by a hook"),
-        ({"torch_compile": True}, "torch_compile: compiling the model is not carried"),
         ({"accelerator_config": {"use_seedable_sampler": False}}, "accelerator_config: settings of Accelerate"),
         ({"dataloader_in_order": False}, "dataloader_in_order: batches are always in order"),
         ({"eval_on_start": True, **EVALUATED}, "eval_on_start: evaluations follow steps"),
@@ -70,6 +71,12 @@ def test_what_a_job_cannot_carry_is_refused_by_name(arguments: dict[str, Any], s
     with pytest.raises(JobError) as refused:
         atoll.from_trainer(made(tmp_path, **arguments))
     assert sentence in str(refused.value)
+
+
+def test_torch_compile_is_the_jobs_own(tmp_path: Path) -> None:
+    with mock.patch.dict(os.environ):  # where the arguments leave it for Accelerate
+        job = atoll.from_trainer(made(tmp_path, torch_compile_mode="default"))
+    assert job.compile == {"backend": "inductor", "mode": "default"}
 
 
 def test_a_schedule_that_cannot_be_made_anew_is_refused(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ import atoll
 from atoll.cli.main import run as command
 from atoll.cost import Evaluator
 from atoll.errors import JobError
-from atoll.events import Compiled, Evaluated, Logged, read_events
+from atoll.events import Compiled, Evaluated, Logged, Note, read_events
 from atoll.plan import parse_plan
 
-from .training_cases import NETS, Net, Watching, bf16_job, net_job, squares
+from .training_cases import NETS, Net, Watching, bf16_job, measured_job, net_job, squares
 
 pytestmark = pytest.mark.timeout(600)
 TOLERANCE = 1e-5
@@ -65,6 +65,20 @@ def check(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> 
         assert found[key].keys() == expected[key].keys(), key
         for name, value in expected[key].items():
             assert torch.allclose(torch.tensor(found[key][name]), torch.tensor(value), rtol=tolerance, atol=tolerance), (key, name)
+
+
+def test_what_cannot_be_captured_is_evaluated_all_the_same(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, found = ranks
+    expected = measured_job().run(progress=False)
+    assert found[0]["measured"]["losses"] == pytest.approx(expected.losses, rel=TOLERANCE)
+    for mine, theirs in zip(found[1]["measured"]["evaluations"], expected.evaluations, strict=True):
+        assert mine == pytest.approx(theirs.metrics, rel=TOLERANCE)
+    events = list(read_events(folder / "measured" / "events.jsonl"))
+    told = [event.message for event in events if isinstance(event, Note)]
+    assert ["metrics['near'] is evaluated by rank 0 alone, with the whole model" in line for line in told] == [False, True]
+    evaluated = [event for event in events if isinstance(event, Evaluated)]
+    assert ["metrics['worst'] is averaged" in note for note in evaluated[0].notes] == [True], "and `near` returns its weight"
+    assert not evaluated[1].notes, "told once"
 
 
 def test_alone_it_is_what_one_would_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

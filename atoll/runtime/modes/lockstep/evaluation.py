@@ -17,18 +17,20 @@ from torch.utils import _pytree as pytree
 
 from atoll.blame import users_code
 from atoll.data import Batch, Dataset, to_device
-from atoll.errors import CaptureError, JobFailedError
+from atoll.errors import AtollError, CaptureError, JobFailedError
 from atoll.events import Evaluated
 from atoll.graph.capture import Captured
 from atoll.job import Job, LossValue
 from atoll.runtime.activations import Activations
 from atoll.runtime.batch_loader import BatchLoader, LoadedBatch
+from atoll.runtime.evaluated_programs import EvaluatedPrograms
 from atoll.runtime.evaluation import EvaluationSums, averaged, evaluated_functions, loader_for
 from atoll.runtime.executor import Accumulated, BuiltStage, LossScale, StageExecutor, Updater, WorkItem
 from atoll.runtime.modes.lockstep.agreement import ChangedBuffers
 from atoll.runtime.modes.lockstep.heartbeat import Doing
 from atoll.runtime.modes.lockstep.layout import Layout, RankPlace
 from atoll.runtime.modes.lockstep.sharding import OptimizerShard
+from atoll.runtime.modes.lockstep.whole_model import WholeModel
 from atoll.runtime.stage.compilation import Compiler
 from atoll.runtime.stage.eager import EagerEvaluation, EagerStage, WholeBatch, eager_program
 from atoll.runtime.stage.module import EvaluationBuilder, StageModule
@@ -57,12 +59,13 @@ class EvaluatedFunction:
     stages: list[_EvalStage]
     executor: StageExecutor
     terms: int  # that its value is the sum of
-    note: str  # what is not exact
+    note: str | None  # what is not exact; None: that is seen when it is evaluated
+    unweighted: bool = False  # a value of it, seen here, had no weight
 
 
 def prepare_evaluation(
     job: Job,
-    programs: Mapping[str, Captured],
+    programs: EvaluatedPrograms,
     layout: Layout,
     rank: int,
     training: Captured,
@@ -75,6 +78,8 @@ def prepare_evaluation(
     """Cut the programs of what is evaluated where the plan cuts training. `buffers` are training's, by the user's names."""
     prepared = []
     for name, captured in programs.items():
+        if isinstance(captured, AtollError):
+            continue
         builder = EvaluationBuilder(InitialState(captured, model), buffers, device=device, key=key)
         stages = []
         for place in layout.places(rank):
@@ -96,7 +101,7 @@ def prepare_eager_evaluation(
         known = f"metrics[{name!r}]" if name else ("eval_loss" if job.eval_loss else "loss")
         stages = [_EvalStage(program=eager_program(), module=EagerEvaluation(stage, function, known), place=p) for p in layout.places(rank)]
         structure = pytree.tree_structure(0)
-        prepared.append(_function(job, name, WholeBatch(), stages, structure, device, key, 1, averaged(name), compiler))
+        prepared.append(_function(job, name, WholeBatch(), stages, structure, device, key, 1, None, compiler))
     return prepared
 
 
@@ -109,7 +114,7 @@ def _function(
     device: torch.device,
     key: DrawKey,
     terms: int,
-    note: str,
+    note: str | None,
     compiler: Compiler | None,
 ) -> EvaluatedFunction:
     executor = StageExecutor(
@@ -162,16 +167,18 @@ class Evaluation:
         doing: Callable[[object, int], None],
         lock: Lock,
         buffers: ChangedBuffers | None = None,
+        whole_model: WholeModel | None = None,
     ) -> None:
         """`lock` is held while this process loads data, which seeds the generators; `buffers` are those that evaluation reads and
-        training's exchange after every step does not bring up to date, if there may be some.
+        training's exchange after every step does not bring up to date, if there may be some; `whole_model` evaluates the rest.
         """
+        self._whole_model = whole_model
         self._doing, self._step, self._buffers = doing, 0, buffers
         self._averages: Mapping[nn.Parameter, Tensor] = {}
         self._lock = lock
         self._loader: BatchLoader | None = None  # of what was evaluated last
         self._batches: Iterator[LoadedBatch] = iter(())
-        self._notes = tuple(function.note for function in functions if function.note)  # told by the first evaluation
+        self._told = False  # what is not exact, by the first evaluation
         self._job, self._layout, self.rank, self.device, self._functions = job, layout, rank, device, functions
         self._owned = {part.name: part for part in owned}
         self._lane_divided = lane_divided
@@ -210,13 +217,29 @@ class Evaluation:
             with users_code(f"evaluation after step {step}: {function.name or 'the loss'}", JobFailedError):
                 found.append(self._measure(function, pieces).sums)
         self._doing(Doing("waiting for the others' part of the evaluation", "others"), step)
-        sums = torch.cat(found)
+        sums = torch.cat([*found, torch.tensor([float(function.unweighted) for function in self._functions], dtype=torch.float64)])
         dist.all_reduce(sums)
-        parts = torch.split(sums, [len(one) for one in found])
+        *parts, unweighted = torch.split(sums, [*(len(one) for one in found), len(self._functions)])
         means = {f.name: EvaluationSums(one).mean() for f, one in zip(self._functions, parts, strict=True)}
-        notes, self._notes = self._notes, ()
+        notes = [] if self._told else self._inexact(unweighted.tolist(), len(pieces))
+        if self._whole_model is not None:
+            self._doing(Doing("evaluating the whole model on rank 0", "user" if self.rank == 0 else "others"), step)
+            others = self._whole_model.run(step, self._loader.samples.dataset)
+            means, notes = {**means, **others.means}, [*notes, *others.notes]
+        self._told = True
         loss, seconds = means.pop(""), time.perf_counter() - began
-        return Evaluated(at_seconds=moment(), step=step, loss=loss, metrics=means, samples=length, seconds=seconds, notes=notes)
+        metrics = {name: means[name] for name in self._job.metrics}
+        return Evaluated(at_seconds=moment(), step=step, loss=loss, metrics=metrics, samples=length, seconds=seconds, notes=tuple(notes))
+
+    def _inexact(self, unweighted: Sequence[float], pieces: int) -> list[str]:
+        """What there is to say of functions whose values are averaged: one whose form is not known, or that returns no weight."""
+        notes = []
+        for function, without in zip(self._functions, unweighted, strict=True):
+            if function.note:
+                notes.append(function.note)
+            elif function.note is None and without and pieces > 1:
+                notes.append(averaged(function.name))
+        return notes
 
     def _measure(self, function: EvaluatedFunction, pieces: Sequence[range]) -> EvaluationSums:
         """Totals and weights of what this rank computed."""
@@ -270,6 +293,8 @@ class Evaluation:
         """Ends the processes that load its data."""
         if self._loader is not None:
             self._loader.close()
+        if self._whole_model is not None:
+            self._whole_model.close()
 
     def whole(self, name: str, stage: int) -> Tensor:
         """A parameter, put together by all ranks of the worker where each holds a part."""
@@ -318,6 +343,7 @@ class _Turns:
         made = self._function.executor.evaluate(work, self._inputs(stage, number))
         if isinstance(made, LossValue):
             self._sums.add(made, len(indices))
+            self._function.unweighted = self._function.unweighted or made.weight is None
         else:
             self._pass_on(stage.place.stage, number, made.values)
 

@@ -27,8 +27,10 @@ from atoll.job import Job, ParameterGroup
 from atoll.model_identity import ModelIdentity, identify
 from atoll.runtime.batch_loader import BatchLoader
 from atoll.runtime.checkpoint.exchange import CheckpointRanks
+from atoll.runtime.checkpoint.gathering import gather_tensors
 from atoll.runtime.checkpoint.loading import fill_shards
 from atoll.runtime.checkpoint.local_shard import LocalShard
+from atoll.runtime.evaluated_programs import EvaluatedPrograms
 from atoll.runtime.executor import Accumulated, LossScale, StageExecutor, Updater, WorkItem
 from atoll.runtime.imposed_speed import Pace
 from atoll.runtime.modes.lockstep.agreement import ChangedBuffers, agree, digest_of_weights
@@ -57,6 +59,7 @@ from atoll.runtime.modes.lockstep.sharding import (
     shard_stage,
 )
 from atoll.runtime.modes.lockstep.stage_source import StageSource, TrainedStage, stage_source
+from atoll.runtime.modes.lockstep.whole_model import WholeModel
 from atoll.runtime.stage.collectives import Lanes
 from atoll.runtime.stage.compilation import Compiler
 from atoll.runtime.stage.eager import EagerStage
@@ -141,7 +144,7 @@ def assemble(
     captured: Captured | Uncaptured,
     *,
     device: torch.device,
-    evaluated: Mapping[str, Captured] | None = None,
+    evaluated: EvaluatedPrograms | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     pace: Pace | None = None,
     doing: Callable[[object, int], None] = lambda action, step: None,
@@ -191,10 +194,8 @@ def assemble(
         norm = [one for one in counted if id(one.parameter) in own]
         turns.append(RankTurn(name, executor, runner, mine.owned, norm, _entering(parts, number, name)))
     buffers = _changed_buffers(rank, cut, parts, parts.evaluated)
-    divided = _lane_divided(cut)
-    evaluation = None
-    if parts.evaluated:
-        evaluation = Evaluation(job, layout, rank.number, device, parts.evaluated, held.owned, divided, doing, rank.key.lock)
+    gather = partial(_gathered, turns[0].executor, parts.identity)
+    evaluation, notes = _planned_evaluation(rank, cut, parts, held, doing, gather)
     return RankWork(
         layout=layout,
         rank=rank.number,
@@ -207,10 +208,10 @@ def assemble(
         identity=parts.identity,
         buffers=buffers,
         evaluation=evaluation,
-        evaluation_on=lambda dataset: _evaluation_on(dataset, rank, cut, parts, held, doing),
+        evaluation_on=lambda dataset: _evaluation_on(dataset, rank, cut, parts, held, doing, gather),
         callbacks=callbacks,
         requests=requests,
-        notes=[note for note in (parts.weights_read.note() if parts.weights_read is not None else None,) if note],
+        notes=notes,
         compiler=compiler,
         doing=doing,
     )
@@ -509,14 +510,44 @@ def _evaluation_on(
     parts: _Parts,
     held: _HeldParameters,
     doing: Callable[[object, int], None],
+    gather: Callable[[], dict[str, Tensor]],
 ) -> Evaluation:
     """Evaluation that the job did not announce: captured now, on the model as it was at first, of which only what never changes is read."""
-    build = rank.source.evaluation_on(dataset, parts.modules, rank.layout, rank.number, rank.device, rank.key)
+    build, not_captured = rank.source.evaluation_on(dataset, parts.modules, rank.layout, rank.number, rank.device, rank.key)
     functions = _build_in_turn(build, 4.0 * rank.source.graph.parameters)
     changed = _changed_buffers(rank, cut, parts, functions)
+    whole = _whole_model(rank, not_captured, gather)
     return Evaluation(
-        rank.job, rank.layout, rank.number, rank.device, functions, held.owned, _lane_divided(cut), doing, rank.key.lock, changed
+        rank.job, rank.layout, rank.number, rank.device, functions, held.owned, _lane_divided(cut), doing, rank.key.lock, changed, whole
     )
+
+
+def _planned_evaluation(
+    rank: _Rank,
+    cut: Sequence[CutStage],
+    parts: _Parts,
+    held: _HeldParameters,
+    doing: Callable[[object, int], None],
+    gather: Callable[[], dict[str, Tensor]],
+) -> tuple[Evaluation | None, list[str]]:
+    """On the job's own data, if it has some, and what is to be told before the run begins."""
+    notes = [note for note in (parts.weights_read.note() if parts.weights_read is not None else None,) if note]
+    whole = _whole_model(rank, rank.source.not_captured, gather)
+    if not parts.evaluated and whole is None:
+        return None, notes
+    given = (rank.job, rank.layout, rank.number, rank.device, parts.evaluated, held.owned, _lane_divided(cut), doing, rank.key.lock)
+    return Evaluation(*given, whole_model=whole), [*notes, *(whole.notes if whole is not None else [])]
+
+
+def _whole_model(rank: _Rank, not_captured: Mapping[str, str], gather: Callable[[], dict[str, Tensor]]) -> WholeModel | None:
+    parameters = sum(layer.parameters for layer in rank.source.graph.layers)
+    return WholeModel(rank.job, not_captured, parameters, rank.number, gather) if not_captured else None
+
+
+def _gathered(executor: StageExecutor, identity: ModelIdentity) -> dict[str, Tensor]:
+    """The model's weights on rank 0, under all their names. All ranks take part."""
+    whole = gather_tensors(executor.shards(), dist.group.WORLD)
+    return {**whole, **{name: whole[first] for name, first in identity.tied.items() if first in whole}}
 
 
 def _changed_buffers(rank: _Rank, cut: Sequence[CutStage], parts: _Parts, evaluated: Sequence[EvaluatedFunction]) -> ChangedBuffers:

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from atoll.data import Dataset
-from atoll.errors import JobError, PlanError
+from atoll.errors import AtollError, JobError, PlanError
 from atoll.graph import Graph
 from atoll.graph.capture import Captured
 from atoll.graph.eager import Uncaptured
 from atoll.job import Job
-from atoll.runtime.evaluated_programs import capture_evaluated
+from atoll.runtime.evaluated_programs import EvaluatedPrograms, capture_evaluated
 from atoll.runtime.modes.lockstep.evaluation import EvaluatedFunction, prepare_eager_evaluation, prepare_evaluation
 from atoll.runtime.modes.lockstep.layout import Layout
 from atoll.runtime.modes.lockstep.parallelize import CutStage, check_lane_sizes, cut_stages
@@ -50,6 +50,7 @@ class StageSource(Protocol):
     losses: list[pytree.TreeSpec]  # what the last stage returns, by turn of a step
     shared: frozenset[str]  # parameters that several layers read
     late: bool  # a backward gives some parameters their gradient in several portions
+    not_captured: Mapping[str, str]  # what the job evaluates that has no program, and why
     takes_parts: bool  # of a model, so that it needs no memory of its own for those that are read from files
 
     def cut(self, layout: Layout, rank: int) -> list[CutStage]:
@@ -71,13 +72,14 @@ class StageSource(Protocol):
 
     def evaluation_on(
         self, dataset: Dataset, modules: Sequence[TrainedStage], layout: Layout, rank: int, device: torch.device, key: DrawKey
-    ) -> Callable[[], list[EvaluatedFunction]]:
-        """Who makes what evaluates the trained stages on data that the job does not name; it may build a whole model for a while."""
+    ) -> tuple[Callable[[], list[EvaluatedFunction]], Mapping[str, str]]:
+        """Who makes what evaluates the trained stages on data that the job does not name, which may build a whole model for a while; and
+        what has no program, with reasons."""
         ...
 
 
 def stage_source(
-    job: Job, captured: Captured | Uncaptured, evaluated: Mapping[str, Captured] | None, compiler: Compiler | None = None
+    job: Job, captured: Captured | Uncaptured, evaluated: EvaluatedPrograms | None, compiler: Compiler | None = None
 ) -> StageSource:
     """`evaluated` is what `capture_evaluated` found, if it was asked before; a `compiler` compiles what evaluates."""
     if isinstance(captured, Uncaptured):
@@ -90,10 +92,11 @@ class _Program:
 
     late, takes_parts = False, True
 
-    def __init__(self, job: Job, captured: Captured, evaluated: Mapping[str, Captured], compiler: Compiler | None) -> None:
+    def __init__(self, job: Job, captured: Captured, evaluated: EvaluatedPrograms, compiler: Compiler | None) -> None:
         self._job, self._captured, self._evaluated, self._compiler = job, captured, evaluated, compiler
         self.graph, self.sizes, self.losses = captured.graph, Sizes(captured), [captured.program.call_spec.out_spec]
         self.shared = shared_parameters(captured)
+        self.not_captured: Mapping[str, str] = _reasons(evaluated)
 
     def cut(self, layout: Layout, rank: int) -> list[CutStage]:
         check_lane_sizes(layout, self._captured, self.sizes)
@@ -123,7 +126,7 @@ class _Program:
 
     def evaluation_on(
         self, dataset: Dataset, modules: Sequence[TrainedStage], layout: Layout, rank: int, device: torch.device, key: DrawKey
-    ) -> Callable[[], list[EvaluatedFunction]]:
+    ) -> tuple[Callable[[], list[EvaluatedFunction]], Mapping[str, str]]:
         programs = capture_evaluated(self._job, dataset)
         buffers = {name: buffer for module in modules for name, buffer in module.buffers_by_name().items()}
 
@@ -131,13 +134,18 @@ class _Program:
             model = self._job.build_model("cpu")
             return prepare_evaluation(self._job, programs, layout, rank, self._captured, buffers, model, device, key, self._compiler)
 
-        return build
+        return build, _reasons(programs)
+
+
+def _reasons(programs: EvaluatedPrograms) -> dict[str, str]:
+    return {name: str(program) for name, program in programs.items() if isinstance(program, AtollError)}
 
 
 class _UsersCode:
     """The user's own model and loss, whole on every device."""
 
     shared: frozenset[str] = frozenset()
+    not_captured: Mapping[str, str] = {}
     takes_parts = False
 
     def __init__(self, job: Job, uncaptured: Uncaptured, compiler: Compiler | None) -> None:
@@ -176,7 +184,7 @@ class _UsersCode:
 
     def evaluation_on(
         self, dataset: Dataset, modules: Sequence[TrainedStage], layout: Layout, rank: int, device: torch.device, key: DrawKey
-    ) -> Callable[[], list[EvaluatedFunction]]:
+    ) -> tuple[Callable[[], list[EvaluatedFunction]], Mapping[str, str]]:
         (stage,) = modules
         assert isinstance(stage, EagerStage)
-        return lambda: prepare_eager_evaluation(self._job, layout, rank, stage, device, key, self._compiler)
+        return lambda: prepare_eager_evaluation(self._job, layout, rank, stage, device, key, self._compiler), {}

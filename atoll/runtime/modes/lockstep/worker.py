@@ -37,7 +37,7 @@ from atoll.runtime.checkpoint.gathering import gather_tensors
 from atoll.runtime.checkpoint.manifest import RunIdentity
 from atoll.runtime.checkpoint.trained import load_trained
 from atoll.runtime.checkpoint.training_state import data_state, restore_data, training_state
-from atoll.runtime.evaluated_programs import capture_evaluated
+from atoll.runtime.evaluated_programs import EvaluatedPrograms, capture_evaluated
 from atoll.runtime.imposed_speed import pace_of_rank
 from atoll.runtime.mode import CapturedJob
 from atoll.runtime.modes.lockstep.calls import Calls
@@ -217,7 +217,7 @@ class RankTraining:
         job: Job,
         layout: Layout,
         captured: Captured | Uncaptured,
-        evaluated: Mapping[str, Captured],
+        evaluated: EvaluatedPrograms,
         device: torch.device,
         run: RankMembership,
         directory: RunDirectory | None,

@@ -213,9 +213,11 @@ def test_a_run_goes_from_one_process_to_unequal_shares_to_shards_and_back(tmp_pa
 def test_random_numbers_and_totals_are_those_of_one_process(tmp_path: Path) -> None:
     job = dataclasses.replace(JOB, name="chancy", model=Chancy, steps=6, eval_data=None, metrics={}, capture=False)
     halves = plan_of(job, "stage 0: layers 0-0: a=4 b=4", 4)
-    totals = dataclasses.replace(JOB, loss=weighted, eval_data=None, metrics={}, capture=False, steps=6)
+    totals = dataclasses.replace(JOB, loss=weighted, capture=False, steps=6)
     in_two_processes(tmp_path, {"run": (job, halves), "totals": (totals, plan_of(totals, UNEQUAL, 2))})
     assert losses_of(tmp_path / "totals") == pytest.approx(plain(totals)[0], rel=TOLERANCE)
+    (evaluated,) = [event for event in read_events(tmp_path / "totals" / "events.jsonl") if isinstance(event, Evaluated)]
+    assert [note.partition(" is averaged")[0] for note in evaluated.notes] == ["metrics['worst']"], "the loss returns its weight"
     losses, _ = plain(job, ((0, 4), (4, 8)))
     assert losses_of(tmp_path / "run") == pytest.approx(losses, rel=TOLERANCE)
     alone = dataclasses.replace(job, micro_batch_size=4).run(progress=False)

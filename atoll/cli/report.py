@@ -22,7 +22,7 @@ __all__ = ["report", "report_view", "section_view", "short_view"]
 
 _STATES = {
     "done": "done",
-    "stopped": "stopped by a callback",
+    "stopped": "stopped early",
     "interrupted": "interrupted",
     "failed": "failed",
     "running": "under way",

@@ -1,12 +1,13 @@
 """The programs of what a job evaluates, in evaluation mode, for pieces of the evaluation data whose results add up."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from torch import nn
 
 from atoll.data import Batch, Dataset, Samples
+from atoll.data.stream import is_stream
 from atoll.errors import AtollError
 from atoll.graph.capture import Captured, capture_program
 from atoll.graph.graph import Precision
@@ -35,9 +36,21 @@ class _Measured:
         """What a sum is the sum over."""
         return self.job.batch_size
 
+    @property
+    def dynamic(self) -> Mapping[str, int | Sequence[int]]:
+        """Dimensions that are declared to vary."""
+        return self.job.dynamic
+
     def example_batch(self, samples: int) -> Batch:
         """As many samples of the evaluation data, collated."""
         return self.samples.at(range(samples))
+
+    def more_examples(self, samples: int) -> list[Batch]:
+        """Batches of the samples that follow, and of the last ones where they can be chosen: such data is often sorted by length."""
+        starts = [*range(samples, 4 * samples, samples)]
+        if not is_stream(self.samples.dataset) and self.samples.length > samples:
+            starts.append(self.samples.length - samples)
+        return [self.samples.at(range(start, start + samples)) for start in starts]
 
 
 def capture_evaluated(job: Job, dataset: Dataset | None = None) -> "EvaluatedPrograms":

@@ -82,7 +82,7 @@ def _training(event: events.AnyEvent) -> str | None:
         case events.StopRequested():
             return event.message if event.source in ("run", "") else f"{event.source}: {event.message}"
         case events.RunFinished():
-            how = "stopped by a callback" if event.reason == "stopped" else event.reason
+            how = "stopped early" if event.reason == "stopped" else event.reason
             loss = f", loss {event.loss:.4f}" if event.loss is not None else ""
             return f"{how}: {plural(event.steps, 'step')} in {format_clock(event.seconds)}{loss}"
         case events.Note() | events.Warned():

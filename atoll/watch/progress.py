@@ -183,7 +183,7 @@ class Progress:
 
 def _summary(event: RunFinished, first_loss: float | None, now: int, samples_per_s: float | None) -> str:
     """The run in one sentence. The last `now` steps were made since it was started, at that rate, the others before."""
-    how = {"done": "done", "stopped": "stopped by a callback", "interrupted": "interrupted", "failed": "failed"}[event.reason]
+    how = {"done": "done", "stopped": "stopped early", "interrupted": "interrupted", "failed": "failed"}[event.reason]
     if event.steps and not now:
         return f"{how}: {'all ' if event.steps > 1 else ''}{plural(event.steps, 'step')} had been made before"
     first = f"{first_loss:.4f} → " if first_loss is not None and now > 1 else ""

@@ -199,6 +199,24 @@ def test_evaluation_is_exact_rare_and_changes_nothing() -> None:
     assert run(replace(job, metrics={}, eval_loss=accuracy))[0].evaluations[-1].loss == result.evaluations[-1].metrics["accuracy"]
 
 
+def pad(rows: Sequence[Tensor]) -> Tensor:
+    return nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=-1)
+
+
+def padded_loss(model: nn.Module, rows: Tensor) -> Tensor:
+    return cross_entropy(model(rows.clamp(min=0)).transpose(1, 2), rows, ignore_index=-1)
+
+
+@pytest.mark.parametrize(("lengths", "dynamic"), [([9, 9, 5, 4, 7, 3], {}), ([9] * 20 + [4] * 6 + [9] * 4, {"": 1})])
+def test_evaluation_data_whose_first_samples_are_equally_long(lengths: list[int], dynamic: dict[str, int]) -> None:
+    rows = [torch.arange(length) % 5 + length % 3 for length in lengths]
+    start = Job(model=token_model, loss=padded_loss, data=rows, optimizer=partial(torch.optim.SGD, lr=0.1), batch_size=4, steps=2)
+    result = replace(start, collate_fn=pad, eval_data=rows, dynamic=dynamic).run(progress=False)
+    with torch.no_grad():
+        expected = padded_loss(result.model.eval(), pad(rows)).item()
+    assert result.evaluations[-1].loss == pytest.approx(expected, rel=1e-5)
+
+
 def test_an_evaluation_that_is_not_finite_or_weighs_nothing(tmp_path: Path) -> None:
     job = replace(JOB, steps=1, eval_data=Shapes(count=4), eval_loss=lambda m, b: mean_loss(m, b) / 0)
     assert job.run(out=tmp_path, progress=False).evaluations[0].loss is None

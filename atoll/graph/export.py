@@ -454,6 +454,17 @@ def _check_parameters(job: TrainingJob, model: nn.Module) -> None:
         raise JobError("Job: model: it has no trainable parameter; set requires_grad on what is to be trained")
 
 
+def _check_hooks(job: TrainingJob, model: nn.Module) -> None:
+    """What is hooked to gradients is no operator of the forward, so no program would have it."""
+    hooked = [name for name, p in model.named_parameters() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
+    hooked += [name or "the model" for name, module in model.named_modules() if module._backward_hooks or module._backward_pre_hooks]
+    if hooked:
+        raise CaptureError(
+            f"job {job.name!r} cannot be captured: {hooked[0]!r} has a hook on its gradient, which the captured program would not call. "
+            "Write it as a torch.autograd.Function in the forward; the norm of all gradients is clipped by max_grad_norm"
+        )
+
+
 def _with_values(job: TrainingJob, model: nn.Module) -> nn.Module | None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -483,6 +494,7 @@ def export_job(job: TrainingJob, *, training: bool = True, divided: bool = False
     with _running_the_users_code(job, "building the model"):
         model, building = build_model(job.model)
     _check_parameters(job, model)
+    _check_hooks(job, model)
     with _running_the_users_code(job, "loading a batch"):
         batch = plain_batch(job.example_batch(SAMPLES))
         others = [plain_batch(job.example_batch(samples)) for samples in OTHER_SAMPLES]

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from atoll import Job
 from atoll.errors import DividedLossError
 from atoll.graph.capture import Captured, capture_program
-from atoll.graph.eager import capture_or_run
+from atoll.graph.eager import Uncaptured, capture_or_run
 from atoll.runtime.executor import Accumulated, Contributed, WorkItem
 from atoll.runtime.loss_weights import StepWeights
 
@@ -399,3 +399,18 @@ def test_a_gradient_in_the_loss_is_trained_in_micro_batches() -> None:
     job = job_of(Model, penalty, [sample(index) for index in range(BATCH * STEPS)])
     result = replace(job, micro_batch_size=3).run(progress=False)
     torch.testing.assert_close(list(result.losses), whole_batch(job)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("where", ["parameter", "module"])
+def test_hooks_on_gradients_are_not_lost(where: str) -> None:
+    def hooked() -> nn.Module:
+        model = Model()
+        if where == "parameter":
+            model.first.weight.register_hook(lambda gradient: gradient * 3)  # type: ignore[no-untyped-call]
+        else:
+            model.last.register_full_backward_hook(lambda module, inside, outside: (inside[0] * 3,))
+        return model
+
+    found = capture_or_run(job_of(hooked, tokens, [sample(index) for index in range(BATCH)]), check=True, most_bytes=2.0**33)
+    assert isinstance(found, Uncaptured)
+    assert "hook on its gradient" in found.reason

@@ -253,6 +253,11 @@ class Gradients:
             if gradient is None:
                 view.zero_()
                 continue
+            if gradient.layout is not torch.strided:
+                raise JobFailedError(
+                    f"a parameter of the shape {list(gradient.shape)} has a sparse gradient, and only dense ones are added up over "
+                    "devices: build its layer with sparse=False (nn.Embedding, nn.EmbeddingBag), or train with --alone"
+                )
             if slot.pieces is None:
                 view.view_as(gradient).copy_(gradient)
                 slot.parameter.grad = view.view_as(gradient)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from atoll.errors import JobFailedError
 from atoll.runtime.modes.lockstep.gradients import GradientGroup, Gradients
 from atoll.runtime.modes.lockstep.recorder import Recorder
 from atoll.runtime.stage.shard_spec import ShardSpec
@@ -59,6 +60,16 @@ def gradients_of(parameters: dict[str, nn.Parameter], *, bucket_bytes: int = 1 <
 
 def parameters_of(*shapes: tuple[int, ...]) -> dict[str, nn.Parameter]:
     return {f"p{index}": nn.Parameter(torch.zeros(shape)) for index, shape in enumerate(shapes)}
+
+
+def test_a_sparse_gradient_is_refused_in_a_sentence(others: Others) -> None:
+    parameters = parameters_of((3, 2))
+    gradients = gradients_of(parameters)
+    gradients.arm(list(parameters.values()))
+    (parameter,) = parameters.values()
+    parameter.grad = torch.eye(3, 2).to_sparse()
+    with pytest.raises(JobFailedError, match=r"shape \[3, 2\] has a sparse gradient.*sparse=False"):
+        gradients.finish()
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 200))

@@ -36,14 +36,14 @@ def check_program(
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     with torch.no_grad(), autocast():
         try:
-            expected, again = (_own_loss(job, model, batch, buffers) for _ in range(2))
+            expected, before, again = (_own_loss(job, model, batch, buffers) for _ in range(3))  # the first may set up what the others use
             with own_randomness(0, devices=False):
                 computed = _mean(_run(program, values, batch))
         except Exception:
             return
-    if math.isfinite(expected) and abs(again - expected) > _SAME * max(1.0, abs(expected)):
+    if math.isfinite(before) and abs(again - before) > _SAME * max(1.0, abs(before)):
         raise CaptureError(
-            f"job {job.name!r} cannot be captured: its own code computes a loss of {expected:.6g} and, called again with the same weights, "
+            f"job {job.name!r} cannot be captured: its own code computes a loss of {before:.6g} and, called again with the same weights, "
             f"batch and seed, {again:.6g}. Something that is no tensor changes from call to call (a count it keeps, the time, a file); "
             "keep it in a buffer, or change it in a callback"
         )

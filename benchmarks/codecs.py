@@ -16,7 +16,7 @@ from report import print_json, print_table
 from atoll.codec.base import Codec
 from atoll.codec.registry import decode, make_codec, relative_error
 
-CODECS = ("none", "bf16", "fp16", "int8", "int4", "top-k:0.1", "top-k:0.01")
+CODECS = ("none", "bf16", "fp16", "int8", "int4", "2-bit", "top-k:0.1", "top-k:0.01", "top-k-2-bit:64")
 
 
 def naive_int8(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,11 +5,13 @@ statements, and no PyTorch; the codecs themselves are in `atoll.codec.registry` 
 (`top-k:0.01`) makes its own: `make_codec(text).spec`.
 """
 
+import math
+from statistics import NormalDist
 from typing import Literal, TypeAlias
 
 import msgspec
 
-__all__ = ["CODECS", "CodecChoice", "CodecSpec", "codec_spec"]
+__all__ = ["CODECS", "CodecChoice", "CodecSpec", "codec_spec", "sparse_two_bit_spec"]
 
 CodecChoice: TypeAlias = Literal["none", "auto", "bf16", "fp16", "int8", "int4"]
 """What `--codec` may say of activations and their gradients; `auto`: what fits each link.
@@ -42,7 +44,24 @@ CODECS = {
     "fp16": CodecSpec(name="fp16", bits=16, memory_passes=6, relative_error=0.0002),
     "int8": CodecSpec(name="int8", bits=8.125, memory_passes=7, relative_error=0.0069),
     "int4": CodecSpec(name="int4", bits=4.125, memory_passes=11, relative_error=0.126),
+    "2-bit": CodecSpec(name="2-bit", bits=2.125, memory_passes=30, relative_error=0.341),
 }
+
+
+def sparse_two_bit_spec(kept: int) -> CodecSpec:
+    """The statement of `top-k-2-bit:KEPT`: of every 4,096 values so many are sent, as the mean of those above or below their mean.
+
+    For normally distributed values: the share of their energy that these means have is what arrives.
+    """
+    normal, share = NormalDist(), kept / 4096
+    threshold = normal.inv_cdf(1 - share / 2)
+    split = 2 * normal.pdf(threshold) / share  # the mean of what is sent
+    high = 1 - normal.cdf(split)
+    low = share / 2 - high
+    arrived = 2 * ((normal.pdf(threshold) - normal.pdf(split)) ** 2 / low + normal.pdf(split) ** 2 / high)
+    return CodecSpec(
+        name=f"top-k-2-bit:{kept}", bits=14 * share + 32 / 4096, memory_passes=62 + 300 * share, relative_error=math.sqrt(1 - arrived)
+    )
 
 
 def codec_spec(name: str) -> CodecSpec:

@@ -1,4 +1,4 @@
-"""Block-wise codecs, 256 elements at a time: bf16, fp16, int8 and int4.
+"""Block-wise codecs, 256 elements at a time: bf16, fp16, int8 and int4; `two_bit.py` has the narrowest.
 
 A block with NaN, Inf or values outside the codec's range goes beside the others as it is: nothing is poisoned, nothing is lost.
 
@@ -73,7 +73,10 @@ class BlockCodec(Codec):
 
     code_dtype: ClassVar[torch.dtype]
     codes_per_block: ClassVar[int]
-    scaled: ClassVar[bool]  # every block has an fp32 scale
+    scaled: ClassVar[bool]  # every block has scales
+    scales_per_block: ClassVar[int] = 1
+    scale_dtype: ClassVar[torch.dtype] = torch.float32
+    marks_per_block: ClassVar[int] = 1
     smallest: ClassVar[float]  # largest magnitudes of a block between these (or 0) can be encoded
     largest: ClassVar[float]
 
@@ -83,17 +86,18 @@ class BlockCodec(Codec):
     def _encode(self, header: Header, given: Given) -> tuple[Header, dict[str, torch.Tensor]]:
         flat = given.tensor.view(-1)
         blocks = block_count(flat.numel())
-        peaks = flat.new_empty((blocks, 1), dtype=work_dtype(flat.dtype))
+        marks = flat.new_empty((blocks, self.marks_per_block), dtype=work_dtype(flat.dtype))
+        peaks = marks[:, :1]
         codes = given.room((blocks, self.codes_per_block), self.code_dtype)
-        self.encode_rows(as_blocks(flat), peaks, codes)
+        self.encode_rows(as_blocks(flat), marks, codes)
         if (tail := padded_tail(flat)) is not None:
-            self.encode_rows(tail, peaks[-1:], codes[-1:])
+            self.encode_rows(tail, marks[-1:], codes[-1:])
         exact = (((peaks < self.smallest) & (peaks != 0)) | ~(peaks <= self.largest)).view(-1).nonzero().view(-1)
         parts = {"exact_index": exact, "exact_values": _gather_blocks(flat, exact), "codes": codes}
         if exact.numel():  # what rows were made of NaN is not the same everywhere
-            codes[exact], peaks[exact] = 0, 0
+            codes[exact], marks[exact] = 0, 0
         if self.scaled:
-            parts["scales"] = self.scales(peaks).to(torch.float32)
+            parts["scales"] = self.scales(marks).to(self.scale_dtype)
         return msgspec.structs.replace(header, exact_blocks=exact.numel()), parts
 
     @classmethod
@@ -104,7 +108,7 @@ class BlockCodec(Codec):
         found = [
             EncodedPart("exact_index", torch.int64, header.exact_blocks),
             EncodedPart("exact_values", dtype_of(header), header.exact_blocks * BLOCK),
-            *([EncodedPart("scales", torch.float32, blocks)] if cls.scaled else []),
+            *([EncodedPart("scales", cls.scale_dtype, blocks * cls.scales_per_block)] if cls.scaled else []),
             EncodedPart("codes", cls.code_dtype, blocks * cls.codes_per_block),
         ]
         return tuple(sorted(found, key=lambda part: -part.dtype.itemsize))
@@ -115,7 +119,7 @@ class BlockCodec(Codec):
             raise CodecError(f"{cls.name}: a header announces {header.dtype}, which travels as it is")
         blocks = block_count(header.elements)
         codes = parts["codes"].view(blocks, cls.codes_per_block)
-        scales = parts["scales"].view(blocks, 1) if cls.scaled else codes[:, :1]
+        scales = parts["scales"].view(blocks, cls.scales_per_block) if cls.scaled else codes[:, :1]
         cls.decode_rows(codes, scales, as_blocks(flat))
         if rest := flat.numel() % BLOCK:
             tail = flat.new_empty(1, BLOCK)
@@ -124,13 +128,16 @@ class BlockCodec(Codec):
         _put_blocks(flat, _checked(parts["exact_index"], blocks, cls.name), parts["exact_values"].view(-1, BLOCK))
 
     @abstractmethod
-    def encode_rows(self, rows: torch.Tensor, peaks: torch.Tensor, codes: torch.Tensor) -> None:
-        """Write the largest magnitude of each row (NaN if it has one) and the row's codes, which may be anything for rows out of range."""
+    def encode_rows(self, rows: torch.Tensor, marks: torch.Tensor, codes: torch.Tensor) -> None:
+        """Write the largest magnitude of each row (NaN if it has one) and the row's codes, which may be anything for rows out of range.
+
+        `marks` has `marks_per_block` columns; the magnitude is the first, what else a codec's scales are made of follows it.
+        """
 
     @staticmethod
-    def scales(peaks: torch.Tensor) -> torch.Tensor:
-        """What a code of 1 stands for, from the largest magnitude of each block."""
-        return peaks
+    def scales(marks: torch.Tensor) -> torch.Tensor:
+        """What codes stand for, from the marks of each block; of those that have one scale, what a code of 1 stands for."""
+        return marks
 
     @classmethod
     @abstractmethod
@@ -204,7 +211,7 @@ class Fp16(_Half):
     largest: ClassVar[float] = torch.finfo(torch.float16).max
 
 
-_SMALLEST, _LARGEST = 2.0**-100, 2.0**126
+SMALLEST, LARGEST = 2.0**-100, 2.0**126
 """Largest magnitudes for which the scale, its inverse and every product are ordinary fp32 numbers, with room to spare."""
 
 
@@ -228,7 +235,7 @@ class _Quantiser:
             source = self._converted.copy_(source)
         torch.abs(source, out=self._scaled)
         torch.amax(self._scaled, 1, keepdim=True, out=peak)
-        torch.clamp_min(peak, _SMALLEST, out=self._inverse)
+        torch.clamp_min(peak, SMALLEST, out=self._inverse)
         torch.div(self._levels, self._inverse, out=self._inverse)
         return torch.mul(source, self._inverse, out=self._scaled).round_()
 
@@ -236,8 +243,8 @@ class _Quantiser:
 class _Integers(BlockCodec):
     code_dtype = torch.int8
     scaled = True
-    smallest: ClassVar[float] = _SMALLEST
-    largest: ClassVar[float] = _LARGEST
+    smallest: ClassVar[float] = SMALLEST
+    largest: ClassVar[float] = LARGEST
 
 
 class Int8(_Integers):

@@ -1,32 +1,46 @@
 """The codecs by their names: from a text to a codec, from a header and bytes back to the tensor, and the error that was made."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from atoll.codec.base import Codec, Encoded, EncodedPart, Header, NoCodec, dtype_of, one_thread
 from atoll.codec.blocks import BLOCK, Bf16, BlockCodec, Fp16, Int4, Int8
 from atoll.codec.top_k import TopK
+from atoll.codec.two_bit import SparseTwoBit, TwoBit
 from atoll.errors import CodecError
 
 __all__ = ["FixedSizeCodec", "decode", "encoded_from", "make_codec", "parts_of", "relative_error"]
 
-_FORMATS: Mapping[str, type[Codec]] = {codec.name: codec for codec in (NoCodec, Bf16, Fp16, Int8, Int4, TopK)}
+_FORMATS: Mapping[str, type[Codec]] = {codec.name: codec for codec in (NoCodec, Bf16, Fp16, Int8, Int4, TwoBit, TopK, SparseTwoBit)}
 
 
 def make_codec(text: str) -> Codec:
-    """The codec a text names: `none`, `bf16`, `fp16`, `int8`, `int4`, `top-k:0.01` (the share kept)."""
+    """The codec a text names: `none`, `bf16`, `fp16`, `int8`, `int4`, `2-bit`, `top-k:0.01` (the share kept) or `top-k-2-bit:64`."""
     name, colon, strength = text.partition(":")
-    if name == "top-k" and colon:
-        try:
-            share = float(strength)
-        except ValueError:
-            raise CodecError(f"codec {text!r}: {strength!r} is not a number; write top-k:0.01") from None
-        return TopK(share)
-    if colon or name not in _FORMATS or name == "top-k":
-        raise CodecError(f"there is no codec {text!r}; write none, bf16, fp16, int8, int4 or top-k:0.01")
+    if colon and name in _WITH_STRENGTH:
+        return _WITH_STRENGTH[name](strength)
+    if colon or name not in _FORMATS or name in _WITH_STRENGTH:
+        raise CodecError(f"there is no codec {text!r}; write none, bf16, fp16, int8, int4, 2-bit, top-k:0.01 or top-k-2-bit:64")
     return _FORMATS[name]()
+
+
+def _make_top_k(strength: str) -> Codec:
+    try:
+        share = float(strength)
+    except ValueError:
+        raise CodecError(f"codec 'top-k:{strength}': {strength!r} is not a number; write top-k:0.01") from None
+    return TopK(share)
+
+
+def _make_sparse_two_bit(strength: str) -> Codec:
+    if not (strength.isascii() and strength.isdecimal()):
+        raise CodecError(f"codec 'top-k-2-bit:{strength}': {strength!r} is not a whole number; write top-k-2-bit:64")
+    return SparseTwoBit(int(strength))
+
+
+_WITH_STRENGTH: Mapping[str, Callable[[str], Codec]] = {"top-k": _make_top_k, "top-k-2-bit": _make_sparse_two_bit}
 
 
 def parts_of(header: Header) -> tuple[EncodedPart, ...]:
@@ -128,7 +142,7 @@ class FixedSizeCodec:
         """Write the blocks that the codec would send beside the others."""
         if self._codec.scaled:  # their codes and scales are zeros
             vanishing = values.abs().amax(1).to(torch.float64) < self._codec.smallest  # not so where it is NaN
-            parts["scales"][index[~vanishing]] = math.nan
+            parts["scales"].view(-1, self._codec.scales_per_block)[index[~vanishing]] = math.nan
         else:
             parts["codes"].view(-1, BLOCK)[index] = values.to(self._codec.code_dtype)
 

@@ -7,7 +7,7 @@ from atoll.codec.base import Encoded
 
 __all__ = ["CODEC_TEXTS", "FLOATS", "body_of", "tensors"]
 
-CODEC_TEXTS = ("none", "bf16", "fp16", "int8", "int4", "top-k:0.05", "top-k:0.5")
+CODEC_TEXTS = ("none", "bf16", "fp16", "int8", "int4", "2-bit", "top-k:0.05", "top-k:0.5", "top-k-2-bit:64", "top-k-2-bit:1500")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 SHAPES = ((), (1,), (0,), (3, 0), (7,), (255,), (256,), (257,), (1000,), (16, 16), (33, 65), (5, 4, 129), (1, 700), (700, 1), (64, 64))
 

@@ -1,4 +1,4 @@
-"""bf16, fp16, int8 and int4: error bounds per block, and blocks that travel exactly."""
+"""bf16, fp16, int8, int4 and 2-bit: error bounds per block, and blocks that travel exactly."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from atoll.codec.registry import decode, make_codec
 from tests.codec.tensors import FLOATS, tensors
 
-BLOCKWISE = ("bf16", "fp16", "int8", "int4")
+BLOCKWISE = ("bf16", "fp16", "int8", "int4", "2-bit")
 
 
 def bound(name: str, block: torch.Tensor) -> torch.Tensor:
@@ -18,6 +18,8 @@ def bound(name: str, block: torch.Tensor) -> torch.Tensor:
         return (peak / 254 * (1 + 2**-16)).expand_as(block)
     if name == "int4":
         return (peak / 14 * (1 + 2**-16)).expand_as(block)
+    if name == "2-bit":
+        return (peak * 1.01).expand_as(block)
     if name == "bf16":
         return (block.abs() * 2**-8).clamp_min(2.0**-134)
     return (block.abs() * 2**-11).clamp_min(2.0**-25)

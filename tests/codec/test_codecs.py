@@ -80,7 +80,7 @@ def test_parameters_that_require_gradients_are_encoded(text: str) -> None:
     assert not decode(make_codec(text).encode(parameter)).requires_grad
 
 
-@pytest.mark.parametrize("text", ["bf16", "fp16", "int8", "int4", "top-k:0.1", "top-k:0.01"])
+@pytest.mark.parametrize("text", ["bf16", "fp16", "int8", "int4", "2-bit", "top-k:0.1", "top-k:0.01", "top-k-2-bit:64", "top-k-2-bit:1024"])
 def test_codecs_state_the_ratio_and_the_error_that_are_measured(text: str) -> None:
     codec, tensor = make_codec(text), torch.randn(1024, 1024, generator=torch.Generator().manual_seed(3))
     encoded = codec.encode(tensor)
@@ -103,12 +103,19 @@ for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
             encoded = make_codec(text).encode(tensor, feedback=feedback)
             digest.update(repr(encoded.header).encode() + b"".join(map(bytes, encoded.buffers())))
             digest.update(decode(encoded).view(torch.uint8).numpy().tobytes())
+from atoll.runtime.outer_update import OuterState, OuterTerms, outer_step, weighted_mean
+state = OuterState.beginning(values.view(-1).float())
+for shift in (1, 2, 3):
+    mean = weighted_mean([(3.0, values.view(-1).float() / 7), (7.0 * shift, values.view(-1).roll(shift).float() / 3)])
+    outer_step(state, mean, OuterTerms(learning_rate=0.7, momentum=0.9))
+digest.update(state.weights.numpy().tobytes() + state.momentum.numpy().tobytes())
 print(digest.hexdigest())
 """
 
 
 def test_bytes_and_decoded_values_are_the_same_on_other_processors_and_with_more_threads() -> None:
-    """PyTorch and its matrix library can be told to use other instruction sets, which round sums differently."""
+    """And what sites make of each other's updates. PyTorch and its matrix library can be told to use other instruction sets, which round
+    sums differently."""
     digests = set()
     for capability, threads in (("default", 1), ("avx2", 2)):
         environment = {
@@ -139,7 +146,7 @@ def test_threads_encode_at_once_and_the_callers_setting_stays() -> None:
 
 HEADERS = st.builds(
     Header,
-    codec=st.sampled_from(["none", "bf16", "fp16", "int8", "int4", "top-k", "zip"]),
+    codec=st.sampled_from(["none", "bf16", "fp16", "int8", "int4", "2-bit", "top-k", "top-k-2-bit", "zip"]),
     dtype=st.sampled_from(["float32", "float64", "bfloat16", "int64", "bool", "complex64", "object"]),
     shape=st.lists(st.integers(-1, 40), max_size=3).map(tuple),
     exact_blocks=st.integers(-1, 4),
@@ -170,6 +177,9 @@ def test_any_header_with_any_bytes_is_decoded_or_refused_in_words(header: Header
         ("top-k:x", "not a number"),
         ("top-k:0", "between"),
         ("low-rank:4", "no codec"),
+        ("top-k-2-bit", "no codec"),
+        ("top-k-2-bit:0.5", "not a whole number"),
+        ("top-k-2-bit:4097", "1 to 4096"),
         ("int8:2", "no"),
     ],
 )

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +100,9 @@ class Job:
     The global batch of a step is `batch_size` samples, however many devices share it. Data is visited in a seeded order that any worker can
     compute (`atoll.data`), and the same seed gives the same losses, bit for bit on the same CPU.
     """
+
+    evaluates_other_data: ClassVar[bool] = False
+    """Whether whoever runs it gives data to evaluate on, so that metrics do not need `eval_data`."""
 
     model: nn.Module | Callable[[], nn.Module]
     """A callable that builds the module: it is called with the seed set, so that all hosts agree, and planning costs no memory.
@@ -552,15 +555,16 @@ def _check_figures(job: Job) -> None:
         _wrong("seed", f"must be a whole number from 0 to 2**64 - 1, got {job.seed!r}")
     if job.ema_decay is not None and not (isinstance(job.ema_decay, (int, float)) and 0 <= job.ema_decay < 1):
         _wrong("ema_decay", f"must be from 0 to 1, such as 0.999, got {job.ema_decay!r}")
-    if job.eval_ema and (job.ema_decay is None or job.eval_data is None):
+    evaluated = job.eval_data is not None or job.evaluates_other_data
+    if job.eval_ema and (job.ema_decay is None or not evaluated):
         _wrong("eval_ema", "needs ema_decay and eval_data")
     if job.precision not in _PRECISIONS:
         _wrong("precision", f"must be 'fp32', 'bf16', 'fp16' or 'bf16-true', got {job.precision!r}")
     if not isinstance(job.name, str) or not job.name:
         _wrong("name", f"must be a word or two, got {job.name!r}")
     _check_compile(job.compile)
-    for name in ("eval_every", "eval_loss", "metrics"):
-        if getattr(job, name) and job.eval_data is None:
+    for name, needed in (("eval_every", job.eval_data is None), ("eval_loss", not evaluated), ("metrics", not evaluated)):
+        if getattr(job, name) and needed:
             _wrong(name, "needs eval_data to evaluate on")
 
 

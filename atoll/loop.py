@@ -144,6 +144,12 @@ def _opened_among_others(job: Job, arguments: RunArguments, role: Role) -> Itera
             yield training
 
 
+class LoopJob(Job):
+    """The job of a loop that may give `step.evaluate` data of its own, for its metrics too."""
+
+    evaluates_other_data = True
+
+
 @dataclass(frozen=True)
 class GlobalBatch:
     """A step's batch, before any process has loaded its part of it: which step it is for, and which samples of the data make it up."""
@@ -189,7 +195,7 @@ def step(
             if arguments.get("parameter_groups") is not None:
                 raise JobError("atoll.step: parameter_groups: this optimizer is built and has groups already; leave out one of them")
             own = built_anew(optimizer, model).arguments()
-        job = Job(model=model, loss=loss, data=data, **{**arguments, **own})
+        job = LoopJob(model=model, loss=loss, data=data, **{**arguments, **own})
         about = RunArguments(
             out=out, device=device, progress=progress, plan=plan, cluster=cluster, resume=resume, checkpoint_every=checkpoint_every
         )

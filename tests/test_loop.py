@@ -44,6 +44,9 @@ def loss(model, batch):
     inputs, wanted = batch
     return ((model(inputs) - wanted) ** 2).mean()
 
+def distance(model, batch):
+    return (model(batch[0]) - batch[1]).abs().mean()
+
 torch.manual_seed(3)
 model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
@@ -51,12 +54,14 @@ if __name__ == "__main__":
     out, last, resume = sys.argv[1], int(sys.argv[2]), len(sys.argv) > 3
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     about = {"resume": out} if resume else {"out": out}
+    about["metrics"] = {"distance": distance}
     with atoll.step(model, loss=loss, optimizer=optimizer, data=Data(), batch_size=8, steps=6, progress=False, **about) as step:
         losses, evaluated = [], []
         for batch in step.batches():
             losses.append(step(batch))
             if step.number % 2 == 0:
-                evaluated.append(step.evaluate(Data(1000)).loss)
+                found = step.evaluate(Data(1000))
+                evaluated.append(found.loss + found.metrics["distance"])
             if step.number == last:
                 break
         weights = step.state_dict()
@@ -88,7 +93,8 @@ def by_hand(samples: Any) -> tuple[list[float], list[float], dict[str, Tensor]]:
         losses.append(value.item())
         if number % 2:
             with torch.no_grad():
-                evaluated.append(float(loss(model, tuple(torch.stack(c) for c in zip(*[held_out[i] for i in range(20)], strict=True)))))
+                everything = tuple(torch.stack(column) for column in zip(*[held_out[i] for i in range(20)], strict=True))
+                evaluated.append(float(loss(model, everything)) + float(script["distance"](model, everything)))
     return losses, evaluated, dict(model.state_dict())
 
 

@@ -87,7 +87,7 @@ class Progress:
         saved = f"; last checkpoint: step {self._saved.step}" if self._saved is not None else ""
         repeated = self._seen - len(self._steps_made)
         again = f"; {plural(repeated, 'step')} computed again" if repeated else ""
-        lost = event.steps - self._saved.step if event.reason == "failed" and self._saved is not None else 0
+        lost = event.steps - self._saved.step if event.reason in ("failed", "interrupted") and self._saved is not None else 0
         return saved + again + (f"; {plural(lost, 'step')} after it lost" if lost > 0 else "")
 
     def recall(self, events: Iterable[AnyEvent]) -> None:

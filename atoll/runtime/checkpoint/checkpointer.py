@@ -118,7 +118,7 @@ class _Verdict(msgspec.Struct):
 
 
 class Checkpointer:
-    """A run's checkpoints in a directory that all ranks see. Every method but `finished` must be called by all ranks alike.
+    """A run's checkpoints in a directory that all ranks see. Every method but `finished` and `tried` must be called by all ranks alike.
 
     `group` must be a Gloo group of all ranks that nothing else uses, since a save talks through it from its own thread; None: this
     process alone. Making a Checkpointer removes what a crash left half-written in the directory.
@@ -136,6 +136,7 @@ class Checkpointer:
         self._outcome: Outcome | None = None
         self._finished: list[Outcome] = []
         self._last_saved: int | None = None
+        self._last_tried: int | None = None
         self._prepare_directory()
 
     def save(
@@ -161,6 +162,7 @@ class Checkpointer:
             keep_as(self.directory, keep, step)
         failed = None
         if self._last_saved != step:
+            self._last_tried = step
             failed = self._start(began, step, tensors, optimizers, extra or {}, keep, at_once=final)
         self._finished.extend([failed] if failed else [])
         if final:
@@ -202,8 +204,16 @@ class Checkpointer:
         """
         self.wait()
         loaded = load_from(self._ranks, self.directory, self.identity, tensors, optimizers, step)
-        self._last_saved = None if loaded is None or step is not None else loaded.step
+        self._last_saved = self._last_tried = None if loaded is None or step is not None else loaded.step
         return loaded
+
+    def tried(self, step: int) -> bool:
+        """Whether that step was saved, or could not be."""
+        return step == self._last_tried
+
+    def replace_next(self) -> None:
+        """Save anew what is asked for next, though its step may be saved: there is more to say of it by now."""
+        self._last_saved = None
 
     def __enter__(self) -> Self:
         return self

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Literal, NamedTuple, Protocol
 
 from atoll.events import Observer, ProcessEnded, ProcessStarted
+from atoll.runtime.signals import signals_to_stop
 from atoll.runtime.supervise.hosts import OutputSource, ProcessSpec, StartedProcess
 
 __all__ = ["INTERRUPTED", "Policy", "Supervisor"]
@@ -158,7 +159,7 @@ class Supervisor:
             os.kill(os.getpid(), signal.SIGSTOP)
             self.signal(signal.SIGCONT)
 
-        handlers = {signal.SIGINT: ask, signal.SIGTERM: ask, signal.SIGHUP: ask, signal.SIGTSTP: pause}
+        handlers = {**dict.fromkeys(signals_to_stop(), ask), signal.SIGTSTP: pause}
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             yield

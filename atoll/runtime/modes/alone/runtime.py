@@ -62,10 +62,13 @@ class AloneRuntime:
                     opened.append(trainer)
                     yield trainer
 
-            if settings.own_loop:
-                execute(settings.script, settings.arguments, opener)
-            else:
-                self._train(run, opener)
+            try:
+                if settings.own_loop:
+                    execute(settings.script, settings.arguments, opener)
+                else:
+                    self._train(run, opener)
+            except KeyboardInterrupt:  # the second Ctrl-C, or one before the first step
+                return RunOutcome(_INTERRUPTED, resumable=newest_checkpoint(run.directory) is not None)
         interrupted = bool(opened) and opened[-1].reason == "interrupted"
         return RunOutcome(_INTERRUPTED if interrupted else 0, resumable=interrupted)
 

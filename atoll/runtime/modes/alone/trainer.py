@@ -18,7 +18,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from atoll.blame import users_code
+from atoll.blame import in_words, users_code
 from atoll.callbacks import Callback, Snapshot, callback_states, logged, restore_callbacks, with_run
 from atoll.cluster.memory import keep_freed_memory
 from atoll.data import Batch, Dataset, to_device
@@ -54,6 +54,7 @@ from atoll.runtime.loss_weights import StepWeights
 from atoll.runtime.nonfinite import checked_weight, not_finite
 from atoll.runtime.peak import peak_memory_bytes
 from atoll.runtime.run_directory import RunDirectory, RunSettings
+from atoll.runtime.signals import signals_to_stop
 from atoll.runtime.stage.compilation import CompiledDraws, compile_errors, compiler_for
 from atoll.runtime.stage.rng import DrawKey, EagerDraws
 from atoll.runtime.training import Reason, train
@@ -99,8 +100,10 @@ def training_alone(
             yield trainer
             trainer.save_last()
         except BaseException as error:
+            if not isinstance(error, KeyboardInterrupt):  # the second Ctrl-C ends at once
+                trainer.save_failed()
             with suppress(Exception):  # an observer that failed may fail again; the first error is the one to show
-                trainer.finish("failed", f"{type(error).__name__}: {error}")
+                trainer.finish(*(("interrupted", "") if isinstance(error, KeyboardInterrupt) else ("failed", in_words(error))))
             raise
         finally:
             trainer.close()
@@ -174,6 +177,8 @@ class AloneTrainer:
         self.evaluator: ModelEvaluator | None = None
         self.random = True  # until a forward has shown that it draws no random numbers
         self._reason: Reason | None = None
+        self._whole = True  # model and optimizer are those after a whole step
+        self._unevaluated = False  # the evaluation that is due after it was not made
         self.losses: list[float] = []
         self.evaluations: list[Evaluated] = []
         self.resumed: Loaded | None = None
@@ -191,6 +196,7 @@ class AloneTrainer:
         self.resumed = loaded
         if loaded is not None:
             self.losses = restore_training(loaded.extra, loaded.step, self.scheduler, self.scale)
+            self._unevaluated = bool(loaded.extra.get("unevaluated", False))
             self.random = bool(loaded.extra.get("draws", True))
             restore_callbacks(self.job.callbacks, loaded.extra.get("callbacks", {}))
             restore_data(loaded.extra, self.job.samples)
@@ -233,6 +239,8 @@ class AloneTrainer:
             note = self.job.weights_note(self.model) if self.resumed is None else None
             if note is not None:
                 self.emit(Note(at_seconds=self.moment(), message=note))
+            if self._unevaluated:
+                self._evaluate_when_due(len(self.losses))
             self._find_pieces()
             if self.compiler is not None and self.random and len(self.turns) == 1 and self.reason is None:
                 self.random = self._tried()[1]  # before it is compiled: not when the first step has shown it
@@ -335,10 +343,23 @@ class AloneTrainer:
             with suppress(StopTraining):
                 self._tell_of_saves(*self.saving)
 
+    def save_failed(self) -> None:
+        """After an error that came between steps (evaluation, callbacks, loading data, a loop around the steps) none of them is lost."""
+        if self.saving is None:
+            return
+        checkpoints, step = self.saving[0], len(self.losses)
+        with suppress(Exception):  # the first error is the one to show
+            checkpoints.wait()  # of a save that is under way
+            if self._whole and step and not checkpoints.tried(step):
+                self._save(*self.saving, final=True)
+        with suppress(Exception):
+            self._tell_of_saves(*self.saving)
+
     def _save(self, checkpoints: Checkpointer, policy: SavePolicy, *, final: bool = False, keep: str | None = None) -> None:
         step = len(self.losses)
         extra = training_state(self.scheduler, self.scale, self.losses)
         extra |= {"draws": self.random, "data": data_state(self.data_state), "callbacks": callback_states(self.job.callbacks)}
+        extra |= {"unevaluated": self._unevaluated}
         policy.begun(step)
         checkpoints.save(step, held_tensors(self.model), optimizers=self.optimizers, extra=extra, final=final, keep=keep)
 
@@ -389,6 +410,7 @@ class AloneTrainer:
         self.kept = []
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         made = [self._take(step, turn) for turn in self.turns]
+        self._whole = True
         loss, norms = sum(one.loss for one in made), [one.norm for one in made if one.norm is not None]
         self.losses.append(loss)
         return StepFinished(
@@ -537,6 +559,7 @@ class AloneTrainer:
         began = time.perf_counter()
         with users_code(f"step {step}: loading the batch", JobFailedError):
             loaded = next(self.batches)
+        self._whole = False  # what follows computes
         self.data_state = loaded.state
         self.data_seconds += time.perf_counter() - began
         self.loading_seconds += loaded.seconds
@@ -575,7 +598,8 @@ class AloneTrainer:
 
     def _evaluate_when_due(self, step: int) -> None:
         dataset = self.job.eval_dataset
-        if dataset is not None and evaluates_after(self.job, step, self.steps):
+        self._unevaluated = dataset is not None and evaluates_after(self.job, step, self.steps)
+        if dataset is not None and self._unevaluated:
             self._evaluate(dataset, planned=True)
 
     def _evaluate(self, dataset: Dataset, *, planned: bool = False) -> None:
@@ -589,6 +613,7 @@ class AloneTrainer:
         if planned:
             for turn in self.turns:
                 turn.updater.evaluated(len(self.losses), found.loss)
+            self._unevaluated = False
         self.evaluations.append(msgspec.structs.replace(found, at_seconds=self.moment()))
         self.emit(self.evaluations[-1])
 
@@ -669,18 +694,22 @@ def _name_of(observer: object) -> str:
 
 @contextmanager
 def _polite_interrupt() -> Iterator[threading.Event]:
-    """The first Ctrl-C sets the event, so that the step under way can end; the second interrupts as usual."""
+    """The first Ctrl-C, SIGTERM or hangup sets the event, so that the step under way can end; the second acts as usual."""
     interrupt = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield interrupt  # only the main thread can listen for signals
         return
 
+    def put_back() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
     def remember(number: int, frame: object) -> None:
         interrupt.set()
-        signal.signal(signal.SIGINT, before)
+        put_back()
 
-    before = signal.signal(signal.SIGINT, remember)
+    before = {number: signal.signal(number, remember) for number in signals_to_stop()}
     try:
         yield interrupt
     finally:
-        signal.signal(signal.SIGINT, before)
+        put_back()

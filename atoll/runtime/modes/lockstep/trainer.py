@@ -100,6 +100,8 @@ class Trainer:
     def __init__(self, job: Job, work: RankWork, device: torch.device, observers: Sequence[Callback] = ()) -> None:
         self.job, self.work, self.device = job, work, device
         self.saved_in: Path | None = None  # where checkpoints are
+        self.unevaluated = False  # the evaluation that is due after the last step was not made
+        self.save_first: Callable[[], None] | None = None  # before the first evaluation, which may fail; None: there is nowhere to save
         self.save_kept: Callable[[str], None] | None = None  # saves this step under a name; None: there is nowhere to save
         self.requests = Requests(self.gather, self._keep)
         self.observe(observers)
@@ -151,6 +153,7 @@ class Trainer:
     def resume(self, step: int, extra: dict[str, Any]) -> None:
         """Continue after `step` steps: weights and optimizer are loaded, this is the rest."""
         self.losses = restore_training(extra, step, self.scheduler, self.updater.scale)
+        self.unevaluated = bool(extra.get("unevaluated", False))
         schedule = self.updater.scheduler
         if schedule is not None and not self.trainable:  # nothing of its optimizer was loaded
             for group, rate in zip(self.optimizer.param_groups, schedule.get_last_lr(), strict=True):
@@ -184,6 +187,8 @@ class Trainer:
             if codec != "none":
                 reason = "the plan names it; losses are near those of one process, not equal to float tolerance"
                 self.tell(CodecChosen(at_seconds=self.moment(), link=link, codec=codec, before="", reason=reason))
+        if self.unevaluated and self._evaluate_when_due(self.last_step):
+            self.reason = self.reason or "stopped"
 
     def advance(self, stop_asked: bool = False, after_step: Callable[[int], None] = lambda step: None) -> None:
         """The next step, and the last if any rank was asked to stop by a signal, or is `stopping`. `after_step` may save."""
@@ -285,6 +290,7 @@ class Trainer:
     def _not_finite(self, step: int, what: Literal["loss", "gradient"], value: float) -> None:
         with suppress(StopTraining):
             self.tell(NonFinite(at_seconds=self.moment(), step=step, what=what, value=str(value)))
+        self.work.doing(_AGREEING, step)  # which is what the others are told, not that a callback heard of it
         raise not_finite(step, what, value, self.saved_in)
 
     def tell(self, event: AnyEvent) -> bool:
@@ -318,17 +324,21 @@ class Trainer:
     def _evaluate_when_due(self, step: int) -> bool:
         """Evaluate after the last step and every so many; whether an observer asked to stop."""
         evaluation = self.work.evaluation
-        if evaluation is None or not evaluates_after(self.job, step, self.job.total_steps):
+        self.unevaluated = evaluation is not None and evaluates_after(self.job, step, self.job.total_steps)
+        if evaluation is None or not self.unevaluated:
             return False
         return self.evaluate(evaluation, None)
 
     def evaluate(self, evaluation: Evaluation, dataset: Dataset | None) -> bool:
         """Evaluate on the job's own data, as it planned, or other; whether an observer asked to stop."""
         averages = self.updater.averages() if self.job.eval_ema else {}
+        if self.save_first is not None and not self.evaluations:
+            self.save_first()
         self.evaluations.append(evaluation.run(self.last_step, self.moment, dataset, averages))
         if dataset is None:
             for turn in self.work.turns:
                 turn.executor.updater.evaluated(self.last_step, self.evaluations[-1].loss)
+            self.unevaluated = False
         return self._tell_together(self.evaluations[-1])
 
     def _started(self) -> RunStarted:

@@ -295,6 +295,7 @@ class RankTraining:
         if self.checkpoints is not None:
             self.trainer.saved_in = self.checkpoints.directory
             self.trainer.save_kept = partial(self._keep, self.checkpoints)
+            self.trainer.save_first = partial(self._save_first, self.checkpoints)
             self._load(self.checkpoints)
             self.policy = SavePolicy(
                 self.settings.checkpoint_every,
@@ -423,8 +424,16 @@ class RankTraining:
 
     def _save(self, checkpoints: Checkpointer, step: int, *, final: bool = False, keep: str | None = None) -> None:
         extra = training_state(self.trainer.scheduler, self.trainer.updater.scale, self.trainer.losses)
-        extra |= {"callbacks": callback_states(self.job.callbacks), "data": self._data_state(step)}
+        extra |= {"callbacks": callback_states(self.job.callbacks), "data": self._data_state(step), "unevaluated": self.trainer.unevaluated}
         checkpoints.save(step, self.work.executor.shards(), optimizers=self.trainer.optimizers, extra=extra, final=final, keep=keep)
+
+    def _save_first(self, checkpoints: Checkpointer) -> None:
+        """Before the first evaluation: what fails in it ends the run, and the steps until then are saved. It is in place on return."""
+        if self.trainer.last_step and not checkpoints.tried(self.trainer.last_step):
+            self._begin_save(checkpoints, self.trainer.last_step)
+            checkpoints.wait()
+            self._tell_saved(checkpoints)
+            checkpoints.replace_next()
 
     def _keep(self, checkpoints: Checkpointer, name: str) -> None:
         self._save(checkpoints, self.trainer.last_step, keep=name)

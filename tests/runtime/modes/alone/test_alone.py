@@ -19,6 +19,7 @@ from atoll.errors import JobError, JobFailedError
 from atoll.events import AnyEvent, Evaluated, NonFinite, RunFinished, RunStarted, StepFinished, StopTraining, read_events
 from atoll.job import Job, RunResult
 from atoll.randomness import mix, own_randomness
+from atoll.runtime.supervise.supervisor import Supervisor
 
 
 def classifier() -> nn.Module:
@@ -262,18 +263,31 @@ def test_a_gradient_that_is_not_finite_ends_the_run() -> None:
         run(replace(JOB, loss=spoil))
 
 
-def test_ctrl_c_ends_after_the_step() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ctrl_c_and_what_launchers_send_end_it_after_the_step(number: signal.Signals) -> None:
     def press(event: AnyEvent) -> None:
         if isinstance(event, StepFinished) and event.step == 2:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(number)
     result, events = run(replace(JOB, callbacks=[press]))
     assert result.reason == "interrupted"
     assert len(result.losses) in (2, 3)
     assert isinstance(events[-1], RunFinished)
     assert events[-1].reason == "interrupted"
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(number) is before
+
+
+def test_a_hangup_that_is_ignored_stays_so() -> None:
+    """As under `nohup`: the run goes on when the terminal is closed."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        result, _ = run(replace(JOB, callbacks=[lambda event: signal.raise_signal(signal.SIGHUP)]))
+        assert result.reason == "done"
+        with Supervisor().obeying_signals():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_ctrl_c_interrupts_at_once() -> None:

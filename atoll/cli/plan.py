@@ -13,6 +13,7 @@ from rich.text import Text
 from atoll.cli.output import check_writable, headed_table, notes_view, print_json, say, titled, working
 from atoll.cli.render import plan_view, show
 from atoll.cli.target import Target, load_target
+from atoll.cli.trial import grounds_without_trial, times_by
 from atoll.cluster import Cluster, load_cluster
 from atoll.codec import CodecChoice
 from atoll.cost import Calibration, Cost, Evaluator, load_calibration, staleness_effect
@@ -58,19 +59,20 @@ def plan(
     devices = load_cluster(cluster)
     constants = load_calibration(calibration) if calibration else None
     model = load_target(target, batch_size, context.obj or ())
-    constants = constants or _here(model, devices)
+    given, constants = constants, constants or _here(model, devices)
     if check is not None:
         _check(check, model, devices, constants, as_json, batch_size)
         return
     planned = _make(model, devices, constants, top, mode, codec)
+    times = times_by(given) if given is not None else grounds_without_trial(planned.candidates[0].plan, devices)
     if output is not None:
         save_plan(planned.candidates[0].plan, output)
     if as_json:
         entries = [_entry(candidate.plan, candidate.cost, model.graph, candidate.reasons) for candidate in planned.candidates]
-        more = {name: getattr(planned, name) for name in ("considered", "exact", "ruled_out", "bottleneck", "relief")}
+        more = {name: getattr(planned, name) for name in ("considered", "exact", "ruled_out", "bottleneck", "relief")} | {"times": times}
         print_json(_document(model, devices, entries, planned.seconds, more))
     else:
-        _show(planned, model, devices, why)
+        _show(planned, model, devices, why, times)
     if output is not None:
         say(f"wrote {output}")
 
@@ -103,11 +105,11 @@ def _make(model: Target, cluster: Cluster, calibration: Calibration | None, top:
         )
 
 
-def _show(planned: "Planned", model: Target, cluster: Cluster, long: bool) -> None:
+def _show(planned: "Planned", model: Target, cluster: Cluster, long: bool, times: str) -> None:
     best = planned.candidates[0]
     others = [alternatives_table(planned, long=long)] if len(planned.candidates) > 1 else []
     notes = _notes((*model.notes, *codec_notes(best.plan)))
-    show(plan_view(best.plan, best.cost, model.graph, cluster), why_view(planned, long=long), *notes, *others)
+    show(plan_view(best.plan, best.cost, model.graph, cluster), why_view(planned, times, long=long), *notes, *others)
 
 
 def _notes(sentences: tuple[str, ...]) -> list[RenderableType]:
@@ -152,8 +154,8 @@ _FEW = 3  # sentences of each kind when the user did not ask for all
 _SHORT = 56  # characters of a difference in a table
 
 
-def why_view(planned: "Planned", *, long: bool) -> RenderableType:
-    """The bottleneck and what would relieve it, the reasons for the choice, what was considered and what ruled it out."""
+def why_view(planned: "Planned", times: str, *, long: bool) -> RenderableType:
+    """The bottleneck and what would relieve it, the reasons for the choice, what was considered and ruled out, what times are by."""
     search = "that is all there are, and none is faster" if planned.exact else "not all there are; a faster one may exist"
     considered = f"{planned.considered:,} plans in {format_seconds(planned.seconds)}; {search}"
     rows: list[tuple[str, Sequence[str]]] = [
@@ -162,6 +164,7 @@ def why_view(planned: "Planned", *, long: bool) -> RenderableType:
         ("because", planned.candidates[0].reasons),
         ("considered", [considered]),
         ("ruled out", planned.ruled_out),
+        ("times", [times.removeprefix("times are ")]),
     ]
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)

@@ -19,6 +19,7 @@ from atoll.cli.plan import make_plan_for, priced
 from atoll.cli.render import plan_view, show
 from atoll.cli.report import short_view
 from atoll.cli.target import Target, load_target
+from atoll.cli.trial import Grounds, grounds_of, times_by
 from atoll.cluster import Cluster, dump_cluster, load_cluster
 from atoll.codec import CodecChoice
 from atoll.cost import Calibration, Cost, load_calibration
@@ -218,10 +219,20 @@ def _prepare(
     _validate(plan, model, matching, given.plan_file)
     PlanCodecs(plan, matching)  # an error where it has some that cannot be found in the cluster
     phases.append(PhaseFinished(phase="plan made", seconds=time.perf_counter() - began))
+    grounds = _grounds(plan, model, matching, constants, start, script)
+    constants = grounds.calibration
     predicted, notes = priced(plan, model, matching, constants) if matching is not None else (None, ())
     assert model.job is not None  # a script always has one
-    notes = (*model.notes, *_other_micro_batches(plan, model), *notes)
+    notes = (*model.notes, *_other_micro_batches(plan, model), *notes, *grounds.sentences)
+    reasons, phases = (*reasons, *grounds.sentences), [*phases, *grounds.phases]
     return _Prepared(plan, options, model.job, cluster, matching, model, predicted, notes, reasons, model.own_loop, tuple(phases))
+
+
+def _grounds(plan: Plan, model: Target, cluster: Cluster | None, given: Calibration | None, start: ForkableStart, script: str) -> Grounds:
+    """What the plan's times rest on: the calibration that was given, or what is found out."""
+    if given is not None:
+        return Grounds(sentences=(times_by(given),), calibration=given)
+    return grounds_of(plan, model, cluster, start, script) if cluster is not None else Grounds()
 
 
 def _prepare_here(script: str, arguments: tuple[str, ...], rules: ModeRules, options: msgspec.Struct) -> _Prepared:

@@ -13,7 +13,7 @@ from atoll.cli.output import show_what_the_terminal_can
 from atoll.errors import AtollError
 from atoll.runtime.mode import CapturedJob
 from atoll.runtime.modes.lockstep.role import Role, find_role, hidden_role
-from atoll.runtime.run_directory import RunDirectory
+from atoll.runtime.run_directory import RunDirectory, RunSettings
 from atoll.watch.progress import Progress
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ def _run(directory: RunDirectory, role: Role, known: CapturedJob | None, script:
 
     settings = directory.settings()
     settings = settings if script is None else msgspec.structs.replace(settings, script=script)
+    if settings.trial_seconds is not None:
+        return _try(directory, role, known, settings)
     with Progress() as progress:
 
         def opened(job: "Job", own_loop: bool) -> AbstractContextManager[RankTraining]:
@@ -66,6 +68,28 @@ def _run(directory: RunDirectory, role: Role, known: CapturedJob | None, script:
             job = known.job if known is not None else load_job(settings.script, settings.arguments)
         with seen_arguments(settings.script, settings.arguments), opened(job, False) as training:
             train(training)
+    return 0
+
+
+def _try(directory: RunDirectory, role: Role, known: CapturedJob | None, settings: RunSettings) -> int:
+    """The rank of a trial, of which nobody sees anything."""
+    from atoll.runtime.modes.lockstep.trial import job_to_try, silenced, try_steps
+    from atoll.runtime.modes.lockstep.worker import training_rank
+    from atoll.script import load_job, seen_arguments
+
+    silenced()
+    assert settings.trial_seconds is not None
+    with hidden_role(os.environ):
+        job = job_to_try(known.job if known is not None else load_job(settings.script, settings.arguments))
+    if known is not None:
+        known = CapturedJob(job, known.captured, {})
+    with (
+        seen_arguments(settings.script, settings.arguments),
+        training_rank(
+            job, directory.plan(), role, directory=directory, settings=settings, observers=(), notes_shown=True, known=known
+        ) as training,
+    ):
+        try_steps(training, settings.trial_seconds, is_first=role.rank == 0)
     return 0
 
 

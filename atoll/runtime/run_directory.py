@@ -54,6 +54,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     profile: bool = False
     codec: str = "none"  # of activations and their gradients on links: what `--codec` said
     speeds: str | None = None  # a cluster file: ranks compute no faster than its devices would
+    trial_seconds: float | None = None  # this run only finds out, for about so long, what a step takes: nothing is told and nothing kept
     options: dict[str, Any] = msgspec.field(default_factory=dict)  # the mode's own, as its rules' options struct has them
 
     def options_as(self, kind: type[Options]) -> Options:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from atoll.cli.main import run
+from atoll.cluster.host_name import this_host
 from atoll.runtime.modes.lockstep.schedule import Schedule
 from tests.runtime.modes.lockstep.read_trace import read_chrome_trace
 from tests.warm import run_warm
@@ -49,30 +50,37 @@ def loss(model, batch):
     return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
+def told(event):
+    print("told", event.kind)
+
+
 job = atoll.Job(model=Tied, loss=loss, data=Data(), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), batch_size=8,
-                micro_batch_size=2, steps=6)
+                micro_batch_size=2, steps=20, callbacks=[told])
 
 if __name__ == "__main__":
     job.run()
 """
-CLUSTER = """
+CLUSTER = f"""
 name = "two"
 [[site]]
 name = "here"
   [[site.host]]
-  name = "h"
-  devices = [{ kind = "core", count = 2, memory = "4 GB" }]
-  link = { bandwidth = "2 GB/s", latency = "20 us" }
+  name = "{this_host()}"
+  devices = [{{ kind = "core", count = 2, memory = "4 GB" }}]
+  link = {{ bandwidth = "2 GB/s", latency = "20 us" }}
 [[device_kind]]
 name = "core"
 cpu = true
 memory = "8 GB"
 memory_bandwidth = "8 GB/s"
-flops = { fp32 = "40 GFLOPS" }
+flops = {{ fp32 = "40 GFLOPS" }}
+[device_kind.measured]
+threads = 1
+operator = "1 us"
 """
-PLAN = """plan v1 graph=job cluster=two batch=8 micro_batch=4
-stage 0: layers 0-2: h/0=8
-stage 1: layers 3-5: h/1=8
+PLAN = f"""plan v1 graph=job cluster=two batch=8 micro_batch=4
+stage 0: layers 0-2: {this_host()}/0=8
+stage 1: layers 3-5: {this_host()}/1=8
 """
 
 
@@ -127,10 +135,22 @@ def test_the_command_ends_with_a_short_report(trained: tuple[Path, str]) -> None
     assert "says more" in trained[1]
 
 
+def test_the_job_is_tried_before_its_step_is_predicted_and_nobody_is_told_of_the_trial(trained: tuple[Path, str]) -> None:
+    folder, printed = trained
+    assert "times are of the job, tried here" in " ".join(printed.split())
+    assert (printed.count("told run_started"), printed.count("told step_finished")) == (1, 20), "of the run alone"
+    events = [json.loads(line) for line in (folder / "RUN" / "events.jsonl").read_text().splitlines()]
+    assert [event["phase"] for event in events if event["event"] == "phase_finished"][3:5] == ["plan made", "job tried"]
+    (chosen,) = [event for event in events if event["event"] == "plan_chosen"]
+    assert chosen["reasons"][-1].startswith("times are of the job, tried here")
+    predicted = json.loads((folder / "RUN" / "predicted.json").read_text())["step_seconds"]
+    assert chosen["step_seconds"] == predicted == answer("report", folder / "RUN")["step_seconds"]["predicted"]
+
+
 def test_the_report_compares_and_counts(trained: tuple[Path, str]) -> None:
     report = answer("report", trained[0] / "RUN")
-    assert (report["mode"], report["state"], report["steps"], len(report["losses"])) == ("lockstep", "done", 6, 6)
-    assert report["samples"] == {"committed": 48, "lost": 0, "redone": 0}
+    assert (report["mode"], report["state"], report["steps"], len(report["losses"])) == ("lockstep", "done", 20, 20)
+    assert report["samples"] == {"committed": 160, "lost": 0, "redone": 0}
     assert report["missing"] == []
     assert report["step_seconds"]["median"] > 0
     assert report["step_seconds"]["predicted"] > 0
@@ -143,7 +163,7 @@ def test_the_report_compares_and_counts(trained: tuple[Path, str]) -> None:
     assert link["bytes"]["measured"] == pytest.approx(link["bytes"]["predicted"], rel=0.02)
     (gradients,) = [row for row in report["collectives"] if row["what"].startswith("gradients")]
     assert gradients["bytes"] == 200 * 64 * 4
-    assert report["memory_bytes"]["h/1"]["measured"] > 0
+    assert report["memory_bytes"][f"{this_host()}/1"]["measured"] > 0
     code, out, _ = called("report", trained[0] / "RUN")
     assert code == 0
     for words in ("predicted", "inside hosts", "loss and norm", "Memory", "Events", "differ"):
@@ -167,12 +187,12 @@ def test_the_weights_load_in_plain_pytorch(trained: tuple[Path, str]) -> None:
     folder = trained[0]
     code, _, err = called("export", folder / "RUN", "--to", folder / "model.safetensors")
     assert code == 0, err
-    assert "of step 6" in err
+    assert "of step 20" in err
     model = load_job(str(folder / "train.py")).build_model("cpu")
     model.load_state_dict(load_file(folder / "model.safetensors"))
     code, _, err = called("export", folder / "RUN", "--to", folder / "other.safetensors", "--step", 3)
     assert code == 2
-    assert "no checkpoint of step 3; it has 6" in err
+    assert "no checkpoint of step 3; it has 20" in err
 
 
 def test_a_run_alone_is_reported_by_its_events(trained: tuple[Path, str], tmp_path: Path) -> None:

@@ -405,11 +405,11 @@ class RankTraining:
         if self.measured is not None:
             self.run.doing(Doing("waiting for what the others measured", "others"))
             dist.barrier()  # everybody has written
-            if self.run.role.rank == 0:
+            if self.run.role.rank == 0 and self.settings.trial_seconds is None:
                 self.measured.conclude(self.graph)
 
     def _checkpoints(self, stack: ExitStack) -> Checkpointer | None:
-        if self.directory is None:
+        if self.directory is None or self.settings.trial_seconds is not None:
             return None
         group = dist.new_group(backend="gloo")
         identity = RunIdentity.of(

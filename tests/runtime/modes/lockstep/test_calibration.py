@@ -132,6 +132,16 @@ def test_the_plan_that_ran_is_predicted_and_others_sensibly(number: int, speeds:
         assert abs(after / truth - 1) < min(0.35, abs(before / truth - 1)), str(plan)
 
 
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("part", [0.8, 1.2])
+def test_the_whole_step_counts_where_its_parts_add_up_to_something_else(number: int, part: float) -> None:
+    model, devices = graph(), cluster()
+    ran = plans(len(model.layers))[number]
+    ranks = [msgspec.structs.replace(rank, step_seconds=part * rank.step_seconds) for rank in measured(model, devices, ran)]
+    found = calibrate(model, devices, ran, ranks)
+    assert cost(model, devices, ran, calibration=found).step_seconds == pytest.approx(ranks[0].step_seconds, rel=0.01)
+
+
 def test_a_calibration_survives_its_file_and_names_the_run() -> None:
     model, devices = graph(), cluster()
     plan = pipeline(len(model.layers), 5)

@@ -1,0 +1,101 @@
+"""A trial: the first steps of a job by its plan, on the machine it will run on, before people are told what a step takes.
+
+A probe knows operators; what Python, autograd, the exchange of gradients and busy neighbours add to this very job is found by making its
+steps for a second or two. Ranks do what they do in a run, but nobody is told and nothing is kept: no callback, evaluation or checkpoint.
+"""
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import msgspec
+
+from atoll.cluster import Cluster, dump_cluster
+from atoll.cost import Calibration
+from atoll.events import StepFinished, read_events
+from atoll.graph import Graph
+from atoll.job import Job
+from atoll.plan import Plan
+from atoll.runtime.modes.lockstep.calibration import calibrate
+from atoll.runtime.modes.lockstep.layout import Layout
+from atoll.runtime.modes.lockstep.measurement import read_measured
+from atoll.runtime.modes.lockstep.supervisor import launch
+from atoll.runtime.run_directory import SPEEDS, RunDirectory, RunSettings
+from atoll.runtime.supervise.hosts import ProcessHost
+from atoll.runtime.training import Training
+
+__all__ = ["Trial", "job_to_try", "silenced", "try_plan", "try_steps"]
+
+_WARM = 2  # steps that find memory and caches as no later one does; in the second, exchanges are counted
+_LEAST, _MOST = 3, 100  # steps that count
+_STOP_AHEAD = 1  # a step follows the one after which somebody asks for the end
+
+
+class Trial(NamedTuple):
+    """What steps took, and the constants with which the cost model says so."""
+
+    step_seconds: float  # the median
+    steps: int  # that counted
+    calibration: Calibration
+
+
+def try_plan(graph: Graph, plan: Plan, cluster: Cluster, *, script: Path, host: ProcessHost, seconds: float) -> Trial | None:
+    """Make steps for about so many seconds with all of the plan's ranks on `host`; None where that failed.
+
+    KeyboardInterrupt where somebody asked to stop meanwhile.
+    """
+    with tempfile.TemporaryDirectory(prefix="atoll-trial-") as folder:
+        directory = RunDirectory(Path(folder) / "run")
+        directory.create(RunSettings(script=str(script), speeds=os.environ.get(SPEEDS) or None, trial_seconds=seconds))
+        directory.write_plan(plan)
+        directory.write(directory.cluster.name, dump_cluster(cluster))
+        devices = Layout(plan).devices
+        command = [host.python, "-m", "atoll.cli.worker", str(directory.path)]
+        result = launch(lambda rank, generation: command, len(devices), devices=devices, hosts=[host] * len(devices))
+        if result.interrupted:
+            raise KeyboardInterrupt
+        ranks = read_measured(directory) if not result.exit_code else []
+        if len(ranks) < len(devices):
+            return None
+        steps = [event.seconds for event in read_events(directory.events) if isinstance(event, StepFinished)][_WARM:]
+    if not steps:
+        return None
+    usual = median(steps)  # ranks keep their last steps only
+    ranks = [msgspec.structs.replace(rank, step_seconds=usual) for rank in ranks]
+    return Trial(usual, len(steps), calibrate(graph, cluster, plan, ranks))
+
+
+def job_to_try(job: Job) -> Job:
+    """The same job with the same data, but without what others would notice of its steps."""
+    tried: Job = object.__new__(type(job))  # what the job was built with was checked, and what it has loaded since is kept
+    nothing = {"callbacks": (), "eval_data": None, "eval_every": None, "eval_dataset": None, "eval_samples": None}
+    tried.__dict__.update({**job.__dict__, **nothing})
+    return tried
+
+
+def try_steps(training: Training, seconds: float, *, is_first: bool) -> None:
+    """Steps for about so long. The first rank says when it is over."""
+    began = time.perf_counter()
+    while training.reason is None:
+        step = time.perf_counter()
+        training.step()
+        now = time.perf_counter()
+        left = _WARM + _LEAST - _STOP_AHEAD - len(training.losses)
+        over = now + (now - step) - began > seconds or len(training.losses) >= _WARM + _MOST
+        if is_first and left <= 0 and over:
+            training.stop()
+
+
+def silenced(descriptors: Sequence[int] = (1, 2)) -> None:
+    """What this process prints from here on is not seen: the run itself prints it again."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in descriptors:
+        os.dup2(nowhere, descriptor)
+    os.close(nowhere)

@@ -10,6 +10,7 @@ from itertools import takewhile
 import msgspec
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 from torch.utils import _pytree as pytree
@@ -47,6 +48,17 @@ class Captured:
     liveness: Liveness
     loss_form: LossForm = field(default_factory=LossForm)  # what the loss is a mean over
     shardings: tuple[Sharding, ...] = ()  # by layer: how tensor parallelism divides it
+
+    def digest(self) -> str:
+        """Of layers, operators with their arguments, sizes and constants: processes that differ in any of them cannot train together."""
+        sizes = self.samples, sorted(self.varying.items()), sorted(self.fixed.items())
+        digest = hashlib.sha256(msgspec.json.encode((self.graph.layers, self.graph.nodes, self.graph.shared, sizes)))
+        digest.update(str(self.program.graph_module.code).encode())
+        for name, value in sorted(self.program.constants.items()):
+            digest.update(name.encode())
+            if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):  # others are the built model's own
+                digest.update(value.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
     def stage(self, start: int, stop: int) -> StagePart:
         """Layers `start` to `stop` as one stage: what it receives, runs and sends, by names of the program's nodes."""

@@ -25,7 +25,7 @@ from atoll.graph.export import ADVICE, ambient_precision
 from atoll.graph.fake import Answers, ValueRecorder, build_model, real_model
 from atoll.graph.flops import Kernel, KernelCounter, saved_tensors
 from atoll.graph.graph import Graph, Layer, Work
-from atoll.graph.loss_check import check_eagerly
+from atoll.graph.loss_check import check_eagerly, notes_on_buffers
 from atoll.graph.piece_weight import PieceWeight
 from atoll.graph.spec_augment import SpecAugmentCapture
 from atoll.job import Job, read_loss
@@ -121,7 +121,7 @@ def run_once(job: Job, refused: CaptureError, *, most_bytes: float) -> Uncapture
         weights=tuple(found.weight for found in checked),
         draws=run.draws,
         late=run.late,
-        notes=tuple(filter(None, (lost, run.note, *dict.fromkeys(found.note or found.weight.note for found in checked)))),
+        notes=tuple(filter(None, (lost, run.note, *dict.fromkeys(found.note or found.weight.note for found in checked), *run.notes))),
     )
 
 
@@ -159,6 +159,7 @@ class _Run(NamedTuple):
     backward_bytes: float
     saved_bytes: float
     note: str
+    notes: Sequence[str]  # on buffers that the forward changes
 
 
 def _run(job: Job, model: nn.Module, batch: Any) -> _Run:
@@ -186,6 +187,7 @@ def _together(runs: Sequence[_Run]) -> _Run:
         backward_bytes=sum(run.backward_bytes for run in runs),
         saved_bytes=max(run.saved_bytes for run in runs),
         note=next((run.note for run in runs if run.note), ""),
+        notes=list(dict.fromkeys(note for run in runs for note in run.notes)),
     )
 
 
@@ -210,6 +212,7 @@ def _counted(job: Job, model: nn.Module, batch: Any) -> _Run:
         backward.count.bytes,
         float(sum(size for memory, size in kept.items() if memory not in own)),
         "",
+        watched.notes,
     )
 
 
@@ -224,9 +227,8 @@ def _plain(job: Job, model: nn.Module, batch: Any) -> _Run:
     flops = 2.0 * parameters * _SAMPLES * _tokens(batch)
     kept = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in saved}
     kernels = [Kernel(flops, _SAMPLES * _tokens(batch), 1, parameters, parameters)]
-    return _Run(
-        (weight is not None,), watched.draws, watched.late, watched.changed, kernels, 0.0, 2 * flops, 0.0, float(sum(kept.values())), ""
-    )
+    found = (weight is not None,), watched.draws, watched.late, watched.changed
+    return _Run(*found, kernels, 0.0, 2 * flops, 0.0, float(sum(kept.values())), "", watched.notes)
 
 
 def _check_gradient(value: Tensor) -> None:
@@ -238,7 +240,9 @@ class _Watched:
     """What happens to a model's parameters and to the generators meanwhile."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = list(model.parameters())
+        self._parameters, self._buffers = list(model.parameters()), [(name, b, b._version) for name, b in model.named_buffers()]
+        self._norms = {name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)}
+        self.notes: list[str] = []
         self._versions = [parameter._version for parameter in self._parameters]
         self._states = generator_states()
         self.arrived: Counter[int] = Counter()
@@ -246,6 +250,8 @@ class _Watched:
 
     def forward_ended(self) -> None:
         self.draws = generator_states() != self._states
+        changed = [name for name, buffer, before in self._buffers if buffer._version != before]
+        self.notes = notes_on_buffers(changed, self._norms, normalises=bool(self._norms))
         self.changed = [parameter._version for parameter in self._parameters] != self._versions
 
     @property

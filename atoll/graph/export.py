@@ -36,11 +36,11 @@ from atoll.graph.fake import (
 )
 from atoll.graph.graph import Precision
 from atoll.graph.host_randomness import DrawingLine, GeneratorWatch, extreme_draws, only_global, same_program
-from atoll.graph.loss_check import OWN_STATISTICS, CheckedJob, check_loss
+from atoll.graph.loss_check import CheckedJob, check_loss, notes_on_buffers
 from atoll.graph.loss_terms import call_of, is_one_number, loss_of
 from atoll.graph.loss_weight import LossForm, weigh_loss
 from atoll.graph.program_check import check_program
-from atoll.graph.regions import write_early
+from atoll.graph.regions import shared_memory, write_early, written
 from atoll.graph.spec_augment import SpecAugmentCapture
 
 __all__ = ["ADVICE", "ExportedJob", "TrainingJob", "ambient_precision", "export_job"]
@@ -479,10 +479,16 @@ def _check(
     return check_loss(cast(CheckedJob, job), program, before, form, real, any_size=any_size)
 
 
-def _piecewise(program: ExportedProgram) -> str:
-    """What is computed from a piece of the batch alone, though one process computes it from the whole."""
-    norms = [node for node in program.graph.nodes if call_of(node)[0] == "batch_norm" and call_of(node)[1].get("training")]
-    return OWN_STATISTICS if norms else ""
+def _piecewise(program: ExportedProgram) -> list[str]:
+    """On what is computed from a piece of the batch alone, though one process computes it from the whole."""
+    nodes, root, buffers = list(program.graph.nodes), program.graph_module, program.graph_signature.inputs_to_buffers
+    names = {node: buffers[node.name].removeprefix("model.") for node in nodes if node.name in buffers}
+    memory = shared_memory(nodes, root)
+    starts = [start for node in nodes for value in written(node, root) for start in memory.get(value, ())]
+    changed = dict.fromkeys(names[start] for start in starts if start in names)
+    calls = [arguments for name, arguments in map(call_of, nodes) if name == "batch_norm" and arguments.get("training")]
+    norms = {names[mean].rpartition(".")[0] for arguments in calls if (mean := arguments["running_mean"]) in names}
+    return notes_on_buffers(list(changed), norms, normalises=bool(calls))
 
 
 def export_job(job: TrainingJob, *, training: bool = True, divided: bool = False, check: bool = False) -> ExportedJob:
@@ -530,6 +536,6 @@ def export_job(job: TrainingJob, *, training: bool = True, divided: bool = False
         varying={name: dims for name, dims in varying.items() if dims},
         fixed=fixed,
         assumptions=attempts.assumptions,
-        notes=tuple(filter(None, (building, *attempts.notes, checked, _piecewise(program) if divided and training else ""))),
+        notes=tuple(filter(None, (building, *attempts.notes, checked, *(_piecewise(program) if divided and training else ())))),
         loss_form=form,
     )

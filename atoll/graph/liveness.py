@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from atoll.graph.flops import TensorSpec
 from atoll.graph.operators import OperatorTable
-from atoll.graph.regions import is_random, operators_in, written
+from atoll.graph.regions import is_random, operators_in, regions_of, written
 
 __all__ = ["Liveness", "StagePart"]
 
@@ -37,6 +38,23 @@ class StagePart:
 def _has_effect(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return "assert" in str(node.target) or (schema is not None and not schema.returns)
+
+
+def _passes_gradients_on(node: fx.Node, table: OperatorTable) -> bool:
+    """Whether a gradient can go through an operator: not where all it makes is whole numbers, nor where it is cut off from its inputs."""
+    if node.op != "call_function":
+        return True
+    specs = [spec for spec in pytree.tree_leaves(table.specs[node], is_leaf=_is_spec) if _is_spec(spec)]
+    if not any(spec.dtype.is_floating_point or spec.dtype.is_complex for spec in specs) and not _has_effect(node):
+        return False
+    if node.target is aten.detach.default:
+        return False
+    shut = node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and node.args[0] is False
+    return not shut or any(regions_of(inner, region) for region in regions_of(node, table.module).values() for inner in region.graph.nodes)
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, TensorSpec)
 
 
 def _is_unrepeatable(node: fx.Node, table: OperatorTable) -> bool:
@@ -64,6 +82,7 @@ class Liveness:
         self._mutators = self._find_mutators()
         self._tainted = self._find_tainted()
         self._canonical = self._find_canonical()
+        self._differentiated = self._find_differentiated()
         self._last_use = self._find_last_uses()
         self._values = [node for node in self._nodes if self._may_cross(node)]
         self._starts = sorted((self._place[value], index) for index, value in enumerate(self._values))
@@ -179,7 +198,24 @@ class Liveness:
     def wants_gradient(self, value: fx.Node) -> bool:
         """Whether a gradient comes back for a value that crosses."""
         spec = self.table.specs[value]
-        return isinstance(spec, TensorSpec) and spec.requires_grad
+        return isinstance(spec, TensorSpec) and spec.requires_grad and value in self._differentiated
+
+    def gets_none(self, value: fx.Node) -> bool:
+        """Whether it could have a gradient and gets none: whatever reads it is not differentiated (an `argmax`, a `detach`)."""
+        spec = self.table.specs[value]
+        return isinstance(spec, TensorSpec) and spec.requires_grad and value not in self._differentiated
+
+    def _find_differentiated(self) -> set[fx.Node]:
+        """Values that a gradient of the results comes to. Where that cannot be told, it does."""
+        table, found, wanted = self.table, set[fx.Node](), list(self.table.results)
+        while wanted:
+            node = wanted.pop()
+            if node in found or not _passes_gradients_on(node, table):
+                continue
+            found.add(node)
+            root = table.memory.get(node, node)
+            wanted += [*node.all_input_nodes, root, *self._mutators.get(root, ())]
+        return found
 
     def stage(self, start: int, stop: int) -> StagePart:
         """The run from operator `start` to `stop` as a stage of its own."""

@@ -8,7 +8,7 @@ statistics it has gathered, which are known to differ between pieces (docs/job.m
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,8 +28,19 @@ from atoll.graph.piece_weight import BY_SAMPLES, IGNORED, PieceWeight, possible_
 from atoll.graph.regions import is_initialisation
 from atoll.job import LossValue, read_loss
 from atoll.randomness import generator_states, own_randomness
+from atoll.units import plural
 
-__all__ = ["OWN_STATISTICS", "UNCHECKED", "CheckedJob", "CheckedLoss", "check_eagerly", "check_loss", "given_values", "notes_on_pieces"]
+__all__ = [
+    "OWN_STATISTICS",
+    "UNCHECKED",
+    "CheckedJob",
+    "CheckedLoss",
+    "check_eagerly",
+    "check_loss",
+    "given_values",
+    "notes_on_buffers",
+    "notes_on_pieces",
+]
 
 
 class CheckedJob(Protocol):
@@ -51,6 +62,7 @@ class CheckedJob(Protocol):
 
 
 OWN_STATISTICS = "batch normalisation takes the statistics of its own piece of the batch, so plans differ a little (docs/job.md)"
+_CHANGES = "the forward changes the buffer"
 UNCHECKED = "whether the losses of a batch's pieces add up was not checked"
 _TOLERANCES = {"fp32": 5e-5, "fp16": 3e-3, "bf16": 2e-2, "bf16-true": 2e-2}  # of the loss: products are as exact as that
 _NOTHING, _NOTHING_COUNTS = 1e-9, f"{UNCHECKED}: nothing of the first samples counts"
@@ -110,7 +122,17 @@ def check_loss(
 
 def notes_on_pieces(notes: Sequence[str]) -> tuple[str, ...]:
     """Of what is said of a captured job, what concerns batches that are divided."""
-    return tuple(note for note in notes if note == OWN_STATISTICS or note.startswith(UNCHECKED))
+    return tuple(note for note in notes if note == OWN_STATISTICS or note.startswith((UNCHECKED, _CHANGES)))
+
+
+def notes_on_buffers(changed: Sequence[str], norms: Container[str], *, normalises: bool) -> list[str]:
+    """On what a forward takes from, or changes for, the batch before it: `norms` names the modules of batch normalisation."""
+    others = [name for name in changed if name.rpartition(".")[0] not in norms]
+    notes = [OWN_STATISTICS] if normalises else []
+    if others:
+        more = f" and {plural(len(others) - 1, 'other')}" if others[1:] else ""
+        notes.append(f"{_CHANGES} {others[0]!r}{more} once for each piece of the batch, so plans differ a little (docs/job.md)")
+    return notes
 
 
 def check_eagerly(job: CheckedJob, model: nn.Module, *, by_samples: bool = False) -> CheckedLoss:

@@ -16,6 +16,7 @@ from atoll.graph.export import ExportedJob
 from atoll.graph.fake import first_line
 from atoll.graph.flops import OperatorCost, TensorSpec, measure_operator, why_not_measured
 from atoll.graph.graph import Precision
+from atoll.graph.regions import written
 
 __all__ = ["Operator", "OperatorTable", "build_table", "schema_name"]
 
@@ -181,6 +182,24 @@ class _Builder:
             lambda leaf: next(given) if isinstance(leaf, TensorSpec) else leaf, value, is_leaf=lambda leaf: isinstance(leaf, TensorSpec)
         )
         self._remember(node, Operator(node, _calls(node), cost, inputs, tuple(flagged)))
+        if any(spec.requires_grad for spec in flagged):
+            for value in written(node, self.module):
+                self._write_into(value)
+
+    def _write_into(self, value: fx.Node) -> None:
+        """Something with a gradient is written into a value: what shares its memory has a gradient from now on."""
+        table = self.table
+        root = table.memory[value]
+        if root.op != "call_function":
+            return
+        for node in [value] if self._has_gradient(root) else [node for node, shared in table.memory.items() if shared is root]:
+            spec = table.specs[node]
+            if isinstance(spec, TensorSpec) and spec.dtype.is_floating_point:
+                table.specs[node] = replace(spec, requires_grad=True)
+
+    def _has_gradient(self, node: fx.Node) -> bool:
+        spec = self.table.specs[node]
+        return isinstance(spec, TensorSpec) and spec.requires_grad
 
     def _argument(self, value: fx.Node) -> Any:
         """An argument's spec; views of a parameter count as parameters, whose copies under autocast are not kept per sample."""

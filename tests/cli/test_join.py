@@ -97,11 +97,35 @@ def test_mistakes_are_told_before_pytorch_is_loaded(address: str, token: str | N
     assert said in told.stderr
 
 
-def spec_with(script: str) -> SwarmSpec:
-    settings = Settings(stages=2, micro_batches=1, steps=1)
+def spec_with(script: str, program: str = "") -> SwarmSpec:
     return SwarmSpec(
-        script_name="train.py", script=script, arguments=(), bounds=(0, 1, 2), micro_batches=((0, 1),), settings=settings, fingerprint={}
+        script_name="train.py",
+        script=script,
+        arguments=(),
+        bounds=(0, 1, 2),
+        micro_batches=((0, 1),),
+        settings=Settings(stages=2, micro_batches=1, steps=1),
+        fingerprint={},
+        program=program,
     )
+
+
+JOB = """
+import torch, atoll
+from torch import nn
+job = atoll.Job(
+    model=lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), loss=lambda model, batch: model(batch).mean(),
+    data=list(torch.zeros(4, 2)), optimizer=torch.optim.SGD, batch_size=2, steps=1,
+)
+"""
+
+
+def test_a_machine_that_captures_another_program_than_the_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    authority = Authority.create(tmp_path / "run")
+    coordinator, address = serve(authority, "127.0.0.1:0", services=[JobService(spec_with(JOB, program="of other layers"))])
+    with coordinator:
+        assert run(["join", address, "--token", authority.issue_token("worker"), "--name", "oslo"]) == 2
+    assert "error: the program captured here is not the run's: this machine has other versions" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("when", ["asking what there is to do", "running the script"])

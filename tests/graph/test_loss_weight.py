@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from atoll import Job
 from atoll.errors import CaptureError, DividedLossError
+from atoll.graph.eager import capture_or_run
 from atoll.graph.export import ExportedJob, export_job
 from atoll.graph.loss_check import _Calm
 
@@ -234,3 +235,45 @@ def test_tensors_without_the_samples_first_are_not_taken_for_samples() -> None:
     with pytest.raises(DividedLossError):
         export_job(ragged_job, divided=True, check=True)
     assert export_job(ragged_job, divided=True).loss_form.kind == "unknown"
+
+
+class Moving(nn.Module):
+    """Keeps a mean of what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.get_buffer("mean").lerp_(x.detach().mean(0), 0.1)
+        return x - self.get_buffer("mean")
+
+
+NORMS = "batch normalisation takes the statistics of its own piece"
+
+
+@pytest.mark.parametrize("capture", [True, False])
+@pytest.mark.parametrize(
+    ("part", "notes"),
+    [
+        (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), ["the forward changes the buffer '0.parametrizations."]),
+        (lambda: nn.utils.spectral_norm(nn.Linear(4, 4)), ["the forward changes the buffer '0.weight_"]),
+        (lambda: nn.Sequential(nn.BatchNorm1d(4), Moving()), [NORMS, "the forward changes the buffer '0.1.mean' once for each piece"]),
+        (lambda: nn.BatchNorm1d(4, track_running_stats=False), [NORMS]),
+        (lambda: nn.LayerNorm(4), []),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning", "ignore:.*spectral_norm.*:FutureWarning")
+def test_what_each_piece_of_a_batch_changes_is_noted(part: Callable[[], nn.Module], notes: list[str], capture: bool) -> None:
+    job = Job(
+        model=lambda: nn.Sequential(part(), nn.Linear(4, 1)),
+        loss=lambda model, batch: model(batch).square().mean(),
+        data=list(torch.randn(8, 4)),
+        optimizer=torch.optim.SGD,
+        batch_size=4,
+        steps=1,
+        capture=capture,
+    )
+    found = [note for note in capture_or_run(job, most_bytes=1e6).notes if note.startswith((NORMS, "the forward"))]
+    assert [note[: len(begins)] for note, begins in zip(found, notes, strict=True)] == notes

@@ -10,7 +10,7 @@ import sysconfig
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -118,12 +118,17 @@ class Compiler:
 
         return sum(counters["graph_break"].values())
 
-    def unit(self, graph_module: fx.GraphModule) -> Callable[..., Any] | None:
-        """What runs a unit's graph from now on; None where it has to stay as it is, which is told."""
+    def unit(self, graph_module: fx.GraphModule, undifferentiated: Container[str] = ()) -> Callable[..., Any] | None:
+        """What runs a unit's graph from now on; None where it has to stay as it is, which is told.
+
+        `undifferentiated` are values that no gradient comes to. Compiled code would make zeros of that, and gradients of zeros for
+        parameters that have none: an optimizer with weight decay moves those. So they are cut off.
+        """
         reason = _why_not(graph_module)
         if reason:
             self.warn(f"a part of the model is not compiled: {reason}")
             return None
+        _cut_off(graph_module, undifferentiated)
         _adapt(graph_module)
         return self.function(graph_module.forward)
 
@@ -274,6 +279,16 @@ def _adapt(module: fx.GraphModule) -> None:
             node.target = _apart(node.target)
     assert draw is None, "every draw seeds the operator after it"
     module.recompile()
+
+
+def _cut_off(module: fx.GraphModule, values: Container[str]) -> None:
+    """Their users read them detached."""
+    for node in [node for node in module.graph.nodes if node.name in values]:
+        users = list(node.users)
+        with module.graph.inserting_after(node):
+            detached = module.graph.call_function(aten.detach.default, (node,))
+        for user in users:
+            user.replace_input_with(node, detached)
 
 
 def _draw_with(module: fx.GraphModule, node: fx.Node, draw: Draw, number: int) -> None:

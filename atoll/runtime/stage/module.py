@@ -38,11 +38,12 @@ class UnitModule(nn.Module):
         self.graph_module = graph_module
         self.recompute = recompute
         self.changes = unit.changes  # attributes of buffers
+        self._undifferentiated = unit.undifferentiated
         self._run: Callable[..., Any] | None = None  # the graph, compiled
 
     def compile_with(self, compiler: Compiler) -> None:
         """Run it compiled from now on; nothing may change its graph any more."""
-        self._run = self._run or compiler.unit(self.graph_module)
+        self._run = self._run or compiler.unit(self.graph_module, self._undifferentiated)
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
         run = self._run or self.graph_module

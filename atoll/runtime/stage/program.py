@@ -47,6 +47,7 @@ class Unit:
     modules: dict[str, Any] = field(default_factory=dict)  # attribute → region (`no_grad` and the like), or what a custom function is given
     draws: dict[str, int] = field(default_factory=dict)  # random node → the number of its first draw among the program's
     changes: tuple[str, ...] = ()  # attributes of buffers that running the unit changes
+    undifferentiated: frozenset[str] = frozenset()  # values of its graph that could have a gradient and get none
 
 
 @dataclass
@@ -155,6 +156,7 @@ class _Cutter:
         returned = [node for node in nodes if node in made and node in later]
         unit.graph.output(tuple(unit.copies[node] for node in returned))
         unit.inputs, unit.outputs = tuple(value.name for value in inputs), tuple(node.name for node in returned)
+        unit.undifferentiated = frozenset(unit.copies[node].name for node in nodes if self.live.gets_none(node))
         unit.changes = tuple(attribute for attribute, name in unit.buffers.items() if self.live.is_changed(self.nodes[name]))
         return unit
 

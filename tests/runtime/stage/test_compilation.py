@@ -151,3 +151,43 @@ def test_where_nothing_can_compile_the_job_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setenv("PATH", "")
     with pytest.raises(JobError, match=r"needs a C\+\+ compiler, and there is no g\+\+ here; install one"):
         job(compile=True).run(progress=False)
+
+
+class Parts(nn.Module):
+    """Of what these make only two are differentiated afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterDict({name: torch.randn(4, 4) for name in ("carry", "gate", "teacher", "score", "copied")})
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        made = {name: functional.dropout(x @ part, 0.3) for name, part in self.parts.items()}
+        written = torch.zeros_like(x)
+        written[:, 1:] = made["copied"][:, 1:]
+        return made | {"copied": written}
+
+
+class Uses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, made: dict[str, Tensor]) -> Tensor:
+        carried = made["carry"] * self.weight
+        with torch.no_grad():
+            score = made["score"].softmax(-1)
+        return carried * (made["gate"] > 0) + made["teacher"].detach() + score + made["copied"]
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_not_differentiated_has_no_gradient_and_so_no_weight_decay(compiled: bool, cut: bool, compiler: Compiler) -> None:
+    given = capture_program(job_of(lambda: nn.Sequential(Parts(), Uses()), loss, lambda samples: torch.randn(samples, 4)))
+    layers = len(given.graph.layers)
+    chain = Chain(given, nn.Sequential(Parts(), Uses()), [0, layers - 1, layers] if cut else [0, layers], gradients=Accumulated(8))
+    for module in chain.modules if compiled else []:
+        module.compile_with(compiler)
+    chain.forward(0, torch.randn(3, 4), 3)
+    chain.backward(0, 3)
+    without = {name.rpartition(".")[2] for name, parameter in chain.parameters.items() if parameter.grad is None}
+    assert without == {"gate", "teacher", "score"}

@@ -9,9 +9,11 @@ takes them over, so that training, evaluation, checkpoints and what is exported 
 """
 
 import hashlib
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,13 +23,26 @@ from torch import Tensor, nn
 
 from atoll.callbacks import takes_run
 from atoll.errors import JobError
+from atoll.graph.capture import Captured
 from atoll.job import Job
 from atoll.model_identity import tied_names
 from atoll.runtime.checkpoint.exchange import CheckpointRanks
+from atoll.runtime.evaluated_programs import EvaluatedPrograms
 from atoll.runtime.modes.lockstep.layout import RankPlace
 from atoll.weights import MatchedWeights
 
-__all__ = ["Bundle", "ChangedBuffers", "Said", "SaidOfBuffers", "agree", "bundles", "difference", "digest_of_weights"]
+__all__ = [
+    "Bundle",
+    "ChangedBuffers",
+    "Said",
+    "SaidOfBuffers",
+    "agree",
+    "agree_on_evaluated",
+    "bundles",
+    "difference",
+    "digest_of_code",
+    "digest_of_weights",
+]
 
 _SAMPLED = 64  # numbers of each tensor that are compared
 _WORDS = {
@@ -35,6 +50,13 @@ _WORDS = {
     "order": "the samples of the first batch",
     "optimizer": "the optimizer's settings",
     "weights": "the weights the model starts from",
+    "code": "the code of the model or the loss",
+    "evaluated": "the captured programs of what is evaluated",
+}
+_ADVICE = {
+    "weights": "give Job a callable that builds the model; it is called with the job's seed on every rank",
+    "code": "give every host the same files and the same versions of libraries",
+    "evaluated": "give every host the same versions of the script's libraries, and let nothing depend on the host, the time or chance",
 }
 
 
@@ -51,6 +73,7 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
     eval_every: int | None
     optimizer: str
     weights: str  # digest of the weights it starts from
+    code: str = ""  # digest of the files with the code that runs, where no captured program says what is computed
     callbacks: bool
     requests: bool = False  # whether callbacks may ask for something (`atoll.callbacks.RunHandle`)
 
@@ -68,6 +91,15 @@ def digest_of_weights(model: nn.Module, read: MatchedWeights | None = None) -> s
     return digest.hexdigest()
 
 
+def digest_of_code(model: nn.Module, job: Job) -> str:
+    """Of the files that define the classes of the model's modules, and its losses; PyTorch's are its version."""
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    names = {cls.__module__ for cls in classes} | {str(getattr(turn.loss, "__module__", "")) for turn in job.turns.values()}
+    files = {str(getattr(sys.modules.get(name), "__file__", None) or "") for name in names if name.partition(".")[0] != "torch"}
+    digests = sorted(hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if Path(file).is_file())
+    return hashlib.sha256(" ".join([torch.__version__.partition("+")[0], *digests]).encode()).hexdigest()
+
+
 def difference(said: list[Said]) -> str | None:
     """The first thing on which ranks do not agree, in words; None when they do."""
     for field in (name for name in Said.__struct_fields__ if name not in ("callbacks", "requests")):
@@ -75,10 +107,8 @@ def difference(said: list[Said]) -> str | None:
         for rank, other in enumerate(said):
             value = getattr(other, field)
             if value != first:
-                values, advice = f": {first} on rank 0, {value} on rank {rank}", "every process must run the same job"
-                if field == "weights":
-                    values, advice = "", "give Job a callable that builds the model; it is called with the job's seed on every rank"
-                what = f"{_WORDS.get(field, field)}{values}; {advice}"
+                values = "" if field in _ADVICE else f": {first} on rank 0, {value} on rank {rank}"
+                what = f"{_WORDS.get(field, field)}{values}; {_ADVICE.get(field, 'every process must run the same job')}"
                 return f"ranks 0 and {rank} do not train the same job: they differ in {what}"
     return None
 
@@ -87,7 +117,7 @@ def _settings_of(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__name__}{ {key: value for key, value in sorted(optimizer.defaults.items()) if not callable(value)} }"
 
 
-def agree(job: Job, weights: str) -> tuple[bool, bool]:
+def agree(job: Job, weights: str, code: str = "") -> tuple[bool, bool]:
     """Compare with all other ranks; whether any of them has callbacks that could ask to stop, and such that could ask for more."""
     probes = [turn.build_optimizer([nn.Parameter(torch.zeros(2, 2))]) for turn in job.turns.values()]
     own = Said(
@@ -101,6 +131,7 @@ def agree(job: Job, weights: str) -> tuple[bool, bool]:
         eval_every=job.eval_every,
         optimizer="; ".join(_settings_of(probe) for probe in probes),
         weights=weights,
+        code=code,
         callbacks=bool(job.callbacks),
         requests=any(takes_run(callback) for callback in job.callbacks),
     )
@@ -109,6 +140,16 @@ def agree(job: Job, weights: str) -> tuple[bool, bool]:
     if wrong is not None:
         raise JobError(wrong)
     return any(rank.callbacks for rank in said), any(rank.requests for rank in said)
+
+
+def agree_on_evaluated(programs: EvaluatedPrograms) -> None:
+    """Compare with all other ranks what was captured of what is evaluated; what cannot be captured must be the same, too."""
+    own = [f"{name} {program.digest() if isinstance(program, Captured) else ''}" for name, program in programs.items()]
+    said = CheckpointRanks(dist.group.WORLD).gather(own, list[str])
+    for rank, other in enumerate(said):
+        if other != said[0]:
+            what = f"{_WORDS['evaluated']}; {_ADVICE['evaluated']}"
+            raise JobError(f"ranks 0 and {rank} do not train the same job: they differ in {what}")
 
 
 class SaidOfBuffers(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,7 +33,7 @@ from atoll.runtime.checkpoint.local_shard import LocalShard
 from atoll.runtime.evaluated_programs import EvaluatedPrograms
 from atoll.runtime.executor import Accumulated, LossScale, StageExecutor, Updater, WorkItem
 from atoll.runtime.imposed_speed import Pace
-from atoll.runtime.modes.lockstep.agreement import ChangedBuffers, agree, digest_of_weights
+from atoll.runtime.modes.lockstep.agreement import ChangedBuffers, agree, digest_of_code, digest_of_weights
 from atoll.runtime.modes.lockstep.channels import Channels
 from atoll.runtime.modes.lockstep.data_loader import ShardLoader
 from atoll.runtime.modes.lockstep.evaluation import EvaluatedFunction, Evaluation, buffers_read
@@ -159,7 +159,7 @@ def assemble(
     rank = _Rank(job, layout, source, device, dist.get_rank(), DrawKey(job.seed), compiler)
     cut = source.cut(layout, rank.number)
     parts = _build_in_turn(lambda: _take_parts(rank, cut), 4.0 * source.graph.parameters)
-    callbacks, requests = agree(job, parts.weights)
+    callbacks, requests = agree(job, parts.weights, parts.code)
     held = _held(rank, cut, parts, _shard(rank, cut, parts))
     _read_weights(parts, held)
     groups = _agree_on_groups(rank, parts, held)
@@ -242,6 +242,7 @@ class _Parts:
     holdings: dict[str, ShardSpec]
     order: list[str]  # of all parameters of the model
     weights: str  # digest of the whole model's
+    code: str  # digest of what runs as it is written; empty: a captured program runs
     trainable: int
     frozen: int
     groups: list[ParameterGroup]  # of the optimizer, of the whole model
@@ -296,6 +297,7 @@ def _take_parts(rank: _Rank, cut: Sequence[CutStage]) -> _Parts:
     """Build the whole model and take from it what this rank holds."""
     model, read = rank.job.build_to_take_parts_from() if rank.source.takes_parts else (rank.job.build_model("cpu"), None)
     weights = digest_of_weights(model, read)
+    code = digest_of_code(model, rank.job) if rank.source.graph.eager else ""
     without_memory = _sharded_names(rank, cut, model) & read.names.keys() if read is not None else set[str]()
     taken = rank.source.take(cut, model, rank.layout, rank.number, rank.device, rank.key, without_memory)
     return _Parts(
@@ -303,6 +305,7 @@ def _take_parts(rank: _Rank, cut: Sequence[CutStage]) -> _Parts:
         holdings=taken.holdings,
         order=[name for name, _ in model.named_parameters()],
         weights=weights,
+        code=code,
         trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         frozen=sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
         groups=rank.job.group_names(model.named_parameters()),

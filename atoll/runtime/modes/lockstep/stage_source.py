@@ -15,6 +15,7 @@ from atoll.graph.capture import Captured
 from atoll.graph.eager import Uncaptured
 from atoll.job import Job
 from atoll.runtime.evaluated_programs import EvaluatedPrograms, capture_evaluated
+from atoll.runtime.modes.lockstep.agreement import agree_on_evaluated
 from atoll.runtime.modes.lockstep.evaluation import EvaluatedFunction, prepare_eager_evaluation, prepare_evaluation
 from atoll.runtime.modes.lockstep.layout import Layout
 from atoll.runtime.modes.lockstep.parallelize import CutStage, check_lane_sizes, cut_stages
@@ -100,6 +101,7 @@ class _Program:
 
     def cut(self, layout: Layout, rank: int) -> list[CutStage]:
         check_lane_sizes(layout, self._captured, self.sizes)
+        agree_on_evaluated(self._evaluated)
         return cut_stages(layout, rank, self._captured)
 
     def take(
@@ -128,6 +130,7 @@ class _Program:
         self, dataset: Dataset, modules: Sequence[TrainedStage], layout: Layout, rank: int, device: torch.device, key: DrawKey
     ) -> tuple[Callable[[], list[EvaluatedFunction]], Mapping[str, str]]:
         programs = capture_evaluated(self._job, dataset)
+        agree_on_evaluated(programs)
         buffers = {name: buffer for module in modules for name, buffer in module.buffers_by_name().items()}
 
         def build() -> list[EvaluatedFunction]:

@@ -1,6 +1,5 @@
 """A rank's run from meeting the others to leaving them: it captures the job, puts its rank together, continues, trains and saves."""
 
-import hashlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -154,7 +153,7 @@ class _Said(msgspec.Struct):
     plan: str = ""
     cluster: str = ""  # empty: it has none
     order: list[str] | None = None
-    captured: str = ""  # digest of the layers and operators it captured
+    captured: str = ""  # digest of the program it captured
     problem: str = ""  # why there is no plan
     uncaptured: Uncaptured | None = None  # where the model could not be captured there
 
@@ -170,7 +169,7 @@ def _agreed(
     if run.role.rank == 0:
         assert not isinstance(captured, CaptureError)
         said = _Said(cluster=cluster.to_json() if cluster is not None else "", order=list(order) if order is not None else None)
-        said.captured = _digest(captured.graph)
+        said.captured = captured.digest() if isinstance(captured, Captured) else ""
         try:
             said.plan = (planning if isinstance(planning, Plan) else planning(captured.graph)).to_json()
         except AtollError as error:
@@ -180,7 +179,7 @@ def _agreed(
     said = msgspec.json.decode(run.store.get(_PLAN), type=_Said)
     if said.problem:
         raise PlanError(said.problem)
-    if isinstance(captured, Captured) and said.uncaptured is None and said.captured != _digest(captured.graph):
+    if isinstance(captured, Captured) and said.uncaptured is None and said.captured != captured.digest():
         raise JobError(
             f"rank {run.role.rank} captured another program than rank 0: its host has other versions of the script's libraries, or what "
             "the script builds depends on the host, the time or chance; make it build the same everywhere"
@@ -194,11 +193,6 @@ def _agreed(
     if isinstance(captured, CaptureError):
         raise captured
     return plan, said.order, agreed, captured
-
-
-def _digest(graph: Graph) -> str:
-    """Of everything that was captured: ranks that differ in a layer or an operator cannot work together."""
-    return hashlib.sha256(msgspec.json.encode((graph.layers, graph.nodes, graph.shared))).hexdigest()
 
 
 def _checked_layout(plan: Plan, order: Sequence[str] | None, role: Role, cluster: Cluster | None) -> Layout:

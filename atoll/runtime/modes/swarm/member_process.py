@@ -127,10 +127,21 @@ def run_member(
     began = time.monotonic()
     stream = EventStream(observer, seconds=lambda: time.monotonic() - began)
     stream(_changed(credentials, "capturing", "loading"))
-    captured = captured or capture_program(job, divided=True)
+    captured = captured or _own_capture(job, spec)
     check_divisible(captured, spec.bounds)
     stream(_changed(credentials, "joining", "capturing", f"model captured in {format_seconds(time.monotonic() - began)}"))
     return asyncio.run(_Process(credentials, address, spec, job, captured, stream, dialled, imposed, links, polite, own).run())
+
+
+def _own_capture(job: Job, spec: SwarmSpec) -> Captured:
+    """The job's program; AtollError where it is not the one that the run's other members have."""
+    captured = capture_program(job, divided=True)
+    if spec.program and captured.digest() != spec.program:
+        raise AtollError(
+            "the program captured here is not the run's: this machine has other versions of the script's libraries, or what the script "
+            "builds depends on the machine, the time or chance; make it build the same everywhere, then join again"
+        )
+    return captured
 
 
 def _changed(credentials: Credentials, state: MemberState, before: MemberState, reason: str = "") -> MemberChanged:

@@ -69,6 +69,7 @@ class SwarmSpec(msgspec.Struct, frozen=True, kw_only=True):
     micro_batches: tuple[tuple[int, int], ...]  # first sample and end of each, in the global batch
     settings: Settings
     fingerprint: dict[str, str]
+    program: str = ""  # digest of the captured program, which members that capture for themselves compare
     codec: str = "none"  # of activations and their gradients on links the plan names none for: a codec's name, or `auto`
     sites: tuple[str, ...] = ()  # of the plan's workers, by number, where the plan has codecs
     site_codecs: tuple[tuple[str, str, str], ...] = ()  # two sites and the codec of the link between them
@@ -136,6 +137,7 @@ def spec_of(
         micro_batches=micro_batches,
         settings=settings,
         fingerprint=job_fingerprint([script], config),
+        program=captured.digest(),
         codec=codec,
         sites=_sites(plan, cluster) if codecs else (),
         site_codecs=tuple(codecs.between_sites()),

@@ -28,12 +28,14 @@ class Data:
         draw = torch.Generator().manual_seed(index)
         return torch.randn(6, generator=draw), torch.randn(3, generator=draw)
 
+chance = float(__import__("os").environ.get("CHANCE", 0))
+
 def loss(model, batch):
     inputs, wanted = batch
     return ((model(inputs) - wanted) ** 2).mean()
 
 job = atoll.Job(
-    model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), loss=loss, data=Data(),
+    model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(chance), nn.Linear(8, 3)), loss=loss, data=Data(),
     optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1), batch_size=16, steps=3, name="small",
 )
 if __name__ == "__main__":
@@ -46,7 +48,7 @@ stage 1: layers 1-1: rome/0=16
 """
 
 
-def run(folder: Path, out: str, plans: tuple[str | None, str | None]) -> list[tuple[int, str]]:
+def run(folder: Path, out: str, plans: tuple[str | None, str | None], chances: tuple[str, str] = ("0", "0")) -> list[tuple[int, str]]:
     """Two processes as torchrun would start them, each with its own ATOLL_PLAN; how each ended, and what it complained."""
     (folder / "train.py").write_text(SCRIPT)
     with socket.socket() as probe:
@@ -55,7 +57,7 @@ def run(folder: Path, out: str, plans: tuple[str | None, str | None]) -> list[tu
     environs = []
     for rank, plan in enumerate(plans):
         role = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environ = {**os.environ, **{name: str(value) for name, value in role.items()}, "OMP_NUM_THREADS": "1"}
+        environ = {**os.environ, **{name: str(value) for name, value in role.items()}, "OMP_NUM_THREADS": "1", "CHANCE": chances[rank]}
         if plan is not None:
             environ["ATOLL_PLAN"] = plan
         environs.append(environ)
@@ -88,3 +90,11 @@ def test_another_plan_than_that_of_rank_0_is_refused(tmp_path: Path) -> None:
     ended = run(tmp_path, "out", ("p.plan", "q.plan"))
     assert all(code for code, _ in ended)
     assert "this rank was given another plan than rank 0; give all ranks the same, or rank 0 alone" in ended[1][1]
+
+
+def test_a_rank_that_captured_other_layers_is_refused(tmp_path: Path) -> None:
+    """Of the same shapes, operators and weights: only the probability of a dropout differs."""
+    (tmp_path / "p.plan").write_text(PLAN)
+    ended = run(tmp_path, "out", ("p.plan", None), chances=("0.1", "0.2"))
+    assert all(code for code, _ in ended)
+    assert "rank 1 captured another program than rank 0" in ended[1][1]

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
@@ -74,18 +74,14 @@ class BatchLoader:
         """Have a worker load a batch; `result` waits for it."""
         if self._pool is None:
             self._pool = _start_workers(self.samples.reader, self.num_workers)
-        return self._pool.submit(_Worker.load, request)
+        with _told_if_dead():
+            return self._pool.submit(_Worker.load, request)
 
     @staticmethod
     def result(future: "Future[bytes]") -> LoadedBatch:
         """The batch that a worker was given to load."""
-        try:
+        with _told_if_dead():
             found = ForkingPickler.loads(future.result())
-        except BrokenProcessPool as error:
-            raise JobFailedError(
-                "a worker process that loads data ended abruptly: it was killed, ran out of memory, or could not import the script; "
-                "its own complaint is above if it had one, and num_workers=0 loads without workers"
-            ) from error
         if isinstance(found, _Failure):
             raise with_frames(found.error, found.frames)
         assert isinstance(found, LoadedBatch)
@@ -99,6 +95,18 @@ class BatchLoader:
             for worker in workers:
                 worker.kill()
             self._pool = None
+
+
+@contextmanager
+def _told_if_dead() -> Iterator[None]:
+    """A sentence where a worker is gone: the tensors of a batch it has made are fetched from it, too."""
+    try:
+        yield
+    except (BrokenProcessPool, ConnectionError, EOFError, FileNotFoundError) as error:
+        raise JobFailedError(
+            "a worker process that loads data ended abruptly: it was killed, ran out of memory, or could not import the script; "
+            "its own complaint is above if it had one, and num_workers=0 loads without workers"
+        ) from error
 
 
 def _load(reader: Reader, request: BatchRequest) -> LoadedBatch:

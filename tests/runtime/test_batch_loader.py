@@ -16,7 +16,7 @@ from torch import Tensor
 
 from atoll.blame import own_frames
 from atoll.data import BatchRequest, Samples
-from atoll.errors import JobError
+from atoll.errors import JobError, JobFailedError
 from atoll.events import RunFinished, StepFinished, read_events
 from atoll.runtime.batch_loader import BatchLoader
 
@@ -66,6 +66,25 @@ def test_workers_load_what_this_process_would() -> None:
         assert [(frame.name, frame.line) for frame in own_frames(raised.value)] == [("__getitem__", "raise KeyError(index)")]
         with pytest.raises(Exception, match="pickle"):
             next(loader.batches([samples.request([3])]))
+    finally:
+        loader.close()
+
+
+def test_a_worker_that_died_after_it_made_a_batch_is_told_of_as_one_that_died_before() -> None:
+    samples = Samples(Augmented(), rows, 5, 4)
+    loader = BatchLoader(samples, 1)
+    try:
+        wanted = requests(samples)
+        made = loader.submit(wanted[0])
+        made.result()
+        assert loader._pool is not None
+        for worker in list((loader._pool._processes or {}).values()):
+            worker.kill()
+            worker.join()
+        with pytest.raises(JobFailedError, match="a worker process that loads data ended abruptly"):
+            loader.result(made)
+        with pytest.raises(JobFailedError, match="a worker process that loads data ended abruptly"):
+            list(loader.batches(wanted))
     finally:
         loader.close()
 

@@ -10,13 +10,14 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Literal, NamedTuple
 
 import msgspec
 import torch
 
+from atoll.blame import showing_lines, users_code
 from atoll.control.coordinator import Coordinator
 from atoll.control.journal import FencedError, Record, replay
 from atoll.control.messages import Committed, Finished, Message
@@ -36,6 +37,7 @@ from atoll.events import (
     RunFinished,
     RunStarted,
     StepFinished,
+    StopTraining,
     Warned,
     read_events,
 )
@@ -200,6 +202,8 @@ class _Coordinating:
         self._evaluated: set[int] = set()  # versions that are evaluated, or will be
         self._kept: int | None = None  # the newest checkpoint this coordinator knows of
         self._errors: list[BaseException] = []
+        self._asked_to_stop = False  # by a callback
+        self._callback_failed: JobFailedError | None = None
         self._unwritten = False  # whether it was said that measures cannot be written
         self.journal, self.states = journal, states
 
@@ -251,10 +255,14 @@ class _Coordinating:
                 records = await self._write_weights(coordinator.version)
                 refused = coordinator.refused
                 self._tell_links()
-                self._tell(self._finished(coordinator.version, records, failed=refused is not None))
+                failed = self._callback_failed
+                self._tell(self._finished(coordinator.version, records, failed=refused is not None or failed is not None))
                 if refused is not None:
                     raise refused_step(refused.step, refused.what, float(refused.value), self.directory.checkpoints)
-                return not coordinator.stopped
+                if failed is not None:
+                    with showing_lines():
+                        raise failed
+                return self._asked_to_stop or not coordinator.stopped
             finally:
                 await clock.close()
                 await self._write_measures()
@@ -263,7 +271,7 @@ class _Coordinating:
     async def _until(self, task: "asyncio.Future[None]", coordinator: Coordinator) -> None:
         while not task.done():
             await asyncio.wait([task], timeout=0.2)
-            if (self.directory.path / STOP).exists():
+            if self._asked_to_stop or self._callback_failed is not None or (self.directory.path / STOP).exists():
                 coordinator.stop()
             if self._errors:
                 task.cancel()
@@ -317,15 +325,27 @@ class _Coordinating:
             for remark in self.job.remarks():
                 self._emit(Note(message=remark))
             return True
-        for observer in self.observers:
-            observer(self._started())
+        self._show(self._started())
         self._recall(told)
         return False
 
     def _tell(self, event: AnyEvent) -> None:
         self._log(event)
+        self._show(event)
+
+    def _show(self, event: AnyEvent) -> None:
+        """Callbacks may end the run, by asking for it or by failing: after the step under way, once its state is stored."""
+        step = self._coordinator.version if self._coordinator is not None else 0
         for observer in self.observers:
-            observer(event)
+            try:
+                with users_code(f"step {step}: a callback, told of {event.kind},", JobFailedError), _no_exit():
+                    try:
+                        observer(event)
+                    except StopTraining:
+                        self._asked_to_stop = True
+            except JobFailedError as error:
+                self._callback_failed = self._callback_failed or error
+                self.observers = tuple(other for other in self.observers if other is not observer)
 
     def _emit(self, event: AnyEvent) -> None:
         """For what has no time of its own yet."""
@@ -441,16 +461,29 @@ class _Coordinating:
                 why = "its state was not stored whole by all stages before the next one was, or whoever coordinated then ended"
                 self._emit(EvaluationFailed(step=step, message=why))
 
+    @property
+    def _early(self) -> Literal["stopped", "interrupted"]:
+        return "stopped" if self._asked_to_stop else "interrupted"
+
     def _finished(self, version: int, records: Sequence[Record], *, failed: bool) -> RunFinished:
         losses = {record.version: record.loss / record.weight for record in records if isinstance(record, Committed)}
         return RunFinished(
             at_seconds=self._now(),
-            reason="failed" if failed else "done" if version >= self.spec.settings.steps else "interrupted",
+            reason="failed" if failed else "done" if version >= self.spec.settings.steps else self._early,
             steps=version,
             samples=version * self.job.batch_size,
             seconds=self._now() - self._start.at_seconds,
             loss=losses.get(version - 1),
         )
+
+
+@contextmanager
+def _no_exit() -> Iterator[None]:
+    """A callback that ends the script has failed: the script is not what runs here."""
+    try:
+        yield
+    except SystemExit as error:
+        raise RuntimeError(f"the script exits ({error.code}) while the run is under way") from error
 
 
 def evaluate_state(directory: RunDirectory, job: Job, step: int) -> Evaluated:
@@ -480,5 +513,5 @@ async def evaluate_elsewhere(directory: RunDirectory, step: int) -> Evaluated:
     out, complaints = await process.communicate()
     if process.returncode:
         said = complaints.decode(errors="replace").strip().splitlines()
-        raise JobFailedError(said[-1].removeprefix("error: evaluation: ") if said else f"it ended with {process.returncode}")
+        raise JobFailedError(said[-1].removeprefix("error: ") if said else f"it ended with {process.returncode}")
     return msgspec.json.decode(out.splitlines()[-1], type=Evaluated)

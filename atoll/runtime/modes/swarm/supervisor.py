@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from atoll.errors import AtollError, JobFailedError
-from atoll.events import MemberChanged, Note, Observer, StopRequested
+from atoll.events import MemberChanged, Note, Observer, StopRequested, Warned
 from atoll.fabric.address import split_address
 from atoll.fabric.security import Authority
 from atoll.runtime.modes.swarm.spec import STOP, OwnDevices
@@ -136,6 +136,9 @@ class SwarmProcesses:
                 self._start_again(spec)
             except AtollError as error:  # its host is gone
                 self._observer(Note(message=f"{error}; the run goes on without {spec.name}"))
+        if not any(name.startswith("worker-") for name in self._supervisor.running):
+            waits = "no worker that was started here is left: the run waits for others to join"
+            self._observer(Warned(message=f"{waits}; Ctrl-C ends it, and --resume starts new ones", source="run"))
 
     def _died(self, spec: ProcessSpec, code: int, how: str) -> None:
         errors = self._errors[spec.name] = self._errors.get(spec.name, 0) + 1 if code > 0 else 0

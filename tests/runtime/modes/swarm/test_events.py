@@ -1,5 +1,6 @@
 """What happens in a swarm becomes events and lines that people understand."""
 
+import asyncio
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from typing import cast
 import pytest
 from rich.console import Console
 
+from atoll.control.coordinator import Coordinator
 from atoll.control.membership import Member, Members, MissedHeartbeats
 from atoll.control.messages import WorkerBeat
 from atoll.control.settings import Settings
@@ -22,6 +24,7 @@ from atoll.events import (
     StageLost,
     StepFinished,
     StepRepaired,
+    StopTraining,
 )
 from atoll.runtime.modes.swarm.coordinator_process import StartupProgress, _Coordinating, _Watching
 from atoll.runtime.modes.swarm.files import CheckpointFiles, FileJournal
@@ -118,6 +121,41 @@ def test_the_protocols_events_gain_samples_and_what_is_stored_where(tmp_path: Pa
     assert (made.samples, made.loss, made.weight) == (job().batch_size, 1.5, 4.0)
     assert isinstance(saved, CheckpointSaved)
     assert (saved.step, saved.path, saved.size_bytes, saved.seconds) == (5, "checkpoints/step-00000005", 500, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (StopTraining(), ""),
+        (KeyError("mine"), "step 0: a callback, told of step_finished, failed: KeyError: 'mine'"),
+        (SystemExit(3), "step 0: a callback, told of step_finished, failed: RuntimeError: the script exits (3) while the run is under way"),
+    ],
+)
+def test_callbacks_end_a_run_by_asking_for_it_or_by_failing(error: BaseException, sentence: str, tmp_path: Path) -> None:
+    """The coordinator is asked to stop after the step, and those who watch hear on."""
+
+    def ends(event: AnyEvent) -> None:
+        raise error
+
+    told, stopped = list[AnyEvent](), asyncio.Event()
+    spec = cast("SwarmSpec", SimpleNamespace(parameters=1, settings=SETTINGS))
+    write_start(RunDirectory(tmp_path), "h:1")
+    watching = _Watching((ends, told.append), lambda events: None)
+    states = CheckpointFiles(tmp_path / STATES)
+    coordinating = _Coordinating(RunDirectory(tmp_path), spec, job(), watching, FileJournal(tmp_path / JOURNAL), states)
+
+    async def run() -> None:
+        await coordinating._until(asyncio.ensure_future(stopped.wait()), cast("Coordinator", SimpleNamespace(stop=stopped.set)))  # type: ignore[arg-type]
+
+    with EventLog(tmp_path) as log:
+        coordinating._log = log
+        coordinating._observe(step_made(1))
+        asyncio.run(run())
+        coordinating._observe(step_made(2))
+    assert [event.step for event in told if isinstance(event, StepFinished)] == [1, 2]
+    assert str(coordinating._callback_failed or "") == sentence
+    ended = coordinating._finished(2, (), failed=coordinating._callback_failed is not None)
+    assert ended.reason == ("failed" if sentence else "stopped")
 
 
 def test_what_is_waited_for_is_told_soon_and_again_when_it_changes() -> None:

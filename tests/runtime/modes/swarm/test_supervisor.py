@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from atoll.errors import JobFailedError
-from atoll.events import AnyEvent
+from atoll.events import AnyEvent, Warned
 from atoll.fabric.security import Authority
 from atoll.runtime.modes.swarm.spec import OwnDevices
 from atoll.runtime.modes.swarm.supervisor import SwarmProcesses, free_address
@@ -105,7 +105,23 @@ def test_workers_are_started_again_as_often_as_asked_for_and_go_where_they_are_n
     assert own == [OwnDevices((3,), stages=2, planned=(0, 1)), OwnDevices((3,), stages=2)]
     assert [spec.command[-1] for spec in scripted.specs] == ["coordinator", "feeder", "worker-0", "worker-1", "worker-0-1"]
     assert said[0] == "worker-0 on rome-0 died (signal 9); restarting it"
-    assert said[1:] in ([], ["worker-1 on rome-0 died (signal 9); the run continues without it"])  # the run may be over before
+    without = "worker-1 on rome-0 died (signal 9); the run continues without it"
+    nobody = "no worker that was started here is left: the run waits for others to join; Ctrl-C ends it, and --resume starts new ones"
+    assert said[1:] in ([], [without], [without, nobody])  # the run may be over before
+
+
+def test_where_no_worker_is_left_it_is_told_who_is_waited_for(tmp_path: Path) -> None:
+    code = {"coordinator": ["listen(); wait('told'); sys.exit(0)"], "feeder": [SLEEP], "worker-0": ["die()"]}
+    processes, _, said = swarm(tmp_path, code)
+
+    def hear(event: AnyEvent) -> None:
+        if isinstance(event, Warned):
+            said.append(event.message)
+            (tmp_path / "told").touch()
+
+    processes._observer = hear
+    assert processes.run() == 0
+    assert "no worker that was started here is left: the run waits for others to join" in said[-1]
 
 
 def test_a_coordinator_that_is_killed_is_started_again(tmp_path: Path) -> None:

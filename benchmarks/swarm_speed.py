@@ -49,7 +49,8 @@ def run(mode: str, shape: str, steps: int, folder: Path) -> tuple[float, float]:
     (folder / f"{mode}.plan").write_text(plan(mode, SHAPES[shape].layers))
     command = [sys.executable, "-c", "from atoll.cli import main; main()", "run", str(ROOT / "benchmarks" / "swarm_speed_job.py")]
     options = ["--plan", str(folder / f"{mode}.plan"), "--mode", mode, "--out", str(out), "--", shape, str(BATCH), str(steps)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False, env={**os.environ, **MALLOC})
+    environment = {**os.environ, **(MALLOC if mode == "lockstep" else {})}
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         sys.exit(f"{mode} failed:\n{done.stderr[-3000:]}")
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]

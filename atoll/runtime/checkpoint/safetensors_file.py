@@ -9,7 +9,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 import torch
@@ -27,6 +27,7 @@ __all__ = [
     "sharding_metadata",
     "sync_directory",
     "write_atomically",
+    "write_durably",
     "write_safetensors",
 ]
 
@@ -49,6 +50,7 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_STRETCH_BYTES = 8 << 20
 
 
 class Entry(NamedTuple):
@@ -109,15 +111,35 @@ def write_safetensors(
     head, order = encode_header(entries, metadata)
     announced = len(head) + sum(entry.size_bytes for entry in entries.values())
     with path.open("wb") as file:
-        file.write(head)
-        for name in order:
-            for block in data(name):
-                file.write(block)
-        file.flush()
+        write_durably(file, (memoryview(head), *(block for name in order for block in data(name))))
         size = file.tell()
         assert size == announced, f"{path}: {size} bytes written, {announced} announced"
-        os.fsync(file.fileno())
     return StoredFile(size, zlib.crc32(head))
+
+
+def write_durably(file: BinaryIO, blocks: Iterable[memoryview]) -> None:
+    """Write bytes to a new file. They are on disk when it returns, and the kernel keeps no copy of what is read only after a failure.
+
+    A stretch at a time: the next one takes the pages of the one before. Fresh ones are slow to come by, in virtual machines above all
+    (200 ms of processor time for 100 MB, against 40), and what the copy took would be missing to training.
+    """
+    at = settled = 0
+    for block in blocks:
+        for start in range(0, len(block), _STRETCH_BYTES):
+            at += file.write(block[start : start + _STRETCH_BYTES])
+            if at - settled >= _STRETCH_BYTES:
+                settled = _settle(file, settled, at)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _settle(file: BinaryIO, start: int, stop: int) -> int:
+    """Has written bytes go to the disk, and their pages be free."""
+    if hasattr(os, "posix_fadvise"):
+        file.flush()
+        os.fdatasync(file.fileno())
+        os.posix_fadvise(file.fileno(), start, stop - start, os.POSIX_FADV_DONTNEED)
+    return stop
 
 
 def write_atomically(path: Path, text: bytes) -> None:

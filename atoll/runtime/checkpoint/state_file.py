@@ -7,7 +7,7 @@ of the files of all stages without copying a byte of them; `cut` takes any stage
 import os
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,17 @@ from atoll.runtime.checkpoint.safetensors_file import DTYPES, Entry, StoredFile,
 from atoll.runtime.checkpoint.storage import check_chunks, read_pieces
 from atoll.runtime.checkpoint.values import from_plain
 
-__all__ = ["BEFORE", "BUFFER", "StateFile", "StateReader", "WholeCheckpoint", "assemble_checkpoint", "cut", "newest_whole"]
+__all__ = [
+    "BEFORE",
+    "BUFFER",
+    "StateFile",
+    "StateReader",
+    "WholeCheckpoint",
+    "assemble_checkpoint",
+    "cut",
+    "newest_whole",
+    "state_checksums",
+]
 
 BEFORE = "swarm/before/"  # what keys of the weights before the last step begin with, where training is stale
 BUFFER = "swarm/buffer/"  # and of buffers that the user's own state_dict leaves out
@@ -120,6 +130,10 @@ class StateReader:
         entry, start = self._entries[key]
         return self._data[start : start + entry.size_bytes]
 
+    def checksums(self) -> dict[str, int]:
+        """Of all tensors, by key."""
+        return {key: zlib.crc32(self.raw(key).numpy().data) if entry.size_bytes else 0 for key, (entry, _) in self._entries.items()}
+
     def fill(self, key: str, tensor: Tensor) -> None:
         """Copy a stored tensor into one of the same shape and dtype."""
         if key not in self._entries:
@@ -177,12 +191,18 @@ def _name_of(key: str) -> str:
 
 
 def assemble_checkpoint(
-    directory: Path, files: Sequence[Path], *, step: int, identity: RunIdentity, extra: dict[str, Any], keep_last: int
+    directory: Path,
+    files: Mapping[Path, Mapping[str, int] | None],
+    *,
+    step: int,
+    identity: RunIdentity,
+    extra: dict[str, Any],
+    keep_last: int,
 ) -> tuple[Path, int]:
     """Make the state files of all stages the checkpoint of a step: they are linked into it, and described. Returns it and its bytes.
 
-    All or nothing, as every save. What several stages have (tied parameters) is the first one's. `extra` is plain; schedule and loss
-    scale come from the files.
+    All or nothing, as every save. What several stages have (tied parameters) is the first one's. With files come their
+    `state_checksums`, where they are known; else the files are read. `extra` is plain; schedule and loss scale come from the files.
     """
     directory.mkdir(parents=True, exist_ok=True)
     partial = partial_path(directory, step)
@@ -193,10 +213,10 @@ def assemble_checkpoint(
         stored: dict[str, StoredFile] = {}
         smalls: list[SmallState] = []
         merged: dict[str, Any] = {"scheduler": None, "loss_scale": None, "swarm": {}}
-        for number, file in enumerate(files):
+        for number, (file, checksums) in enumerate(files.items()):
             name = f"shard-{number + 1:05d}-model-00001-of-00001.safetensors"
             _link(file, partial / name)
-            reader = _describe(partial / name, tensors)
+            reader = _describe(partial / name, tensors, checksums)
             stored[name] = StoredFile((partial / name).stat().st_size, zlib.crc32(reader.head))
             smalls.append(reader.small)
             _merge(merged, reader.extra)
@@ -222,13 +242,18 @@ def _link(file: Path, target: Path) -> None:
             os.fsync(copied.fileno())
 
 
-def _describe(path: Path, tensors: dict[str, StoredTensor]) -> StateReader:
+def state_checksums(content: Tensor) -> dict[str, int]:
+    """Of the tensors in a state's bytes."""
+    return StateReader(content).checksums()
+
+
+def _describe(path: Path, tensors: dict[str, StoredTensor], checksums: Mapping[str, int] | None) -> StateReader:
     """Add a file's tensors, with checksums, to those there are."""
     size = path.stat().st_size
     reader = StateReader(torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8), str(path))
+    checksums = reader.checksums() if checksums is None else checksums
     for key, found in reader.index.tensors.items():
-        checksum = zlib.crc32(reader.raw(key).numpy().data) if found.size_bytes else 0
-        chunk = Chunk(rectangle=whole(found.shape), file=path.name, crc32=checksum)
+        chunk = Chunk(rectangle=whole(found.shape), file=path.name, crc32=checksums[key])
         known = tensors.get(key)
         if known is None:
             tensors[key] = msgspec.structs.replace(found, chunks=(chunk,))

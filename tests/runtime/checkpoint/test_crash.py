@@ -49,7 +49,7 @@ def _assemble(directory: Path, step: int) -> Callable[[], bool]:
 
     def save() -> bool:
         extra = {"losses": [0.5] * step}
-        assemble_checkpoint(directory, files, step=step, identity=_IDENTITY, extra=extra, keep_last=2)
+        assemble_checkpoint(directory, dict.fromkeys(files), step=step, identity=_IDENTITY, extra=extra, keep_last=2)
         return True
 
     return save

@@ -17,7 +17,7 @@ from atoll.runtime.checkpoint.export import export
 from atoll.runtime.checkpoint.local_shard import LocalShard
 from atoll.runtime.checkpoint.manifest import MODEL, RunIdentity, SmallState, read_index, read_manifest
 from atoll.runtime.checkpoint.safetensors_file import DTYPES
-from atoll.runtime.checkpoint.state_file import StateFile, StateReader, assemble_checkpoint, cut, newest_whole
+from atoll.runtime.checkpoint.state_file import StateFile, StateReader, assemble_checkpoint, cut, newest_whole, state_checksums
 from atoll.runtime.checkpoint.training_state import optimizer_state, training_state
 from atoll.runtime.checkpoint.values import to_plain
 from atoll.runtime.executor import LossScale
@@ -134,7 +134,8 @@ def stage_files(folder: Path) -> list[Path]:
 def assembled(folder: Path) -> Path:
     paths = stage_files(folder)
     extra = {"losses": [3.0, 2.0, 1.0], "swarm": {"epoch": 0, "bounds": [0, 1, 3]}}
-    path, size = assemble_checkpoint(folder / "checkpoints", paths, step=3, identity=IDENTITY, extra=extra, keep_last=2)
+    known = {paths[0]: state_checksums(torch.from_file(str(paths[0]), size=paths[0].stat().st_size, dtype=torch.uint8)), paths[1]: None}
+    path, size = assemble_checkpoint(folder / "checkpoints", known, step=3, identity=IDENTITY, extra=extra, keep_last=2)
     assert size == sum(file.stat().st_size for file in paths)
     assert [file.stat().st_ino for file in sorted(path.glob("shard-*"))] == [file.stat().st_ino for file in paths], "not a byte is copied"
     return path
@@ -185,7 +186,8 @@ def test_damage_is_noticed_in_copies_too_and_the_one_before_is_used(tmp_path: Pa
             with pytest.raises(DamagedCheckpointError):
                 newest_whole(tmp_path / "checkpoints")
         victim.write_bytes(good)
-    whole = partial(assemble_checkpoint, tmp_path / "checkpoints", stage_files(tmp_path), identity=IDENTITY, extra={}, keep_last=2)
+    files = dict.fromkeys(stage_files(tmp_path))
+    whole = partial(assemble_checkpoint, tmp_path / "checkpoints", files, identity=IDENTITY, extra={}, keep_last=2)
     whole(step=4)
     (tmp_path / "checkpoints" / "step-00000004" / "state.json").unlink()
     found = newest_whole(tmp_path / "checkpoints")
@@ -197,5 +199,5 @@ def test_a_checkpoint_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None
     paths = stage_files(tmp_path)
     paths[1].write_bytes(b"rubbish")
     with pytest.raises(CheckpointError):
-        assemble_checkpoint(tmp_path / "checkpoints", paths, step=3, identity=IDENTITY, extra={}, keep_last=2)
+        assemble_checkpoint(tmp_path / "checkpoints", dict.fromkeys(paths), step=3, identity=IDENTITY, extra={}, keep_last=2)
     assert list((tmp_path / "checkpoints").iterdir()) == []

@@ -4,7 +4,8 @@ import asyncio
 import fcntl
 import hashlib
 import os
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -18,7 +19,8 @@ from atoll.errors import CheckpointError, FabricError, RefusedError
 from atoll.fabric import Remote
 from atoll.fabric.service import CallingPeer, allowed
 from atoll.runtime.checkpoint.directory import step_path
-from atoll.runtime.checkpoint.state_file import cut
+from atoll.runtime.checkpoint.safetensors_file import write_durably
+from atoll.runtime.checkpoint.state_file import cut, state_checksums
 
 __all__ = [
     "CheckpointFiles",
@@ -100,35 +102,40 @@ class WantedState(msgspec.Struct, frozen=True):
 
 
 class CheckpointFiles:
-    """Write-once safetensors files, one for a stage's state, with a digest of it in the name. A file is whole or not there."""
+    """Write-once safetensors files, one for a stage's state, with a digest of it in the name. A file is whole or not there.
+
+    What one of these objects has written it need not read to know that it is whole.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._written: dict[Path, Mapping[str, int]] = {}  # and the checksums of the tensors in it
         directory.mkdir(parents=True, exist_ok=True)
 
     def path(self, key: Key) -> Path | None:
         """Where a state is, if it is stored."""
         return next(self._directory.glob(f"epoch-{key.epoch}-step-{key.version}-stage-{key.stage}-*.safetensors"), None)
 
-    async def write(self, key: Key, content: Tensor) -> None:
-        """On the disk when it comes back; a second write of the same key changes nothing."""
-        await asyncio.to_thread(self._write, key, content)
+    async def write(self, key: Key, content: Tensor) -> str | None:
+        """On the disk when it comes back; a second write of the same key changes nothing. The digest of what it has, if whole."""
+        return await asyncio.to_thread(self._write, key, content)
 
-    def _write(self, key: Key, content: Tensor) -> None:
-        if self.path(key) is not None:
-            return
-        data = content.contiguous().numpy().data
-        name = f"epoch-{key.epoch}-step-{key.version}-stage-{key.stage}-{hashlib.sha256(data).hexdigest()}.safetensors"
-        target = self._directory / name
+    def _write(self, key: Key, content: Tensor) -> str | None:
+        before = self.path(key)
+        if before is not None:
+            return _named_digest(before) if self._is_whole(before) else None
+        digest = state_digest(content)
+        target = self._directory / f"epoch-{key.epoch}-step-{key.version}-stage-{key.stage}-{digest}.safetensors"
         temporary = target.with_suffix(f".{os.getpid()}.{id(content)}")
         try:
             with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+                write_durably(file, [content.contiguous().numpy().data])
             os.replace(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)  # a full disk is not filled further by what did not fit
+        with suppress(CheckpointError):  # what is no state is found out when a checkpoint is made of it
+            self._written[target] = state_checksums(content)
+        return digest
 
     async def read(self, key: Key) -> Tensor | None:
         """The state, or None where nothing whole is stored."""
@@ -140,17 +147,23 @@ class CheckpointFiles:
 
     def _read(self, key: Key) -> Tensor | None:
         path = self.path(key)
-        try:
-            data = bytearray(path.read_bytes()) if path is not None else None
-        except FileNotFoundError:
-            return None
-        if path is None or data is None or hashlib.sha256(data).hexdigest() != path.stem.rpartition("-")[2]:
-            return None
-        return torch.frombuffer(data, dtype=torch.uint8)
+        content = _content(path) if path is not None else None
+        return content if path is not None and content is not None and state_digest(content) == _named_digest(path) else None
 
-    def is_whole(self, key: Key) -> bool:
-        """Whether it is stored as it was written."""
-        return self._read(key) is not None
+    def checksums(self, path: Path) -> Mapping[str, int] | None:
+        """Of the tensors of a state that this object wrote."""
+        return self._written.get(path)
+
+    async def whole(self, key: Key) -> Path | None:
+        """Where it is, if it is stored as it was written."""
+        path = self.path(key)
+        return path if path is not None and await asyncio.to_thread(self._is_whole, path) else None
+
+    def _is_whole(self, path: Path) -> bool:
+        if path in self._written:
+            return True
+        content = _content(path)
+        return content is not None and state_digest(content) == _named_digest(path)
 
     def stages(self, epoch: int, version: int) -> int:
         """How many stages have a state of that step."""
@@ -179,13 +192,28 @@ class CheckpointFiles:
         for file in self._directory.glob("epoch-*-step-*-stage-*.safetensors"):
             if int(file.name.split("-")[3]) < version:
                 file.unlink(missing_ok=True)
+                self._written.pop(file, None)
+
+
+def _named_digest(path: Path) -> str:
+    return path.stem.rpartition("-")[2]
+
+
+def _content(path: Path) -> Tensor | None:
+    """Of a file, in memory that nobody else has."""
+    try:
+        content = torch.empty(path.stat().st_size, dtype=torch.uint8)
+        with path.open("rb") as file:
+            return content if file.readinto(content.numpy().data) == content.numel() else None
+    except FileNotFoundError:
+        return None
 
 
 class States(Protocol):
     """Where stages' states are kept."""
 
-    async def write(self, key: Key, content: Tensor) -> None:
-        """Comes back when durable; a second write of the same key changes nothing."""
+    async def write(self, key: Key, content: Tensor) -> str | None:
+        """Comes back when durable; a second write of the same key changes nothing. The digest of what the key has, if it is whole."""
 
     async def read(self, key: Key) -> Tensor | None:
         """The state, or None where nothing whole is stored."""
@@ -231,10 +259,9 @@ class CheckpointService:
         why_not = leader.why_not_stored(process, key.epoch, key.version, key.stage, content.numel() * content.element_size())
         if why_not is not None:
             raise RefusedError(f"the state of stage {key.stage} after step {key.version} is not stored: {why_not}")
-        await self._states.write(key, content)
-        stored = await self._states.read(key)  # what the key has: a state that came before this one stays
-        if stored is not None:
-            leader.stored(key.epoch, key.version, key.stage, await asyncio.to_thread(state_digest, stored))
+        digest = await self._states.write(key, content)  # of what the key has: a state that came before this one stays
+        if digest is not None:
+            leader.stored(key.epoch, key.version, key.stage, digest)
 
     @allowed("worker")
     async def read(self, wanted: WantedState, peer: CallingPeer) -> StageSnapshot:

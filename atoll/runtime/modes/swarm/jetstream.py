@@ -18,7 +18,7 @@ from torch import Tensor
 
 from atoll.control.journal import Record, Term, admit, encode, read_records
 from atoll.errors import AtollError
-from atoll.runtime.modes.swarm.files import Key
+from atoll.runtime.modes.swarm.files import Key, state_digest
 
 if TYPE_CHECKING:
     from nats.js import JetStreamContext
@@ -176,12 +176,15 @@ class JetStreamCheckpoints:
         self._objects = objects
         self._written: dict[Key, int] = {}  # bytes, of what was stored through this object
 
-    async def write(self, key: Key, content: Tensor) -> None:
-        """Comes back when durable; a second write of the same key changes nothing."""
-        if not await self.exists(key):
-            data = content.contiguous().numpy().tobytes()
-            await _until_answered(lambda: self._objects.put(_object(key), data))
-            self._written[key] = len(data)
+    async def write(self, key: Key, content: Tensor) -> str | None:
+        """Comes back when durable; a second write of the same key changes nothing. The digest of what the key has, if it is whole."""
+        if await self.exists(key):
+            before = await self.read(key)
+            return None if before is None else await asyncio.to_thread(state_digest, before)
+        data = content.contiguous().numpy().tobytes()
+        await _until_answered(lambda: self._objects.put(_object(key), data))
+        self._written[key] = len(data)
+        return await asyncio.to_thread(state_digest, content)
 
     async def read(self, key: Key) -> Tensor | None:
         """The state, or None where nothing whole is stored."""

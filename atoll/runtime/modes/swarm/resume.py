@@ -148,11 +148,11 @@ async def complete_checkpoint(
     directory: RunDirectory, job: Job, spec: SwarmSpec, journal: Journal, states: States, keys: Sequence[Key]
 ) -> None:
     """Make the stored states of all stages the run's checkpoint of their step. States that are kept elsewhere are brought here first."""
-    files = CheckpointFiles(directory.path / STATES)
+    files = states if isinstance(states, CheckpointFiles) else CheckpointFiles(directory.path / STATES)
     for key in keys:
-        if not isinstance(states, CheckpointFiles) and (content := await states.read(key)) is not None:
+        if files is not states and (content := await states.read(key)) is not None:
             await files.write(key, content)
-    paths = [path for key in keys if files.is_whole(key) and (path := files.path(key)) is not None]
+    paths = {path: files.checksums(path) for key in keys if (path := await files.whole(key)) is not None}
     if len(paths) != len(keys):
         raise CheckpointError(f"{directory.path / STATES}: a state after step {keys[0].version} is damaged or missing")
     losses = _losses(directory, await journal.read(), keys[0].version)

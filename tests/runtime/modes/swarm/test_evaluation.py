@@ -38,7 +38,7 @@ def test_states_of_stages_are_evaluated_as_one_model(tmp_path: Path) -> None:
     with pytest.raises(JobFailedError, match="the checkpoint of step 4 is not there"):
         evaluate_state(RunDirectory(tmp_path), it, 4)
     identity = RunIdentity(job="test", optimizer="SGD", seed=0, batch_size=1)
-    assemble_checkpoint(tmp_path / "checkpoints", files, step=4, identity=identity, extra={}, keep_last=2)
+    assemble_checkpoint(tmp_path / "checkpoints", dict.fromkeys(files), step=4, identity=identity, extra={}, keep_last=2)
     found = evaluate_state(RunDirectory(tmp_path), it, 4)
     expected = ModelEvaluator(it, model, torch.device("cpu"), Data()).run(4)
     assert (found.step, found.samples) == (4, 64)

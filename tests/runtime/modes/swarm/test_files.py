@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,8 +11,12 @@ import pytest
 import torch
 
 from atoll.errors import JobFailedError
+from atoll.runtime.checkpoint import safetensors_file
+from atoll.runtime.checkpoint.manifest import SmallState
+from atoll.runtime.checkpoint.safetensors_file import raw_bytes
+from atoll.runtime.checkpoint.state_file import StateFile
 from atoll.runtime.modes.swarm import coordinator_process
-from atoll.runtime.modes.swarm.files import CheckpointFiles, Key
+from atoll.runtime.modes.swarm.files import CheckpointFiles, Key, state_digest
 from atoll.runtime.run_directory import RunDirectory
 
 
@@ -23,8 +28,8 @@ def test_states_are_written_once_and_damaged_ones_are_not_there(tmp_path: Path) 
     async def use() -> None:
         files, key = CheckpointFiles(tmp_path), Key(0, 5, 1)
         assert await files.read(key) is None
-        await files.write(key, state(1))
-        await files.write(key, state(2))
+        assert await files.write(key, state(1)) == state_digest(state(1))
+        assert await files.write(key, state(2)) == state_digest(state(1)), "what the key has"
         found = await files.read(key)
         assert found is not None
         assert found.tolist() == [1] * 5
@@ -32,8 +37,39 @@ def test_states_are_written_once_and_damaged_ones_are_not_there(tmp_path: Path) 
         assert path is not None
         path.write_bytes(path.read_bytes()[:-1] + b"\0")
         assert await files.read(key) is None
+        others = CheckpointFiles(tmp_path)  # did not write it, so it reads
+        assert await others.whole(key) is None
+        assert await others.write(key, state(1)) is None
 
     asyncio.run(use())
+
+
+def test_what_was_written_here_is_known_to_be_whole_with_its_checksums(tmp_path: Path) -> None:
+    async def use() -> None:
+        files, key = CheckpointFiles(tmp_path), Key(0, 5, 1)
+        content = StateFile({"model/a": torch.arange(3.0), "model/b": torch.ones(2)}, SmallState(), {}).content()
+        await files.write(key, content)
+        path = await files.whole(key)
+        assert path is not None
+        assert files.checksums(path) == {
+            "model/a": zlib.crc32(raw_bytes(torch.arange(3.0))),
+            "model/b": zlib.crc32(raw_bytes(torch.ones(2))),
+        }
+        assert CheckpointFiles(tmp_path).checksums(path) is None
+        assert await CheckpointFiles(tmp_path).whole(key) == path
+        await files.write(Key(0, 6, 1), state(1))  # no state: whoever makes a checkpoint of it reads it and says so
+        await files.forget_before(7)
+        assert files.checksums(path) is None
+
+    asyncio.run(use())
+
+
+def test_bytes_are_written_in_order_a_stretch_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors_file, "_STRETCH_BYTES", 7)
+    blocks = [bytes(range(start, start + size)) for start, size in ((0, 3), (3, 0), (3, 7), (10, 40), (50, 1))]
+    with (tmp_path / "file").open("wb") as file:
+        safetensors_file.write_durably(file, map(memoryview, blocks))
+    assert (tmp_path / "file").read_bytes() == bytes(range(51))
 
 
 def test_old_states_are_forgotten_and_counted_by_their_step(tmp_path: Path) -> None:

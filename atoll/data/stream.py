@@ -45,14 +45,16 @@ class StreamState(NamedTuple):
 class StreamReader:
     """Reads a stream. The last samples are kept, so that those of a step can be asked for in any order and again."""
 
-    def __init__(self, stream: Iterable[Any], collate_fn: Collate, seed: int, keep: int, purpose: int) -> None:
+    def __init__(self, stream: Iterable[Any], collate_fn: Collate, seed: int, batch_size: int, purpose: int) -> None:
         self.stream, self.collate_fn, self.seed, self.purpose = stream, collate_fn, seed, purpose
         self.reading: object | None = None
-        self._keep = keep  # samples
+        self._keep = 2 * batch_size  # samples
+        self._batch_size = batch_size if purpose == TRAINING else 0  # at whose multiples states are asked for, be it later
         self._kept: dict[int, Any] = {}  # by position: the last ones that were read, without a gap
         self._iterator: Iterator[Any] | None = None  # of the epoch under way
         self._next: StreamState | None = None  # where it is, without its own state; None: nothing was read
-        self._places: list[StreamState] = []  # that can be gone to: the beginning, as soon as something is read, and later ones
+        self._given: list[StreamState] = []  # that can be gone to: the beginning, as soon as something is read, and what others have said
+        self._passed: list[StreamState] = []  # and the last ones that were passed here
 
     def __getstate__(self) -> dict[str, Any]:
         """As a worker process gets it: nothing was read there."""
@@ -60,7 +62,11 @@ class StreamReader:
 
     def go_on_from(self, place: StreamState) -> None:
         """A place to begin from that another process has come to."""
-        self._places.append(place)
+        self._given = [*(known for known in self._given if known.position != place.position), place]
+
+    @property
+    def _places(self) -> list[StreamState]:
+        return [*self._given, *self._passed]
 
     def reads_before(self, position: int) -> int:
         """How many samples must be read before the one at a position when nothing has been read."""
@@ -76,7 +82,7 @@ class StreamReader:
             if request.until is None:
                 return batch, None
             self._read_up_to(request.until)
-            return batch, self._remember()._asdict()
+            return batch, self._state_at(request.until)._asdict()
 
     def _at(self, position: int) -> Any:
         if self._next is None or position < self._next.position - len(self._kept) or self._nearest(position).position > self._next.position:
@@ -89,9 +95,9 @@ class StreamReader:
 
     def _go_to(self, position: int) -> None:
         """To the last place before a position that can be gone to."""
-        if not any(place.position == 0 for place in self._places):
-            self._places.append(StreamState(0, 0, 0, self.stream.state_dict() if _is_stateful(self.stream) else None))  # type: ignore[attr-defined]
-            self._places[-1] = copy.deepcopy(self._places[-1])
+        if not any(place.position == 0 for place in self._given):
+            beginning = StreamState(0, 0, 0, self.stream.state_dict() if _is_stateful(self.stream) else None)  # type: ignore[attr-defined]
+            self._given.append(copy.deepcopy(beginning))
         self._next, self._kept = self._nearest(position), {}
         self._iterator = None
 
@@ -107,6 +113,8 @@ class StreamReader:
             self._next = at._replace(position=at.position + 1, state=None)
             self._kept[at.position] = sample
             self._kept.pop(at.position - self._keep, None)
+            if self._batch_size and self._next.position % self._batch_size == 0:
+                self._remember()
 
     def _read(self, at: StreamState) -> tuple[StreamState, Any]:
         """The next sample, of the next epoch where this one has ended."""
@@ -142,6 +150,11 @@ class StreamReader:
             )
         return iterator  # type: ignore[no-any-return]
 
+    def _state_at(self, position: int) -> StreamState:
+        """Of the stream at a position up to which it was read, or further by one who asked for what follows."""
+        known = [place for place in self._places if place.position == position]
+        return known[-1] if known else self._remember()
+
     def _remember(self) -> StreamState:
         """Where it is; a place that can be gone to, where the stream says what state it is in."""
         assert self._next is not None
@@ -149,9 +162,7 @@ class StreamReader:
         if not _is_stateful(owner):
             return self._next
         place = self._next._replace(state=copy.deepcopy(owner.state_dict()))
-        beginning = [known for known in self._places if known.position == 0]
-        later = [known for known in self._places if 0 < known.position < place.position]
-        self._places = [*beginning, *later[-_PLACES:], place]
+        self._passed = [*(known for known in self._passed[-_PLACES:] if known.position != place.position), place]
         return place
 
 
@@ -174,7 +185,7 @@ class StreamSamples(Samples):
 
     def __init__(self, stream: Iterable[Any], collate_fn: Collate, seed: int, batch_size: int, *, purpose: int = TRAINING) -> None:
         self.dataset, self.seed, self.batch_size = stream, seed, batch_size
-        self.reader = StreamReader(stream, collate_fn, seed, 2 * batch_size, purpose)
+        self.reader = StreamReader(stream, collate_fn, seed, batch_size, purpose)
         self.length = 0  # which is not known
 
     def count(self) -> None:

@@ -96,6 +96,20 @@ def test_any_batch_is_that_of_a_plain_loop_over_epochs(make: type[Rows]) -> None
     assert samples.batch(5, 2, 3) == [expected[22]]
 
 
+def test_a_state_is_that_of_its_step_though_others_have_read_ahead() -> None:
+    """As a swarm's feeder does, which has the next step's first samples loaded before it asks for this one's last."""
+    samples = StreamSamples(StatefulRows(), list, 0, 4)
+    samples.reader.load(samples.part(2, 0, 2, last=False))
+    samples.reader.load(samples.part(3, 0, 2, last=False))
+    batch, state = samples.reader.load(samples.part(2, 2, 4, last=True))
+    assert state["position"] == 12
+    later = StreamSamples(StatefulRows(), list, 0, 4)
+    later.go_on_from(state)
+    assert later.reads_before(12) == 0
+    assert later.batch(3) == plain(60)[12:16]
+    assert batch == plain(60)[10:12]
+
+
 @pytest.mark.parametrize(("make", "length"), [(StatefulRows, 13), (Counted, 7)])
 def test_a_state_is_gone_on_from_without_reading_what_came_before(make: Any, length: int) -> None:
     expected = StreamSamples(make(), list, 0, 4).batch(9)
@@ -109,6 +123,9 @@ def test_a_state_is_gone_on_from_without_reading_what_came_before(make: Any, len
     if isinstance(data, Rows):
         assert data.read <= length + 1  # of the epoch it is in and the one it reaches into; not the two before
     assert later.batch(0) == first.batch(0), "and back to the beginning"
+    for step in range(8):  # as what captures a job reads it
+        later.batch(step)
+    assert later.reads_before(36) == 0, "what others have said is not forgotten"
 
 
 def test_streams_without_a_state_are_read_up_to_where_a_run_goes_on() -> None:

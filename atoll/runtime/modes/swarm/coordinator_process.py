@@ -54,6 +54,7 @@ from atoll.runtime.modes.swarm.jetstream import JetStream, connect_jetstream
 from atoll.runtime.modes.swarm.measurement import MeasureService
 from atoll.runtime.modes.swarm.resume import all_stored, complete_checkpoint, is_complete, last_states
 from atoll.runtime.modes.swarm.spec import JOURNAL, STATES, STOP, JobService, Start, SwarmSpec, read_start, since_start
+from atoll.runtime.modes.swarm.stream_places import StreamPlaces, saved_places
 from atoll.runtime.modes.swarm.transport import COORDINATOR, Directory, FabricTransport, LoopClock, SwarmService
 from atoll.runtime.nonfinite import refused_step
 from atoll.runtime.run_directory import RunDirectory
@@ -205,6 +206,7 @@ class _Coordinating:
         self._asked_to_stop = False  # by a callback
         self._callback_failed: JobFailedError | None = None
         self._unwritten = False  # whether it was said that measures cannot be written
+        self._stream = StreamPlaces(saved_places(directory.checkpoints, job.batch_size))
         self.journal, self.states = journal, states
 
     async def run(self, address: str) -> bool:
@@ -227,11 +229,12 @@ class _Coordinating:
         states = CheckpointService(
             self.states, self.directory.checkpoints, loop, lambda: self._coordinator, lambda message: self._emit(Warned(message=message))
         )
-        services = [SwarmService(arrived, self.spec.settings), places, states, JobService(self.spec), self._measures]
+        services = [SwarmService(arrived, self.spec.settings), places, states, JobService(self.spec), self._measures, self._stream]
         authority = await asyncio.to_thread(Authority.open, self.directory.path)
         with EventLog.join(self.directory.path) as log:
             self._log = log
-            first = self._begin()
+            saved = replay(await self.journal.read()).checkpoint
+            first = self._begin(saved.version if saved is not None else 0)
             member, _ = await asyncio.to_thread(
                 lambda: serve(
                     *(authority, address),
@@ -315,14 +318,15 @@ class _Coordinating:
     def _now(self) -> float:
         return self._start.at_seconds + max(0.0, time.time() - self._start.unix_seconds)
 
-    def _begin(self) -> bool:
+    def _begin(self, saved: int = 0) -> bool:
         """The first coordinator since `atoll run` was started says so in the run's events; one in its place only to those who watch.
-        Whether it is the first.
+        Whether it is the first. `saved` are the steps after which it goes on.
         """
         told = since_start(tuple(read_events(self.directory.events)), self._start)
         if not told:
             self._tell(self._started())
-            for remark in self.job.remarks():
+            self._stream.remind(self.job.samples)
+            for remark in self.job.remarks(saved):
                 self._emit(Note(message=remark))
             return True
         self._show(self._started())
@@ -400,12 +404,16 @@ class _Coordinating:
         await asyncio.gather(*before, return_exceptions=True)
         version = keys[0].version
         try:
-            await complete_checkpoint(self.directory, self.job, self.spec, self.journal, self.states, keys)
+            await self._assemble(keys)
         except (OSError, CheckpointError) as error:
             self._emit(CheckpointFailed(step=version, message=str(error)))
             return
         self._forget_old(version)
         self._evaluate_when_due(version)
+
+    async def _assemble(self, keys: Sequence[Key]) -> None:
+        data = self._stream.before(keys[0].version)
+        await complete_checkpoint(self.directory, self.job, self.spec, self.journal, self.states, keys, data)
 
     def _evaluate_when_due(self, version: int) -> None:
         """In a process of its own, one after another; training does not wait."""
@@ -442,7 +450,7 @@ class _Coordinating:
         if keys and not is_complete(self.directory, keys[0], self.spec):
             began = time.monotonic()
             try:
-                await complete_checkpoint(self.directory, self.job, self.spec, self.journal, self.states, keys)
+                await self._assemble(keys)
             except (OSError, CheckpointError) as error:
                 raise JobFailedError(f"step {version}: the last checkpoint could not be saved: {error}") from error
             if self._kept != version:

@@ -49,6 +49,7 @@ from atoll.runtime.modes.swarm.measurement import Account, MeasureService, Measu
 from atoll.runtime.modes.swarm.micro_batches import SampleFeed, TensorChecks
 from atoll.runtime.modes.swarm.report import Measured
 from atoll.runtime.modes.swarm.spec import OwnDevices, SwarmSpec
+from atoll.runtime.modes.swarm.stream_places import RemotePlaces
 from atoll.runtime.modes.swarm.transport import COORDINATOR, Directory, FabricTransport, Inboxes, LoopClock, PeerAddress, SwarmService
 from atoll.runtime.stage.compilation import Compiler, compiler_for
 from atoll.units import format_seconds, plural
@@ -204,7 +205,7 @@ class _Process:
             clock.spawn(_end_after_goodbye(coordinator))
             await self._until_over(_connected(registered, self.address))  # what is measured begins there
             if self.credentials.role == "feeder":
-                await self._feed(nodes[0])
+                await self._feed(nodes[0], coordinator)
             else:
                 await self._work(nodes, member, coordinator)
             return self._ending
@@ -241,9 +242,9 @@ class _Process:
                     raise coordinator.given_up from error
             await asyncio.sleep(_REGISTER_SECONDS)
 
-    async def _feed(self, node: SwarmProcess) -> None:
-        programs = programs_of(self.captured, self.spec.bounds)
-        feed = SampleFeed(self.job, self.captured, programs, self.spec.micro_batches, threading.Lock())
+    async def _feed(self, node: SwarmProcess, coordinator: Remote) -> None:
+        programs, places = programs_of(self.captured, self.spec.bounds), RemotePlaces(coordinator, self._warn)
+        feed = SampleFeed(self.job, self.captured, programs, self.spec.micro_batches, threading.Lock(), places)
         await self._until_over(Feeder(node, feed, self.spec.settings, (COORDINATOR,)).run())
         feed.close()
 

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from atoll.blame import users_code
 from atoll.control.messages import Backward, Forward, Message
-from atoll.data import BatchRequest, to_device
+from atoll.data import BatchRequest, StreamSamples, to_device
 from atoll.errors import JobFailedError
 from atoll.graph.capture import Captured
 from atoll.job import Job
@@ -19,6 +20,7 @@ from atoll.plan.division import apportion
 from atoll.runtime.activations import Activations, activations_of, leaves_from
 from atoll.runtime.batch_loader import BatchLoader, LoadedBatch
 from atoll.runtime.loss_weights import StepWeights
+from atoll.runtime.modes.swarm.stream_places import RemotePlaces
 from atoll.runtime.stage.program import Crossing, StageProgram
 from atoll.runtime.stage.sizes import Sizes
 from atoll.units import plural
@@ -35,8 +37,18 @@ class SampleFeed:
     """
 
     def __init__(
-        self, job: Job, captured: Captured, programs: Sequence[StageProgram], micro_batches: Sequence[Range], generators: threading.Lock
+        self,
+        job: Job,
+        captured: Captured,
+        programs: Sequence[StageProgram],
+        micro_batches: Sequence[Range],
+        generators: threading.Lock,
+        places: RemotePlaces | None = None,
     ) -> None:
+        """`places` keeps where data that is read in order is after each step."""
+        self._places = places if isinstance(job.samples, StreamSamples) else None
+        self._read_to: int | None = None  # the newest step that was asked for
+        self._asking = asyncio.Lock()
         self._samples, self._sizes = job.samples, Sizes(captured)
         self._loader = BatchLoader(job.samples, job.num_workers, generators)  # loading seeds the generators for every sample
         self._steps, self._submitting = job.total_steps, threading.Lock()
@@ -50,9 +62,26 @@ class SampleFeed:
 
     async def load(self, version: int, micro_batch: int) -> Activations:
         """The same for the same (version, micro_batch), whoever asks and whenever."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._load, version, micro_batch)
+        run = partial(asyncio.get_running_loop().run_in_executor, self._thread)
+        async with self._asking:
+            if self._places is not None and (self._read_to is None or version < self._read_to - 1):  # the first, or after going back
+                await run(self._go_on_from, await self._places.ask())
+                self._read_to = version
+        self._read_to = max(version, self._read_to or 0)
+        made, state = await run(self._load, version, micro_batch)
+        if self._places is not None and state is not None and state["position"] % self._samples.batch_size == 0:
+            await self._places.tell(state["position"] // self._samples.batch_size, state)
+        return made
 
-    def _load(self, version: int, micro_batch: int) -> Activations:
+    def _go_on_from(self, places: Sequence[dict[str, Any]]) -> None:
+        with self._submitting:
+            self._ahead.clear()
+            self._loader.close()  # a process that reads is started anew, and knows these
+        for place in places:
+            self._samples.go_on_from(place)
+
+    def _load(self, version: int, micro_batch: int) -> tuple[Activations, dict[str, Any] | None]:
+        """And where the data is after the step, with the last of its micro-batches."""
         weights = self._weights.of(version)
         with users_code(f"step {version + 1}: loading the batch", JobFailedError):
             if self._loader.num_workers:
@@ -60,10 +89,12 @@ class SampleFeed:
             else:
                 loaded = self._loader.load(self._request(version, micro_batch))
         leaves = self._sizes.leaves(*to_device((loaded.batch, weights), torch.device("cpu")))
-        return Activations(self._sizes.bind(leaves), {name: leaf for name, leaf in leaves.items() if name in self._needed}, [])
+        needed = {name: leaf for name, leaf in leaves.items() if name in self._needed}
+        return Activations(self._sizes.bind(leaves), needed, []), loaded.state
 
     def _request(self, version: int, micro_batch: int) -> BatchRequest:
-        return self._samples.part(version, *self._micro_batches[micro_batch], last=False)
+        last = micro_batch == len(self._micro_batches) - 1
+        return self._samples.part(version, *self._micro_batches[micro_batch], last=last)
 
     def _from_workers(self, version: int, micro_batch: int) -> LoadedBatch:
         """Whoever feeds a micro-batch of one step most likely feeds that of the next, which is therefore loaded ahead."""

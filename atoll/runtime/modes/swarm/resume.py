@@ -5,6 +5,7 @@ states come from the run's checkpoint, which is that of every mode, or from work
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 import torch
@@ -22,6 +23,7 @@ from atoll.runtime.checkpoint.state_file import WholeCheckpoint, assemble_checkp
 from atoll.runtime.modes.swarm.files import CheckpointFiles, FileJournal, Key, States
 from atoll.runtime.modes.swarm.jetstream import connect_jetstream
 from atoll.runtime.modes.swarm.spec import JOURNAL, STATES, SwarmSpec, read_start
+from atoll.runtime.modes.swarm.stream_places import StreamPlaces, saved_places
 from atoll.runtime.run_directory import RunDirectory
 
 __all__ = [
@@ -145,9 +147,12 @@ def checkpoint_identity(job: Job, plan: str) -> RunIdentity:
 
 
 async def complete_checkpoint(
-    directory: RunDirectory, job: Job, spec: SwarmSpec, journal: Journal, states: States, keys: Sequence[Key]
+    directory: RunDirectory, job: Job, spec: SwarmSpec, journal: Journal, states: States, keys: Sequence[Key], data: Any = None
 ) -> None:
-    """Make the stored states of all stages the run's checkpoint of their step. States that are kept elsewhere are brought here first."""
+    """Make the stored states of all stages the run's checkpoint of their step. States that are kept elsewhere are brought here first.
+
+    `data` is where data that is read in order is then, or was before, as a checkpoint keeps it.
+    """
     files = states if isinstance(states, CheckpointFiles) else CheckpointFiles(directory.path / STATES)
     for key in keys:
         if files is not states and (content := await states.read(key)) is not None:
@@ -156,7 +161,7 @@ async def complete_checkpoint(
     if len(paths) != len(keys):
         raise CheckpointError(f"{directory.path / STATES}: a state after step {keys[0].version} is damaged or missing")
     losses = _losses(directory, await journal.read(), keys[0].version)
-    extra = {"losses": losses, "swarm": {"epoch": keys[0].epoch, "bounds": list(spec.bounds)}}
+    extra = {"losses": losses, "data": data, "swarm": {"epoch": keys[0].epoch, "bounds": list(spec.bounds)}}
     keep_last = max(_KEPT, directory.settings().keep_last)
 
     def assembled() -> None:
@@ -184,8 +189,9 @@ async def _complete_last(directory: RunDirectory, job: Job, spec: SwarmSpec, jou
     stages = files.stages(history.checkpoint.epoch, history.checkpoint.version)
     keys = [Key(history.checkpoint.epoch, history.checkpoint.version, stage) for stage in range(stages)]
     if stages == spec.settings.stages and not is_complete(directory, keys[0], spec):
+        data = StreamPlaces(saved_places(directory.checkpoints, job.batch_size)).before(history.checkpoint.version)
         with suppress(CheckpointError):  # then it goes on from the one before, and says so
-            await complete_checkpoint(directory, job, spec, journal, files, keys)
+            await complete_checkpoint(directory, job, spec, journal, files, keys, data)
 
 
 def _losses(directory: RunDirectory, records: Sequence[Record], step: int) -> list[float]:

@@ -1,10 +1,11 @@
 """Seconds from the command to the end of the first step, by phase, beside `torchrun` with DistributedDataParallel of the same model.
 
-    python benchmarks/startup.py [--json] [--rounds 3] [--cases alone one two swarm] [--package DIR]
+    python benchmarks/startup.py [--json] [--rounds 3] [--cases alone one two swarm tried] [--package DIR]
 
 The job is examples/language_model.py's, for a few steps. Everything is started as users start it, one after the other in every round, in an
 order that turns: `torchrun` with one and two processes (startup_ddp.py), `atoll run` alone, on one and two devices of this machine, and as
-a swarm of two workers. Planning is part of it: devices are described by a file, so every start plans anew. Processor time is of all
+a swarm of two workers. Planning is part of it: devices are described by a file, so every start plans anew. "tried" is two devices whose
+file says that they were probed here, so that the job is tried for two seconds before the prediction is shown. Processor time is of all
 processes up to then. On a shared machine the ratio within a round counts. `--package` is a directory with another version of Atoll.
 Limit: 1.5 times as long as `torchrun` with as many processes, in the median.
 """
@@ -25,9 +26,12 @@ from typing import Any
 
 from report import print_json, print_table
 
+from atoll.cluster.host_name import this_host
+
 ROOT = Path(__file__).parents[1]
 HERE = Path(__file__).parent
 LIMIT = 1.5
+_CASES = ["alone", "one", "two", "tried", "swarm"]
 _LOOK_S, _PATIENCE_S = 0.02, 300.0
 _ATOLL = "import sys; from atoll.cli.main import main; sys.exit(main())"
 _CLUSTER = """name = "here"
@@ -35,7 +39,7 @@ _CLUSTER = """name = "here"
 name = "here"
 network = {{ bandwidth = "10 Gbit/s", latency = "50 us" }}
   [[site.host]]
-  name = "h"
+  name = "{host}"
   devices = [{{ kind = "core", count = {devices} }}]
   link = {{ bandwidth = "10 GB/s", latency = "20 us" }}
 [[device_kind]]
@@ -44,6 +48,10 @@ cpu = true
 memory = "4 GB"
 memory_bandwidth = "10 GB/s"
 flops = {{ fp32 = "50 GFLOPS" }}
+"""
+_PROBED = """[device_kind.measured]
+threads = 1
+operator = "2 us"
 """
 
 
@@ -62,15 +70,16 @@ class Case:
 def cases(folder: Path) -> list[Case]:
     """All of them."""
     for devices in (1, 2):
-        (folder / f"{devices}.toml").write_text(_CLUSTER.format(devices=devices))
+        (folder / f"{devices}.toml").write_text(_CLUSTER.format(devices=devices, host="h"))
+    (folder / "probed.toml").write_text(_CLUSTER.format(devices=2, host=this_host()) + _PROBED)
     job = str(HERE / "startup_job.py")
 
     def torchrun(processes: int) -> Callable[[Path], Sequence[str]]:
         place = ("--standalone", f"--nproc-per-node={processes}")
         return lambda run: (sys.executable, "-m", "torch.distributed.run", *place, str(HERE / "startup_ddp.py"), str(run))
 
-    def atoll(*options: str) -> Callable[[Path], Sequence[str]]:
-        return lambda run: (sys.executable, "-c", _ATOLL, "run", job, *options, "--out", str(run))
+    def atoll(*options: str, steps: int = 3) -> Callable[[Path], Sequence[str]]:
+        return lambda run: (sys.executable, "-c", _ATOLL, "run", job, *options, "--out", str(run), "--", str(steps))
 
     return [
         Case("torchrun 1", torchrun(1)),
@@ -78,6 +87,7 @@ def cases(folder: Path) -> list[Case]:
         Case("alone", atoll("--alone"), "torchrun 1"),
         Case("one", atoll("--cluster", str(folder / "1.toml")), "torchrun 1"),
         Case("two", atoll("--cluster", str(folder / "2.toml")), "torchrun 2"),
+        Case("tried", atoll("--cluster", str(folder / "probed.toml"), steps=20), "torchrun 2"),
         Case("swarm", atoll("--cluster", str(folder / "2.toml"), "--mode", "swarm"), "torchrun 2"),
     ]
 
@@ -171,7 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cases", nargs="+", default=["alone", "one", "two", "swarm"], choices=["alone", "one", "two", "swarm"])
+    parser.add_argument("--cases", nargs="+", default=_CASES, choices=_CASES)
     parser.add_argument("--package", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

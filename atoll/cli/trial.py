@@ -23,7 +23,7 @@ from atoll.units import format_seconds, plural
 __all__ = ["Grounds", "grounds_of", "grounds_without_trial", "times_by"]
 
 _SECONDS = 2.0  # of steps
-_LONGEST_STEP = 0.4  # seconds by the probe, which may be half of what it takes: at least five are made
+_LONGEST_STEP = 1.0  # seconds by the probe: at least three are made
 _LEAST_STEPS = 20  # of a run that is worth it
 _PROBED = "times are by the probe's figures of this machine"
 _MOST_BYTES = 2e9  # of all copies of the model, with gradients and the optimizer's state
@@ -55,7 +55,7 @@ def grounds_of(plan: Plan, model: Target, cluster: Cluster, start: ForkableStart
     phases = (PhaseFinished(phase="job tried", seconds=time.perf_counter() - began),)
     if found is None:
         return Grounds(sentences=(f"{_PROBED}: trying the job failed, as running it will",), phases=phases)
-    how = "" if plan.mode == LOCKSTEP.name else f" in mode {LOCKSTEP.name}"
+    how = "" if plan.mode == LOCKSTEP.name else f" in mode {LOCKSTEP.name}, and for what mode {plan.mode} does otherwise by the cost model"
     counted = f"the median of {plural(found.steps, 'step')} in {plural(len(devices), 'process', 'processes')}"
     sentence = f"times are of the job, tried here{how}: {format_seconds(found.step_seconds)} a step, {counted}"
     sentence += f"; by the probe's figures it would be {format_seconds(predicted)}"

@@ -102,13 +102,13 @@ class Counted:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "is_first", "steps"),
-    [(0.0, True, 5), (1e9, True, 103), (0.0, False, 200), (1e9, False, 200)],
-    ids=["slow steps", "fast steps", "another rank", "another rank of fast steps"],
+    ("step_seconds", "is_first", "steps"),
+    [(0.001, True, 102), (0.125, True, 17), (0.75, True, 5), (3.0, True, 3), (0.1, False, 200)],
+    ids=["very short steps", "short ones", "longer ones", "long ones", "another rank"],
 )
-def test_the_first_rank_ends_a_trial(seconds: float, is_first: bool, steps: int) -> None:
+def test_the_first_rank_ends_a_trial(step_seconds: float, is_first: bool, steps: int) -> None:
     training: Any = Counted(200)
-    try_steps(training, seconds, is_first=is_first)
+    try_steps(training, 2.0, is_first=is_first, clock=lambda: step_seconds * len(training.losses))
     assert len(training.losses) == steps
 
 

@@ -37,7 +37,7 @@ _ADVICE = {
     "sending": "Starting transfers takes long: micro-batches are small, or the processors are shared with other programs.",
     "optimizer": "The optimizer takes longer than predicted; `fused=True` or `foreach=True` often helps.",
     "other": "It passed outside the model: callbacks, checkpoints, or other programs on the machine.",
-    "compute": "The devices compute at another speed than the cluster file says, or share their processors with others.",
+    "compute": "The devices compute at another speed than was predicted, or share their processors with others.",
 }
 
 
@@ -79,6 +79,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     what: str
     seconds: Compared
     sentence: str
+    advice: str = ""  # where it is longer than predicted by something that counts
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,8 +148,9 @@ def _conclusion(directory: RunDirectory, summary: RunSummary, predicted: float |
     times = f"{ratio:.2g}" if ratio < 99.5 else "over 100"
     how = f"{times} times as long as predicted" if ratio >= 1 else f"{ratio:.0%} of the time predicted"
     calibration = directory.path / "calibration.json"
+    differs = f"{comparison.differs_most.sentence} {comparison.differs_most.advice}".rstrip()
     advice = f" To plan with what was measured: `atoll plan … --calibration {calibration}`." if calibration.exists() else ""
-    return f"A step took {how}. {comparison.differs_most.sentence}{advice}"
+    return f"A step took {how}. {differs}{advice}"
 
 
 def _sections(found: Comparison) -> tuple[ReportSection, ...]:
@@ -385,8 +387,9 @@ def _most(breakdown: dict[str, Compared], measured_step: float | None, inside: i
     assert row.measured is not None, "only such rows are looked at"
     assert row.predicted is not None, "only such rows are looked at"
     sentence = f"Most of the difference is in {what}: {format_seconds(row.measured)}, predicted {format_seconds(row.predicted)}."
+    advice = ""
     if row.measured > row.predicted and row.measured - row.predicted > 0.05 * measured_step:
-        sentence += f" {_ADVICE[what]}"
+        advice = _ADVICE[what]
         if what == "compute" and inside:
-            sentence += f" {inside} exchanges inside forward and backward are part of it: slow links make sharding and tensor splits dear."
-    return Difference(what=what, seconds=row, sentence=sentence)
+            advice += f" {inside} exchanges inside forward and backward are part of it: slow links make sharding and tensor splits dear."
+    return Difference(what=what, seconds=row, sentence=sentence, advice=advice)

@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -33,7 +33,6 @@ __all__ = ["Trial", "job_to_try", "silenced", "try_plan", "try_steps"]
 
 _WARM = 2  # steps that find memory and caches as no later one does; in the second, exchanges are counted
 _LEAST, _MOST = 3, 100  # steps that count
-_STOP_AHEAD = 1  # a step follows the one after which somebody asks for the end
 
 
 class Trial(NamedTuple):
@@ -78,16 +77,16 @@ def job_to_try(job: Job) -> Job:
     return tried
 
 
-def try_steps(training: Training, seconds: float, *, is_first: bool) -> None:
-    """Steps for about so long. The first rank says when it is over."""
-    began = time.perf_counter()
+def try_steps(training: Training, seconds: float, *, is_first: bool, clock: Callable[[], float] = time.perf_counter) -> None:
+    """Steps for about so long. The first rank says when it is over: once three count, or one where steps are long."""
+    began = clock()
     while training.reason is None:
-        step = time.perf_counter()
+        step = clock()
         training.step()
-        now = time.perf_counter()
-        left = _WARM + _LEAST - _STOP_AHEAD - len(training.losses)
-        over = now + (now - step) - began > seconds or len(training.losses) >= _WARM + _MOST
-        if is_first and left <= 0 and over:
+        now = clock()
+        made = len(training.losses) + 1 - _WARM  # with the one that follows the word
+        over = 2 * now - step - began > seconds or made >= _MOST
+        if is_first and over and made >= (_LEAST if now - began < 2 * seconds else 1):
             training.stop()
 
 

@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 _LEADER_SECONDS = 0.1
+_LONGEST_PAUSE = 8.0  # seconds
 
 Answer = TypeVar("Answer")
 
@@ -246,6 +247,7 @@ class CheckpointService:
         warn: Callable[[str], None],
     ) -> None:
         self._states, self._checkpoints, self._loop, self._leader, self._warn = states, checkpoints, loop, leader, warn
+        self._unwritten = -1  # the last step of which it was said that a state cannot be written
 
     @allowed("worker")
     async def write(self, snapshot: StageSnapshot, peer: CallingPeer) -> None:
@@ -259,7 +261,14 @@ class CheckpointService:
         why_not = leader.why_not_stored(process, key.epoch, key.version, key.stage, content.numel() * content.element_size())
         if why_not is not None:
             raise RefusedError(f"the state of stage {key.stage} after step {key.version} is not stored: {why_not}")
-        digest = await self._states.write(key, content)  # of what the key has: a state that came before this one stays
+        try:
+            digest = await self._states.write(key, content)  # of what the key has: a state that came before this one stays
+        except OSError as error:
+            if key.version != self._unwritten:
+                self._unwritten = key.version
+                why = f"the state of stage {key.stage} after step {key.version} cannot be written ({error.strerror or error})"
+                self._warn(f"{why}; training goes on, and its worker tries again until the next checkpoint")
+            raise
         if digest is not None:
             leader.stored(key.epoch, key.version, key.stage, digest)
 
@@ -288,7 +297,8 @@ class RemoteCheckpoints:
         self._coordinator, self._names = coordinator, names
 
     async def write(self, epoch: int, version: int, stage: int, snapshot: Tensor) -> None:
-        """Comes back when durable or refused; tries until then."""
+        """Comes back when durable or refused; tries until then, less and less often: a state may be large."""
+        pause = 1.0
         while True:
             try:
                 stored = StageSnapshot(Key(epoch, version, stage), snapshot)
@@ -297,7 +307,8 @@ class RemoteCheckpoints:
             except RefusedError:
                 return  # another is told to store it, or nobody any more; the coordinator says so
             except FabricError:
-                await asyncio.sleep(1.0)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def digest(self, snapshot: Tensor) -> str:
         """As the store makes it."""

@@ -16,7 +16,7 @@ from atoll.runtime.checkpoint.manifest import SmallState
 from atoll.runtime.checkpoint.safetensors_file import raw_bytes
 from atoll.runtime.checkpoint.state_file import StateFile
 from atoll.runtime.modes.swarm import coordinator_process
-from atoll.runtime.modes.swarm.files import CheckpointFiles, Key, state_digest
+from atoll.runtime.modes.swarm.files import CheckpointFiles, CheckpointService, Key, StageSnapshot, state_digest
 from atoll.runtime.run_directory import RunDirectory
 
 
@@ -93,6 +93,25 @@ def test_a_state_that_does_not_fit_on_the_disk_leaves_nothing_behind(tmp_path: P
     with pytest.raises(OSError, match="No space left"):
         asyncio.run(CheckpointFiles(tmp_path).write(Key(0, 1, 0), torch.arange(9, dtype=torch.uint8)))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_state_that_cannot_be_written_is_told_once_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def use() -> None:
+        stored = SimpleNamespace(why_not_stored=lambda *rest: None, stored=lambda *rest: None)
+        service = CheckpointService(CheckpointFiles(tmp_path), tmp_path, asyncio.get_running_loop(), lambda: stored, told.append)  # type: ignore[arg-type, return-value]
+        for version in (4, 4, 5, 5):
+            with pytest.raises(OSError, match="No space"):
+                await service.write(StageSnapshot(Key(0, version, 1), state(version)), SimpleNamespace(name="anna"))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "fsync", full)
+    asyncio.run(use())
+    assert [line.partition("cannot be written")[0] for line in told] == [f"the state of stage 1 after step {step} " for step in (4, 5)]
+    assert "No space left on device" in told[0]
 
 
 def test_a_full_disk_is_a_sentence_and_other_errors_are_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,14 +137,24 @@ def _autocast_depth() -> int:
     return int(torch.autocast_decrement_nesting())
 
 
-class _NoGradInAutocast(TorchFunctionMode):
-    """Export forgets a `no_grad` that stands inside an `autocast`, so gradients would flow where the model lets none: that is refused."""
+_GRAD_FN = torch._C.TensorBase.__dict__["grad_fn"].__get__
+_HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, _GRAD_FN)
+
+
+class _WhatExportForgets(TorchFunctionMode):
+    """Refuses what leaves no trace in a program: hooks on gradients, and a `no_grad` that stands inside an `autocast`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._ambient = _autocast_depth()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _HOOKS:
+            what = "grad_fn" if func == _GRAD_FN else func.__name__
+            raise CaptureError(
+                f"the forward asks for `{what}` of a tensor: hooks on gradients are no part of the captured program. Write what the hook "
+                "does as a torch.autograd.Function"
+            )
         if func is torch._C._set_grad_enabled and not args[0] and torch.is_grad_enabled() and _autocast_depth() > self._ambient:
             raise CaptureError(
                 "the model uses `no_grad` inside of `autocast`, where capture does not see it; put `autocast` inside of `no_grad`, "
@@ -179,7 +189,7 @@ class _LossOf(nn.Module):
         self._mode = mode
 
     def forward(self, batch: Any) -> Any:
-        with SpecAugmentCapture(self.model), _NoGradInAutocast(), self._mode():  # answers are asked for first: they are found by who asks
+        with SpecAugmentCapture(self.model), _WhatExportForgets(), self._mode():  # answers are asked for first: they are found by who asks
             before = dict(self.model.named_buffers())
             result = self._loss(self.model, batch)
             for name, buffer in before.items():

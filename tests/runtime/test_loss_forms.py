@@ -401,16 +401,24 @@ def test_a_gradient_in_the_loss_is_trained_in_micro_batches() -> None:
     torch.testing.assert_close(list(result.losses), whole_batch(job)[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("where", ["parameter", "module"])
+@pytest.mark.parametrize("where", ["parameter", "module", "activation", "graph"])
 def test_hooks_on_gradients_are_not_lost(where: str) -> None:
     def hooked() -> nn.Module:
         model = Model()
         if where == "parameter":
             model.first.weight.register_hook(lambda gradient: gradient * 3)  # type: ignore[no-untyped-call]
-        else:
+        elif where == "module":
             model.last.register_full_backward_hook(lambda module, inside, outside: (inside[0] * 3,))
+        else:
+            model.last.register_forward_hook(in_the_forward)
         return model
+
+    def in_the_forward(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if where == "activation" and output.requires_grad:
+            output.register_hook(lambda gradient: gradient * 3)  # type: ignore[no-untyped-call]
+        if where == "graph" and output.grad_fn is not None:
+            output.grad_fn.register_prehook(lambda gradients: tuple(3 * gradient for gradient in gradients))  # type: ignore[misc]
 
     found = capture_or_run(job_of(hooked, tokens, [sample(index) for index in range(BATCH)]), check=True, most_bytes=2.0**33)
     assert isinstance(found, Uncaptured)
-    assert "hook on its gradient" in found.reason
+    assert "hook on its gradient" in found.reason or "hooks on gradients are no part of" in found.reason

@@ -16,7 +16,7 @@ from torch.nn.functional import dropout
 import atoll
 from atoll.errors import DividedLossError
 from atoll.events import Evaluated, StepFinished, Warned, read_events
-from atoll.graph.eager import capture_or_run
+from atoll.graph.eager import Uncaptured, capture_or_run
 from atoll.plan import Plan, parse_plan
 from atoll.randomness import mix
 from atoll.runtime.modes.lockstep.role import Role
@@ -303,3 +303,77 @@ def contrastive(model: nn.Module, batch: Any) -> Tensor:
 def test_a_loss_that_compares_samples_is_refused() -> None:
     with pytest.raises(DividedLossError, match="the loss of a batch is not that of its pieces"):
         capture_or_run(dataclasses.replace(JOB, loss=contrastive, capture=False), most_bytes=LARGE)
+
+
+def speech() -> nn.Module:
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 9}
+    ears = {"conv_dim": (16,), "conv_stride": (5,), "conv_kernel": (10,), "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+    return Wav2Vec2ForCTC(Wav2Vec2Config(**sizes, **ears, feat_extract_norm="layer", num_feat_extract_layers=1, layerdrop=0.5))
+
+
+def translation() -> nn.Module:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    sides = {f"{side}_{what}": size for side in ("encoder", "decoder") for what, size in (("layers", 3), ("ffn_dim", 16))}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_layerdrop": 0.5, "decoder_layerdrop": 0.5}
+    return BartForConditionalGeneration(BartConfig(vocab_size=9, d_model=16, max_position_embeddings=16, **sides, **heads))
+
+
+def transcription() -> nn.Module:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    sides = {f"{side}_{what}": size for side in ("encoder", "decoder") for what, size in (("layers", 3), ("ffn_dim", 16))}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_layerdrop": 0.5, "decoder_layerdrop": 0.5}
+    sound = {"num_mel_bins": 4, "max_source_positions": 10, "max_target_positions": 16, "mask_time_prob": 0.2, "mask_time_length": 2}
+    tokens = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2, "decoder_start_token_id": 2}
+    return WhisperForConditionalGeneration(
+        WhisperConfig(vocab_size=9, d_model=16, apply_spec_augment=True, **sides, **heads, **sound, **tokens)
+    )
+
+
+class Labelled:
+    """Samples of a model of these inputs, with labels of which some are ignored."""
+
+    def __init__(self, **inputs: tuple[int, ...]) -> None:
+        self.inputs = inputs
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        labels = torch.randint(3, 9, (6,), generator=generator).where(torch.arange(6) < 2 + index % 5, -100)
+        numbers = {name: torch.randn(shape, generator=generator) for name, shape in self.inputs.items()}
+        return {name: (10 * value.abs()).long() % 9 if name == "input_ids" else value for name, value in numbers.items()} | {
+            "labels": labels
+        }
+
+
+def models_own(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(**batch).loss  # type: ignore[no-any-return]
+
+
+LAYER_DROP = {
+    "speech": (speech, Labelled(input_values=(400,)), UNEQUAL, "modeling_wav2vec2.py"),
+    "translation": (translation, Labelled(input_ids=(7,)), SHARDED, "modeling_bart.py"),
+    "transcription": (transcription, Labelled(input_features=(4, 20)), UNEQUAL, "modeling_whisper.py"),
+}
+
+
+def test_models_that_drop_layers_train_as_they_are_written_and_as_one_process(tmp_path: Path) -> None:
+    jobs, plans = {}, {}
+    for name, (model, data, plan, file) in LAYER_DROP.items():
+        given = {"batch_size": BATCH, "steps": 3, "micro_batch_size": 4, "optimizer": partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)}
+        jobs[name] = atoll.Job(name=name, model=model, loss=models_own, data=data, **given)
+        found = capture_or_run(jobs[name], check=True, most_bytes=LARGE)
+        assert isinstance(found, Uncaptured)
+        assert file in found.notes[0], "the line is told"
+        jobs[name] = dataclasses.replace(jobs[name], capture=False)  # nobody has to find it out again
+        pieces = plan.replace("3", "4").replace("5", "4")  # those of one process: four samples each
+        plans[name] = jobs[name], plan_of(jobs[name], pieces, 8 if "sharded" in plan else 4)
+    in_two_processes(tmp_path, plans)
+    for name, job in jobs.items():
+        expected = job.run(progress=False).losses
+        assert losses_of(tmp_path / name) == pytest.approx(expected, rel=TOLERANCE), name

@@ -131,6 +131,9 @@ MORE_CASES: tuple[tuple[str, str], ...] = (
     ("bf16", PIPE),
     ("mixture-of-experts", EXPERTS),
     ("sort-digits", PIPE),
+    ("compiled", "2 | a=8 | recompute: b=8"),
+    ("compiled", "2 | tensor=2: (a b)=8@3:1"),
+    ("compiled-mixture", EXPERTS),
 )
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,8 @@ JOBS: dict[str, Callable[[], Job]] = {
     "odd": lambda: job(gpt2, counted_loss, batch_size=7),
     "padded": lambda: job(tiny("bert").model, padded_loss, rows(masked_tokens, seed=9), collate_fn=padded),
     "dropout": lambda: job(partial(gpt2, 2, 0.1), micro_batch_size=2),
+    "compiled": lambda: job(partial(gpt2, 2, 0.1), micro_batch_size=2, compile={"backend": "aot_eager"}),
+    "compiled-mixture": lambda: replace(mixture_of_experts(), compile={"backend": "aot_eager"}),
     "transformer": lambda: job(partial(Pairs, 0.0), word_loss),
     "transformer-dropout": lambda: job(partial(Pairs, 0.1), word_loss, micro_batch_size=2),
     "regions": lambda: job(Regions, word_loss, micro_batch_size=2),

@@ -32,6 +32,7 @@ from atoll.runtime.modes.lockstep.layout import Layout
 from atoll.runtime.modes.lockstep.rank import RankWork, assemble
 from atoll.runtime.modes.lockstep.sharding import OptimizerShard
 from atoll.runtime.modes.lockstep.trainer import Trainer
+from atoll.runtime.stage.compilation import compiler_for
 from tests.process_group import fork_ranks, process_group
 from tests.runtime.modes.lockstep.equality_cases import plan_of
 from tests.runtime.modes.lockstep.equality_models import JOBS
@@ -62,7 +63,8 @@ class Subject:
 
 
 def subject_of(job: Job, captured: Captured) -> Subject:
-    reference = by_atoll_alone(job) if job.micro_batch_size or job.eval_data is not None else by_plain_loop(job)
+    plain = dataclasses.replace(job, compile=False)
+    reference = by_atoll_alone(plain) if job.micro_batch_size or job.eval_data is not None else by_plain_loop(plain)
     return Subject(job, captured, capture_evaluated(job), reference)
 
 
@@ -110,7 +112,7 @@ def by_atoll_alone(job: Job) -> Reference:
 def compare(subject: Subject, layout: Layout) -> dict[str, float]:
     """Train this process's rank of the layout; how far it is from the reference."""
     job = subject.job
-    work = assemble(job, layout, subject.captured, device=CPU, evaluated=subject.evaluated)
+    work = assemble(job, layout, subject.captured, device=CPU, evaluated=subject.evaluated, compiler=compiler_for(job, CPU))
     trainer = Trainer(job, work, CPU)
     try:
         trainer.train()

@@ -9,9 +9,9 @@ from typing import Any, Self
 
 from atoll.cli.output import show_what_the_terminal_can
 from atoll.cli.target import Target
+from atoll.lab.environment import LINKS
 from atoll.runtime.mode import CapturedJob, ModeRuntime
 from atoll.runtime.supervise.fork_server import ForkServer, open_files, unsafe
-from atoll.runtime.supervise.hosts import find_lab
 
 __all__ = ["ForkableStart"]
 
@@ -57,7 +57,9 @@ class ForkableStart:
         if model.own_loop:
             self.why_not = "the script makes the steps itself"  # so every rank executes it
         else:
-            self.why_not = "hosts of a lab start their own processes" if find_lab(os.environ) is not None else unsafe(self._opened)
+            self.why_not = (
+                "a lab without namespaces tells its hosts apart by how they start" if LINKS in os.environ else unsafe(self._opened)
+            )
         if not self.why_not:
             programs = {"atoll.cli.worker": self._rank, "atoll.cli.swarm_process": self._member}
             self.server = ForkServer(programs, lambda: self._load(model))

@@ -29,9 +29,10 @@ from atoll.events import FaultEnded, FaultInjected, Observer
 from atoll.lab.environment import PER_HOST, host_environment
 from atoll.lab.faults import Conditions, LabFault, check_fault
 from atoll.lab.loopback import LoopbackWorld
-from atoll.lab.remote import RemoteServer, Request
+from atoll.lab.remote import RemoteServer
 from atoll.lab.world import OWNER, NamespaceWorld, Stream, World, mark, remove_orphans, why_no_namespaces
 from atoll.runtime.supervise.hosts import LabView, exit_in_words
+from atoll.runtime.supervise.lab_request import Request
 
 __all__ = ["Lab", "LabProcess", "Place"]
 
@@ -113,7 +114,7 @@ class Lab:
         self._closed = False
         self.problems: list[str] = []  # of faults that were due and not possible
         self._cluster_file = str(Path(cluster_file).resolve()) if cluster_file is not None else self._write_cluster()
-        self._remote = RemoteServer(str(self.world.files / "socket"), self._start_for)
+        self._remote = RemoteServer(str(self.world.files / "socket"), self._start_for, self._namespaces_of)
         self._began = time.monotonic()
 
     # ---- what there is
@@ -313,6 +314,14 @@ class Lab:
         own = self.environment(request.host, {})
         environ = {**own, **request.environ, **{name: own[name] for name in PER_HOST if name in own}}
         return self._start(request.host, request.command, environ, request.directory, streams, True)
+
+    def _namespaces_of(self, host: str) -> tuple[dict[str, str], Sequence[str]]:
+        """For a process of the lab that forks one and lets it move to another host."""
+        self._known(host)
+        own = self.environment(host, {})
+        with self._lock:
+            self._open()
+            return {name: own[name] for name in PER_HOST if name in own}, self.world.namespaces(host)
 
     def _act(self, fault: LabFault) -> None:
         hosts = [host for place in fault.places for host in self._hosts_of(place)] or list(self.hosts)

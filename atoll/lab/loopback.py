@@ -71,6 +71,10 @@ class LoopbackWorld:
         """With a guard that kills it when this process ends."""
         return inside_command("guard", str(self._watched), *command), (self._watched,)
 
+    def namespaces(self, host: str) -> Sequence[str]:
+        """There are none."""
+        return ()
+
     def change(self, before: Conditions, after: Conditions) -> None:
         """There is no network of its own to change."""
         raise LabError("faults of the network need network namespaces; here only kill, stop and continue work")

@@ -10,8 +10,8 @@ from types import FrameType
 
 import msgspec
 
-from atoll.lab.remote import REQUEST_LENGTH, Reply, Request
 from atoll.runtime.supervise.hosts import LabView, find_lab
+from atoll.runtime.supervise.lab_request import REQUEST_LENGTH, Reply, Request
 
 __all__ = ["main"]
 

@@ -10,47 +10,32 @@ import os
 import selectors
 import signal
 import socket
-import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import msgspec
 
 from atoll.errors import AtollError, LabError
 from atoll.runtime.supervise.hosts import StartedProcess
+from atoll.runtime.supervise.lab_request import REQUEST_LENGTH, Reply, Request
 
-__all__ = ["REQUEST_LENGTH", "RemoteServer", "Reply", "Request"]
+__all__ = ["RemoteServer"]
 
-REQUEST_LENGTH = struct.Struct("<I")
 _LARGEST_REQUEST = 8 << 20
 _LOOK_SECONDS = 0.05
 
 
-class Request(msgspec.Struct, frozen=True):
-    """A process to be started."""
-
-    host: str
-    command: list[str]
-    environ: dict[str, str]
-    directory: str
-
-
-class Reply(msgspec.Struct, frozen=True):
-    """How it ended, or why it did not begin."""
-
-    code: int
-    complaint: str = ""
-
-
 Starter: TypeAlias = Callable[[Request, tuple[int, int, int]], StartedProcess]
+Finder: TypeAlias = Callable[[str], tuple[dict[str, str], Sequence[str]]]
+"""From a host's name to what of the environment is its own, and the files that its namespaces are."""
 
 
 class RemoteServer:
     """Answers such requests; one thread for each process it looks after."""
 
-    def __init__(self, path: str, start: Starter) -> None:
-        self._start, self._path = start, path
+    def __init__(self, path: str, start: Starter, find: Finder) -> None:
+        self._start, self._find, self._path = start, find, path
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listening.bind(path)
         self._listening.listen(256)
@@ -78,22 +63,30 @@ class RemoteServer:
 
     def _serve(self, connection: socket.socket) -> None:
         with connection:
+            reply, files = Reply(0), list[int]()
             try:
-                process = self._begin(connection)
+                answered = self._answer(connection)
+                if isinstance(answered, tuple):
+                    reply = Reply(0, environ=answered[0])
+                    files = [os.open(file, os.O_RDONLY) for file in answered[1]]
+                else:
+                    reply = Reply(_look_after(answered, connection))
             except (AtollError, OSError, msgspec.DecodeError) as error:
                 reply = Reply(1, str(error))
-            else:
-                reply = Reply(_look_after(process, connection))
             with contextlib.suppress(OSError):
-                connection.sendall(msgspec.json.encode(reply))
+                socket.send_fds(connection, [msgspec.json.encode(reply)], files)
+            for file in files:
+                os.close(file)
 
-    def _begin(self, connection: socket.socket) -> StartedProcess:
+    def _answer(self, connection: socket.socket) -> StartedProcess | tuple[dict[str, str], Sequence[str]]:
         head, files, _, _ = socket.recv_fds(connection, REQUEST_LENGTH.size, 3)
         try:
             size = REQUEST_LENGTH.unpack(head)[0] if len(head) == REQUEST_LENGTH.size else _LARGEST_REQUEST + 1
-            if size > _LARGEST_REQUEST or len(files) != 3:
+            if size > _LARGEST_REQUEST or len(files) not in (0, 3):
                 raise LabError("that is not a request for a process")
             request = msgspec.json.decode(_exactly(connection, size), type=Request)
+            if not request.command or not files:
+                return self._find(request.host)
             return self._start(request, (files[0], files[1], files[2]))
         finally:
             for file in files:

@@ -63,6 +63,9 @@ class World(Protocol):
     def wrapped(self, host: str, command: Sequence[str]) -> tuple[list[str], tuple[int, ...]]:
         """What runs a command on a host so that it does not outlive the lab, and the files that has to inherit."""
 
+    def namespaces(self, host: str) -> Sequence[str]:
+        """Files of the network and the name that a process of the lab enters to be on another host; LabError where that is dead."""
+
     def change(self, before: Conditions, after: Conditions) -> None:
         """Other conditions from now on; LabError where this world has no such thing."""
 
@@ -244,9 +247,16 @@ class NamespaceWorld:
 
     def wrapped(self, host: str, command: Sequence[str]) -> tuple[list[str], tuple[int, ...]]:
         """Among the host's processes."""
+        return inside_command("enter", self._first(host), _OF_HOST, *command), ()
+
+    def namespaces(self, host: str) -> Sequence[str]:
+        """Only what others see of a host: a process cannot leave its own PID namespace, nor `/proc`, which shows that."""
+        return [f"/proc/{self._first(host)}/ns/{name}" for name in ("net", "uts")]
+
+    def _first(self, host: str) -> str:
         if host not in self._hosts:
             raise LabError(f"{host} is dead; restore it first")
-        return inside_command("enter", self._hosts[host].first, _OF_HOST, *command), ()
+        return self._hosts[host].first
 
     def change(self, before: Conditions, after: Conditions) -> None:
         """Interfaces, ports, routes; then the forwarder."""
@@ -254,15 +264,21 @@ class NamespaceWorld:
         self._tell_forwarder(after)
 
     def processes(self, host: str) -> list[int]:
-        """All of its PID namespace, but the first."""
+        """All of its PID namespace but the first, and those of other hosts' that have moved into its network; not those that left it."""
         if host not in self._hosts:
             return []
-        first = int(self._hosts[host].first)
-        space = _pid_namespace(first)
-        return [] if space is None else [pid for pid in all_processes() if pid != first and _pid_namespace(pid) == space]
+        firsts = {int(inside.first): name for name, inside in self._hosts.items()}
+        spaces = {_namespace(first, "pid"): name for first, name in firsts.items()}
+        networks = {_namespace(first, "net"): name for first, name in firsts.items()}
+        spaces.pop("", None)
+        born = {pid: spaces[space] for pid in all_processes() if pid not in firsts and (space := _namespace(pid, "pid")) in spaces}
+        return [pid for pid, place in born.items() if networks.get(_namespace(pid, "net"), place) == host]
 
     def kill(self, host: str) -> None:
         """The kernel ends all processes of a PID namespace with its first."""
+        for pid in self.processes(host):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         inside = self._hosts.pop(host, None)
         if inside is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -304,11 +320,12 @@ def all_processes() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def _pid_namespace(pid: int) -> str | None:
+def _namespace(pid: int, kind: str) -> str:
+    """Empty where it has ended."""
     try:
-        return os.readlink(f"/proc/{pid}/ns/pid")
+        return os.readlink(f"/proc/{pid}/ns/{kind}")
     except OSError:
-        return None
+        return ""
 
 
 def _only_child(pid: int) -> int:

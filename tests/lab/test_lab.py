@@ -188,6 +188,24 @@ def test_if_whoever_asked_is_killed_so_is_the_process(lab: Lab) -> None:
     eventually(lambda: set(lab.world.processes("rome-0")) <= before)
 
 
+def test_a_process_that_is_forked_on_one_host_lives_and_dies_on_another(lab: Lab) -> None:
+    before = {host: set(lab.world.processes(host)) for host in lab.hosts}
+    forking = str(Path(__file__).with_name("forking.py"))
+    process = lab.start("oslo-0", [sys.executable, forking, "rome-0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"on rome-0 as rome-0\n"
+    (there,) = set(lab.world.processes("rome-0")) - before["rome-0"]
+    here = set(lab.world.processes("oslo-0")) - before["oslo-0"]
+    assert there not in here
+    assert len(here) == 2, "who asked, and its fork server"
+    lab.kill("rome-0")
+    said, complaints = process.communicate(120)
+    assert said == b"signal 9\nexit code 1\n", "what is dead starts nothing"
+    assert b"rome-0 is dead; restore it first" in complaints
+    assert set(lab.world.processes("oslo-0")) == before["oslo-0"]
+    lab.restore("rome-0")
+
+
 def test_every_fault_is_an_event_and_ends_when_its_time_is_over(lab: Lab) -> None:
     events: list[AnyEvent] = lab.events  # type: ignore[attr-defined]
     events.clear()

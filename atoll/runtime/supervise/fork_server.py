@@ -35,12 +35,13 @@ _SET_NAME = 15  # PR_SET_NAME: what `ps` and `top` call it, of which 15 bytes ar
 
 
 class _Start(msgspec.Struct, tag=True):
-    """Asks for a process; its stdout and stderr follow."""
+    """Asks for a process; its stdout and stderr follow, then the namespaces that it enters."""
 
     name: str
     program: str
     arguments: list[str]
     environment: dict[str, str]
+    namespaces: int
 
 
 class _Signal(msgspec.Struct, tag=True):
@@ -127,11 +128,20 @@ class ForkServer:
         self._alive = True
 
     def start(
-        self, name: str, program: str, arguments: Sequence[str], environment: Mapping[str, str], outputs: tuple[int, int]
+        self,
+        name: str,
+        program: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        outputs: tuple[int, int],
+        namespaces: Sequence[int] = (),
     ) -> ForkedProcess:
-        """A process that the kernel knows by this name, with these files as stdout and stderr. OSError where the server is gone."""
-        self._connection.send_bytes(msgspec.json.encode(_Start(name, program, list(arguments), dict(environment))))
-        for descriptor in outputs:
+        """A process that the kernel knows by this name, with these files as stdout and stderr, in these namespaces instead of its own.
+
+        OSError where the server is gone.
+        """
+        self._connection.send_bytes(msgspec.json.encode(_Start(name, program, list(arguments), dict(environment), len(namespaces))))
+        for descriptor in (*outputs, *namespaces):
             reduction.send_handle(self._connection, descriptor, self._pid)
         while True:
             answer = self._hear()
@@ -218,12 +228,13 @@ def _obey(
             _signal(request.pid, request.number)
         return
     outputs = reduction.recv_handle(connection), reduction.recv_handle(connection)
+    namespaces = [reduction.recv_handle(connection) for _ in range(request.namespaces)]
     child = multiprocessing.get_context("fork").Process(
-        target=_run, args=(os.getpid(), programs[request.program], request, outputs, selector)
+        target=_run, args=(os.getpid(), programs[request.program], request, outputs, namespaces, selector)
     )
     child.start()
     assert child.pid is not None
-    for descriptor in outputs:
+    for descriptor in (*outputs, *namespaces):
         os.close(descriptor)
     children[child.pid] = child
     selector.register(os.pidfd_open(child.pid), selectors.EVENT_READ, child.pid)
@@ -240,7 +251,14 @@ def _bury(connection: Connection, child: BaseProcess) -> None:
     connection.send_bytes(msgspec.json.encode(_Ended(child.pid, child.exitcode)))
 
 
-def _run(server: int, program: Program, request: _Start, outputs: tuple[int, int], inherited: selectors.BaseSelector) -> None:
+def _run(
+    server: int,
+    program: Program,
+    request: _Start,
+    outputs: tuple[int, int],
+    namespaces: Sequence[int],
+    inherited: selectors.BaseSelector,
+) -> None:
     """A forked process's life: it is made to look like one that was started, then runs its program."""
     _tie_to(server)
     ctypes.CDLL(None).prctl(_SET_NAME, request.name.encode())
@@ -253,6 +271,8 @@ def _run(server: int, program: Program, request: _Start, outputs: tuple[int, int
         os.close(descriptor)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - for as long as the process lives
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    for descriptor in namespaces:
+        _enter(descriptor)
     os.environ.clear()
     os.environ.update(request.environment)
     import torch
@@ -260,6 +280,13 @@ def _run(server: int, program: Program, request: _Start, outputs: tuple[int, int
     threads = request.environment.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else len(os.sched_getaffinity(0)))
     sys.exit(program(request.arguments))
+
+
+def _enter(namespace: int) -> None:
+    kernel = ctypes.CDLL(None, use_errno=True)
+    if kernel.setns(namespace, 0) != 0:
+        sys.exit(f"cannot enter a namespace of the host: {os.strerror(ctypes.get_errno())}")
+    os.close(namespace)
 
 
 def _tie_to(parent: int) -> None:

@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import IO, ClassVar, Protocol, TextIO
 
 import msgspec
 
 from atoll.errors import AtollError, LabError
 from atoll.runtime.supervise.fork_server import ForkServer
+from atoll.runtime.supervise.lab_request import namespaces_of
 
 __all__ = [
     "ProcessHost",
@@ -204,9 +206,12 @@ class ThisMachine:
         environment = {**spec.defaults, **os.environ, **spec.environment}
         if self._server is not None and spec.command[:2] == (self.python, "-m") and spec.command[2] in self._server.programs:
             try:
-                return _fork(self._server, spec, environment)
+                with self._elsewhere() as (own, namespaces):
+                    return _fork(self._server, spec, {**environment, **own}, namespaces)
             except (OSError, EOFError):  # it has said why it ended
                 self._server = None
+            except LabError:  # it is asked for as any other, and told why not
+                pass
         command = tied(self._command(spec.command))
         output = None if spec.terminal else subprocess.PIPE
         try:
@@ -223,15 +228,21 @@ class ThisMachine:
         streams = ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
         return _Child(process, self._passes_on), [LineSource(stream, spec.prefix, into) for stream, into in streams if stream is not None]
 
+    def _elsewhere(self) -> AbstractContextManager[tuple[Mapping[str, str], Sequence[int]]]:
+        """What a forked process needs to be on another host: variables, and namespaces to enter."""
+        return nullcontext(({}, ()))
+
     def _command(self, command: Sequence[str]) -> list[str]:
         return list(command)
 
 
-def _fork(server: ForkServer, spec: ProcessSpec, environment: Mapping[str, str]) -> tuple[StartedProcess, Sequence[OutputSource]]:
+def _fork(
+    server: ForkServer, spec: ProcessSpec, environment: Mapping[str, str], namespaces: Sequence[int]
+) -> tuple[StartedProcess, Sequence[OutputSource]]:
     pipes = [] if spec.terminal else [os.pipe(), os.pipe()]
     outputs = (pipes[0][1], pipes[1][1]) if pipes else (1, 2)
     try:
-        process = server.start(spec.name, spec.command[2], spec.command[3:], environment, outputs)
+        process = server.start(spec.name, spec.command[2], spec.command[3:], environment, outputs, namespaces)
     finally:
         for _, end in pipes:
             os.close(end)
@@ -240,12 +251,21 @@ def _fork(server: ForkServer, spec: ProcessSpec, environment: Mapping[str, str])
 
 
 class InLab(ThisMachine):
-    """Processes of a host of the lab this process is in: a child of this process asks for each, and passes signals on (`atoll/lab`)."""
+    """Processes of a host of the lab this process is in: a child of this process asks for each, and passes signals on (`atoll/lab`).
+
+    Where the fork server can make it, the process is forked here and moves into that host's network.
+    """
 
     _passes_on: ClassVar = {signal.SIGSTOP: signal.SIGTSTP}
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, server: ForkServer | None = None) -> None:
+        super().__init__(server)
         self.name = name
+
+    def _elsewhere(self) -> AbstractContextManager[tuple[Mapping[str, str], Sequence[int]]]:
+        view = find_lab(os.environ)
+        assert view is not None
+        return namespaces_of(view.socket, self.name)
 
     def _command(self, command: Sequence[str]) -> list[str]:
         return [sys.executable, "-m", "atoll.lab.on_host", self.name, *command]

@@ -111,7 +111,7 @@ def place_processes(
     """
     lab = find_lab(environ)
     if lab is not None and all(name in lab.addresses for name in names):
-        return Placement({name: InLab(name) for name in names}, lab.address, f"on hosts of {lab.name}", {}, ThisMachine())
+        return Placement({name: InLab(name, server) for name in names}, lab.address, f"on hosts of {lab.name}", {}, ThisMachine(server))
     known = {host.name: host for host in (cluster.hosts if cluster is not None else ())}
     here = ThisMachine(server)
     hosts: dict[str, ProcessHost] = dict.fromkeys(names, here)

@@ -19,12 +19,13 @@ from atoll.errors import JobError
 from atoll.runtime.checkpoint.local_shard import LocalShard
 from atoll.runtime.modes.lockstep.layout import Layout, RankPlace
 from atoll.runtime.stage.eager import EagerStage
-from atoll.runtime.stage.module import StageModule
+from atoll.runtime.stage.module import StageModule, UnitModule
 from atoll.runtime.stage.shard_spec import ShardSpec
 
 __all__ = [
     "BackwardPhases",
     "UsedParameters",
+    "backward_reads",
     "Counted",
     "OptimizerShard",
     "build_on_parts",
@@ -86,12 +87,15 @@ def shard_stage(module: StageModule | EagerStage, mesh: DeviceMesh, kept_whole: 
     """Shard the stage's parameters, all but those that are `kept_whole`, over the mesh's lanes.
 
     Where the stage `ends_model` its last unit's backward follows its forward, so what was gathered for the one is kept for the other.
+    What a backward does not read is not gathered for it.
     """
     # What is changed in place across a border of units makes them one unit, so what FSDP warns of cannot happen here.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     units = [unit for unit in _units(module) if any(parameter not in kept_whole for parameter in unit.parameters())]
     for unit in units:
         fully_shard(unit, mesh=mesh, ignored_params=kept_whole, reshard_after_forward=not (ends_model and unit is units[-1]))
+        if not backward_reads(unit):
+            unit.set_unshard_in_backward(False)  # type: ignore[operator]
     fully_shard(module, mesh=mesh, ignored_params=kept_whole, reshard_after_forward=False)
     for part in module.modules():
         if isinstance(part, FSDPModule):
@@ -100,9 +104,18 @@ def shard_stage(module: StageModule | EagerStage, mesh: DeviceMesh, kept_whole: 
             part.set_reduce_scatter_unused_params(isinstance(module, EagerStage))  # who has no gradient for one takes part all the same
 
 
-def _units(module: StageModule | EagerStage) -> list[nn.Module]:
+def _units(module: StageModule | EagerStage) -> list[UnitModule]:
     """What is gathered by itself. The user's own code may leave out a block on one rank and not on another: it is gathered as a whole."""
-    return list(module.units) if isinstance(module, StageModule) else []
+    return module.all_units()[1:] if isinstance(module, StageModule) else []
+
+
+def backward_reads(unit: UnitModule) -> bool:
+    """Whether a unit's backward may need its parameters: not where it looks rows up in them, and no more."""
+    if unit.recompute:
+        return True
+    held = [node for node in unit.graph_module.graph.nodes if node.op == "get_attr" and node.target in unit.parameter_names]
+    reads = [(node, user) for node in held for user in node.users]
+    return not all(user.target is torch.ops.aten.embedding.default and node not in user.args[1:] for node, user in reads)
 
 
 class UsedParameters:

@@ -7,15 +7,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from atoll.errors import JobError
+from atoll.graph.capture import capture_program
 from atoll.runtime.modes.lockstep.sharding import (
     Counted,
+    backward_reads,
     build_on_parts,
     check_elementwise,
     squared_norm,
 )
+from atoll.runtime.stage.module import StageBuilder
+from atoll.runtime.stage.program import cut_stage
+from atoll.runtime.stage.rng import DrawKey
+from atoll.runtime.stage.state import InitialState
+
+from ...stage.stage_chain import job_of
 
 
 class Lion(torch.optim.Optimizer):
@@ -91,3 +99,27 @@ def test_parts_are_grouped_as_their_wholes(build: Any) -> None:
         part.grad = torch.ones_like(part)
     optimizer.step()
     assert all(part.min() < 1 for part in parts)
+
+
+class Words(nn.Module):
+    """Looks rows up, in one layer and no more of them, in another scaled by one of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.scaled, self.head = nn.Embedding(7, 4), nn.Embedding(7, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.words(x) + self.scaled(x) * self.scaled.weight[0])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_backward_reads_no_parameters_where_rows_are_only_looked_up(recompute: bool) -> None:
+    def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["x"]).square().mean()  # type: ignore[no-any-return]
+
+    captured = capture_program(job_of(Words, loss, lambda samples: {"x": torch.randint(7, (samples, 5))}))
+    program = cut_stage(captured, 0, len(captured.graph.layers))
+    builder = StageBuilder(InitialState(captured, Words()), device=torch.device("cpu"), key=DrawKey(0))
+    module = builder.stage(program, [recompute] * len(program.units))
+    reads = {name: backward_reads(unit) for unit in module.all_units() for name in unit.parameter_names.values()}
+    assert reads == {"words.weight": recompute, "scaled.weight": True, "head.weight": True, "head.bias": True}

@@ -249,7 +249,8 @@ class TrainingStep:
             due = self.number + 1
             yield GlobalBatch(due, self.job)
             if self.number < due:
-                raise JobError(f"the loop went on to the next batch without step(batch) for batch {due}; every batch is one step")
+                with SentenceIfUncaught():
+                    raise JobError(f"the loop went on to the next batch without step(batch) for batch {due}; every batch is one step")
         self._together("end the run", self._training.save_last)
 
     def __call__(self, batch: GlobalBatch) -> float:
@@ -257,14 +258,18 @@ class TrainingStep:
 
         An evaluation or a save that is due after it, by `eval_every` and `checkpoint_every`, is made.
         """
+        with SentenceIfUncaught():
+            self._check_batch(batch)
+        self._together(STEP, self._training.step)
+        return self._training.losses[-1]
+
+    def _check_batch(self, batch: GlobalBatch) -> None:
         if not isinstance(batch, GlobalBatch) or batch.job is not self.job:
             raise JobError(f"step(batch): give it what step.batches() yields, not {type(batch).__name__}; it knows which samples are meant")
         if batch.number != self.number + 1:
             raise JobError(f"step(batch): this is batch {batch.number}, and the next step is {self.number + 1}; each batch is one step")
         if self._given is not None:
             self._given.check()
-        self._together(STEP, self._training.step)
-        return self._training.losses[-1]
 
     def stop(self) -> None:
         """Let the next step be the last, on all processes; one of them may ask for it, by a clock of its own."""
@@ -274,7 +279,8 @@ class TrainingStep:
         """Loss and `metrics` of the weights as they are, on this data or the job's `eval_data`: `.loss`, `.metrics`."""
         data = dataset if dataset is not None else self.job.eval_dataset
         if data is None:
-            raise JobError("step.evaluate: give it data to evaluate on, or eval_data to atoll.step")
+            with SentenceIfUncaught():
+                raise JobError("step.evaluate: give it data to evaluate on, or eval_data to atoll.step")
         return self._together("evaluate", lambda: self._training.evaluate(data))
 
     def save(self) -> None:
@@ -287,9 +293,9 @@ class TrainingStep:
 
     def _together(self, name: str, act: Callable[[], T]) -> T:
         """What all processes do together. What goes wrong inside ends the run."""
-        if self._open is None:
-            raise JobError(f"step: cannot {name}: the run has ended")
         with SentenceIfUncaught():
+            if self._open is None:
+                raise JobError(f"step: cannot {name}: the run has ended")
             try:
                 with showing_lines(), own_randomness(devices=self._devices), self._elsewhere.lifted():
                     self._training.together(name)

@@ -229,6 +229,26 @@ def test_a_loop_may_stop_and_look_at_the_weights_after_it() -> None:
         step.state_dict()
 
 
+WRONG = """
+import torch, atoll
+model = torch.nn.Linear(2, 1)
+data = [torch.ones(2)] * 8
+given = {{"loss": lambda model, batch: model(batch).mean(), "optimizer": torch.optim.SGD, "data": data, "batch_size": 4, "steps": 3}}
+with atoll.step(model, progress=False, **given) as step:
+    for batch in step.batches():
+        {mistake}
+"""
+
+
+@pytest.mark.parametrize("mistake", ["step(batch); step(batch)", "step(3)", "step.evaluate()", "pass"])
+def test_a_wrong_loop_ends_its_script_with_a_sentence(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wrong.py").write_text(WRONG.format(mistake=mistake))
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with pytest.raises(JobError):
+        runpy.run_path(str(tmp_path / "wrong.py"), run_name="__main__")
+    assert sys.excepthook is not sys.__excepthook__, "which would show a traceback through Atoll"
+
+
 def test_a_wrong_loop_is_told_what_is_wrong() -> None:
     with opened() as step, pytest.raises(JobError, match="without step\\(batch\\) for batch 1"):
         for _ in step.batches():

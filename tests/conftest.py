@@ -3,6 +3,7 @@
 `make soak` asks for the profile `soak`: many more examples, new ones each time.
 """
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -42,6 +43,17 @@ LONGEST_FIRST = (
     "cli/test_report.py",
     "runtime/modes/swarm/test_resume.py",
 )
+
+
+# What is imported while tests are collected stays: collecting garbage need not look at it, then or later.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """From here on there is garbage."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,12 @@ NAMED_TWICE = {
 """Public classes and functions that may be defined in several modules, and why. All others have one meaning."""
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """What a file says."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def place(path: Path) -> str:
     """Where on the road a file of the package lies."""
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
@@ -54,7 +61,7 @@ def imports(tree: ast.AST) -> list[tuple[int, str]]:
 def wrong_way(path: Path) -> list[str]:
     here = place(path)
     wrong = []
-    for line, module in imports(ast.parse(path.read_text(encoding="utf-8"))):
+    for line, module in imports(tree_of(path)):
         there = module.split(".")[1] if "." in module else "__init__"
         if here == "__init__" or there == here or (here, there) in LATER_ON_PURPOSE:
             continue
@@ -65,19 +72,20 @@ def wrong_way(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_module_says_what_it_is_for_and_imports_along_the_road(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     assert ast.get_docstring(tree), f"{path}: a module opens by saying what it is for"
     assert place(path) == "__init__" or place(path) in ROAD, f"{path}: not on the road of docs/layout.md"
-    assert not wrong_way(path), "\n".join(wrong_way(path))
+    wrong = wrong_way(path)
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_functions_stay_small_and_public_names_are_documented(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             assert length <= 80, f"{path}:{node.lineno}: {node.name} is {length} lines long"
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in tree_of(path).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
             overload = any(isinstance(decorator, ast.Name) and decorator.id == "overload" for decorator in node.decorator_list)
             assert overload or ast.get_docstring(node), f"{path}:{node.lineno}: {node.name} has no docstring"
@@ -87,7 +95,7 @@ def test_a_public_name_has_one_meaning() -> None:
     """A reader who finds a noun in one module may take it for the same noun in another."""
     places: dict[str, set[str]] = {}
     for path in MODULES:
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in tree_of(path).body:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
                 places.setdefault(node.name, set()).add(str(path.relative_to(ROOT)))
     twice = {name: sorted(where) for name, where in places.items() if len(where) > 1}
@@ -106,7 +114,7 @@ def printing(tree: ast.AST) -> list[int]:
 
 @pytest.mark.parametrize("path", [path for path in MODULES if place(path) in SILENT], ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_runs_emits_events_and_prints_nothing(path: Path) -> None:
-    lines = printing(ast.parse(path.read_text(encoding="utf-8")))
+    lines = printing(tree_of(path))
     assert not lines, f"{path}: lines {lines} print; emit an event (docs/events.md) and let the terminal show it"
 
 
@@ -152,9 +160,14 @@ def test_the_command_line_starts_without_pytorch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def name_comparisons(source: str) -> list[int]:
+@cache
+def all_mode_names() -> frozenset[str]:
+    return frozenset(mode_names())
+
+
+def name_comparisons(tree: ast.AST) -> list[int]:
     """Lines that compare something with a mode's name, or look it up among names, or match it."""
-    names = set(mode_names())
+    names = all_mode_names()
 
     def is_name(node: ast.AST) -> bool:
         if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
@@ -164,7 +177,7 @@ def name_comparisons(source: str) -> list[int]:
         return isinstance(node, ast.Constant) and node.value in names
 
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         compared = isinstance(node, ast.Compare) and any(map(is_name, (node.left, *node.comparators)))
         matched = isinstance(node, ast.MatchValue) and is_name(node.value)
         looked_up = isinstance(node, ast.Subscript) and isinstance(node.value, ast.Dict) and is_name(node.value)
@@ -176,7 +189,7 @@ def name_comparisons(source: str) -> list[int]:
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_nobody_compares_the_name_of_a_mode(path: Path) -> None:
     """Whoever needs to know something of a mode asks its rules; docs/decisions/0015-modes.md."""
-    lines = name_comparisons(path.read_text(encoding="utf-8"))
+    lines = name_comparisons(tree_of(path))
     assert not lines, f"{path.relative_to(ROOT.parent)}: lines {lines} compare a mode's name: ask its rules (atoll.plan.modes)"
 
 
@@ -192,11 +205,11 @@ def test_nobody_compares_the_name_of_a_mode(path: Path) -> None:
     ],
 )
 def test_the_test_of_names_sees_a_comparison(source: str) -> None:
-    assert name_comparisons(source)
+    assert name_comparisons(ast.parse(source))
 
 
 @pytest.mark.parametrize(
     "source", ['started(mode="alone")', 'extra["swarm"] = 1', "plan.mode == ALONE.name", 'x == "islands"', 'names = {"swarm": "a:b"}']
 )
 def test_naming_a_mode_is_not_comparing(source: str) -> None:
-    assert not name_comparisons(source)
+    assert not name_comparisons(ast.parse(source))

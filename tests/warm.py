@@ -1,11 +1,13 @@
 """Commands as processes of their own that need not load PyTorch: they are forked off a process that has loaded it, and nothing of Atoll.
 
-`run_warm` is `subprocess.run` with captured output for `[sys.executable, "-c", CODE, …]` and `[sys.executable, SCRIPT, …]`. What is said of
-starting itself (what is loaded, how long it takes, signals) is tested with `subprocess`.
+`run_warm` is `subprocess.run` with captured output for `[sys.executable, "-c", CODE, …]` and `[sys.executable, SCRIPT, …]`;
+`run_warm_beside` runs several at once. What is said of starting itself (what is loaded, how long it takes, signals) is tested with
+`subprocess`.
 """
 
 import atexit
 import gc
+import importlib
 import io
 import json
 import os
@@ -15,12 +17,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from threading import Lock
 
 ROOT = Path(__file__).parents[1]
 _once = Lock()
+_LOADED = (
+    *("cryptography.x509", "msgspec", "rich.console", "rich.table", "safetensors.torch", "scipy.optimize"),
+    *("torch.distributed.fsdp", "torch.distributed.tensor"),
+)
 
 
 def run_warm(
@@ -40,6 +47,17 @@ def run_warm(
         assert answer, "the process that forks commands has died"
         said = [_text(file) for file in (out, errors)]
     return subprocess.CompletedProcess(list(map(str, command)), int(answer), *said)
+
+
+def run_warm_beside(
+    commands: Sequence[Sequence[str | Path]], cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> "list[subprocess.CompletedProcess[str]]":
+    """Run commands at the same time, all to their ends; each must succeed."""
+    with ThreadPoolExecutor(len(commands)) as together:
+        ended = list(together.map(lambda command: run_warm(command, cwd, env), commands))
+    for process in ended:
+        assert process.returncode == 0, f"{process.args}: {process.stdout[-2000:]}\n{process.stderr[-6000:]}"
+    return ended
 
 
 def _text(file: "tempfile._TemporaryFileWrapper[bytes] | io.BufferedRandom") -> str:
@@ -66,12 +84,39 @@ def _server() -> str:
     return path
 
 
-def _serve(path: str) -> None:
-    import sympy  # noqa: F401
-    import torch._dynamo  # what capture loads
-    import torch.distributed.fsdp
-    import torch.distributed.tensor  # noqa: F401
+def _load() -> None:
+    """What commands load. PyTorch and Typer load much of what they need when they first export a model and read an option."""
+    for name in _LOADED:
+        importlib.import_module(name)
+    import torch.export
+    import typer
+    from torch import nn
 
+    command = typer.Typer(add_completion=False)
+
+    @command.command()
+    def nothing(number: int = 0) -> None: ...
+
+    command(["--number", "1"], standalone_mode=False)
+
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.norm, self.wide = nn.Embedding(8, 8), nn.LayerNorm(8), nn.Linear(8, 24)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.words(ids) + self.words(torch.arange(ids.shape[1]))
+            query, key, value = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.wide(self.norm(x)).chunk(3, dim=-1))
+            x = x + nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
+            x = torch.tanh(nn.functional.gelu(nn.functional.dropout(x))) ** 2
+            return nn.functional.cross_entropy(x.flatten(0, 1), ids.flatten())
+
+    with torch.random.fork_rng(devices=[]):
+        torch.export.export(Small(), (torch.zeros(4, 4, dtype=torch.long),), dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=False)
+
+
+def _serve(path: str) -> None:
+    _load()
     gc.collect()
     gc.freeze()
     with socket.socket(socket.AF_UNIX) as listening:

@@ -9,6 +9,7 @@ import pytest
 
 from atoll.cli.main import run
 from tests.cli.test_main import COMMAND, PLAN, TINY
+from tests.warm import run_warm
 
 SCRIPT = """import argparse, ctypes, os, sys
 import torch, atoll
@@ -61,7 +62,8 @@ def test_what_was_assumed_is_said_aloud(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(("arguments", "layers", "seen"), [((), 1, "train.py"), (("--", "--layers", "4"), 4, "train.py --layers 4")])
 def test_a_script_gets_its_own_arguments_and_stdout_is_json_whoever_prints(arguments: tuple[str, ...], layers: int, seen: str) -> None:
     command = [*COMMAND, "plan", "train.py", "-c", "tiny.toml", "--json", *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    ended = run_warm(command)
+    assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["graph"]["parameters"] == 72 * layers
     for who in (f"from Python {seen}\n", "from C\n", "from a child\n"):
         assert who in ended.stderr

@@ -21,6 +21,7 @@ from .training_cases import STEPS, Net, adam, example, gpt2, gpt2_config, lora_g
 
 pytestmark = pytest.mark.timeout(600)
 TOLERANCE = 1e-5
+RANKS = "hugging face"  # cases of training_cases.py, which the fixture `ranks` runs
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ from .training_cases import NETS, Net, Watching, bf16_job, measured_job, net_job
 
 pytestmark = pytest.mark.timeout(600)
 TOLERANCE = 1e-5
+RANKS = "own"  # cases of training_cases.py, which the fixture `ranks` runs
 
 
 def plain() -> dict[str, Any]:

@@ -185,14 +185,20 @@ def example(name: str, **given: Any) -> Job:
     return dataclasses.replace(job, **{"steps": STEPS, "batch_size": BATCH, "micro_batch_size": 2, "data": data} | given)
 
 
-def CASES(folder: Path) -> list[Case]:  # noqa: N802
-    """What is run, in order."""
+def hugging_face_cases(folder: Path) -> list[Case]:
+    """Weights from files and adapters, in order."""
     lora, weights = example("lora"), small_job(weights=pretrained(folder / "pretrained"))
     adapter = small_job(lora_gpt2, weights=pretrained(folder / "pretrained"))
     return [
         Case("lora", lora, (PIPE, SHARDED)),
         *(Case(f"weights {number}", weights, (plan,), what_is_held) for number, plan in enumerate((PIPE, SHARDED, TENSOR))),
         *(Case(f"adapter {number}", adapter, (plan,)) for number, plan in enumerate((PIPE, SHARDED))),
+    ]
+
+
+def own_cases(folder: Path) -> list[Case]:
+    """What needs no library, in order."""
+    return [
         *(Case(f"bf16 {number}", bf16_job(), (plan,), what_is_returned, saved=False) for number, plan in enumerate((PIPE, SHARDED))),
         Case("measured", measured_job(), (PIPE,), lambda session: {"evaluations": [e.metrics for e in session.evaluations]}),
         *(
@@ -202,6 +208,7 @@ def CASES(folder: Path) -> list[Case]:  # noqa: N802
     ]
 
 
+CASES = {"hugging face": hugging_face_cases, "own": own_cases}
 NETS = tuple(enumerate([((PIPE, SHARDED), False), ((SHARDED, UNEQUAL), {"backend": "aot_eager"})]))
 
 

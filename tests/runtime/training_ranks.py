@@ -1,6 +1,6 @@
 """Two processes that train jobs under plans, for tests of what training has besides steps: weights from files, adapters, callbacks.
 
-python training_ranks.py FOLDER: every case of `training_cases.CASES` is run; FOLDER/<rank>.json says what the rank found of each.
+python training_ranks.py FOLDER KIND: the cases `training_cases.CASES[KIND]` are run; FOLDER/<rank>.json says what the rank found of each.
 """
 
 import json
@@ -77,7 +77,7 @@ def ready_to_run(case: Case, known: dict[int, tuple[Captured, dict[str, Captured
     return case, captured, evaluated, plans
 
 
-def main(folder: Path) -> int:
+def main(folder: Path, kind: str) -> int:
     """Capture, then go on as two processes."""
     torch.set_num_threads(1)
     fork = multiprocessing.get_context("fork")
@@ -85,11 +85,11 @@ def main(folder: Path) -> int:
     host = fork.Process(target=host_store, args=(ports, stop))
     host.start()
     known: dict[int, tuple[Captured, dict[str, Captured]]] = {}
-    failed = fork_ranks(2, rank_process, ports.get(), folder, [ready_to_run(case, known) for case in CASES(folder)])
+    failed = fork_ranks(2, rank_process, ports.get(), folder, [ready_to_run(case, known) for case in CASES[kind](folder)])
     stop.set()
     host.join()
     return failed
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))

@@ -2,14 +2,15 @@
 
 import json
 import signal
-import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from atoll.runtime.checkpoint.checkpointer import Checkpointer
+from tests.warm import run_warm
 
 from .layouts import tensors
 from .processes import IDENTITY, held_by
@@ -22,18 +23,13 @@ class _Run:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        command = [sys.executable, "-m", "tests.runtime.checkpoint.processes"]
-        root = Path(__file__).parents[3]
-        processes = [
-            subprocess.Popen(
-                [*command, str(rank), str(_RANKS), str(directory)], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-            for rank in range(_RANKS)
-        ]
-        outputs = [process.communicate(timeout=250) for process in processes]
-        self.codes = [process.returncode for process in processes]
-        assert set(self.codes) <= {0, -signal.SIGKILL}, "".join(errors[-2000:] for _, errors in outputs)
-        self.said = [[json.loads(line) for line in output.splitlines()] for output, _ in outputs]
+        code = "import runpy; runpy.run_module('tests.runtime.checkpoint.processes', run_name='__main__', alter_sys=True)"
+        commands = [[sys.executable, "-c", code, str(rank), str(_RANKS), str(directory)] for rank in range(_RANKS)]
+        with ThreadPoolExecutor(_RANKS) as all_ranks:
+            ended = list(all_ranks.map(lambda command: run_warm(command, cwd=Path(__file__).parents[3]), commands))
+        self.codes = [process.returncode for process in ended]
+        assert set(self.codes) <= {0, -signal.SIGKILL}, "".join(process.stderr[-2000:] for process in ended)
+        self.said = [[json.loads(line) for line in process.stdout.splitlines()] for process in ended]
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Experts divided among processes compute what the whole model computes, whoever has which samples."""
 
 import json
-import subprocess
 import sys
 from itertools import accumulate
 from pathlib import Path
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 
 from atoll.graph.capture import capture_program
 from atoll.runtime.stage.expert import expert_counts
+from tests.warm import run_warm_beside
 
 from .expert_lanes import CASES, compare, job_of, lane_module
 
@@ -22,12 +22,9 @@ TOLERANCE = 1e-9
 def differences(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, float]]]:
     """What each lane has found. Capturing is what takes long: every case once, on two cores."""
     folders = [tmp_path_factory.mktemp("lanes") for _ in range(2)]
-    command, root = [sys.executable, "-m", "tests.runtime.stage.expert_lanes"], Path(__file__).parents[3]
+    lanes = "import runpy; runpy.run_module('tests.runtime.stage.expert_lanes', run_name='__main__', alter_sys=True)"
     halves = zip(folders, (CASES[::2], CASES[1::2]), strict=True)
-    running = [subprocess.Popen([*command, str(folder), *cases], cwd=root, stderr=subprocess.PIPE, text=True) for folder, cases in halves]
-    for process in running:
-        _, said = process.communicate()
-        assert process.returncode == 0, said
+    run_warm_beside([[sys.executable, "-c", lanes, folder, *cases] for folder, cases in halves], cwd=Path(__file__).parents[3])
     found: list[dict[str, dict[str, float]]] = [{}, {}, {}]
     for folder in folders:
         for rank, of_rank in enumerate(found):

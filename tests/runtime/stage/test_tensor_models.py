@@ -1,13 +1,14 @@
 """Tensor parallelism in real processes: loss and every gradient of divided models against the eager, undivided ones."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from tests.warm import run_warm_beside
 
 from .tensor_cases import CASES
 
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.timeout(600)  # of the first test, which waits for all 
 Answers = dict[tuple[str, str], list[dict[str, Any]]]  # kind and name → of every process
 
 ROOT = Path(__file__).parents[3]
+RANKS = "import runpy; runpy.run_module('tests.runtime.stage.tensor_ranks', run_name='__main__', alter_sys=True)"
 WHOLE = {"tied-half": ["table.weight"], "logits-used-twice": ["head.weight"]}  # parameters that no rule divides
 
 
@@ -34,15 +36,14 @@ SHARES = {"two": (TWO, [[1, 1], [3, 1]]), "three": (THREE, [[2, 1, 1]]), "lanes"
 def found(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """What every process said of every case of every kind. Capturing is what takes long: each model once, on two cores."""
     names = list(dict.fromkeys(name for of_kind, _ in SHARES.values() for name in of_kind))
-    running = []
-    for half in (names[::2], names[1::2]):
-        folder = tmp_path_factory.mktemp("tensor")
+    folders = [tmp_path_factory.mktemp("tensor") for _ in range(2)]
+    commands = []
+    for folder, half in zip(folders, (names[::2], names[1::2]), strict=True):
         cases = {kind: {name: shares for name in half if name in of_kind} for kind, (of_kind, shares) in SHARES.items()}
-        command = [sys.executable, "-m", "tests.runtime.stage.tensor_ranks", str(folder), json.dumps(cases)]
-        running.append((folder, subprocess.Popen(command, cwd=ROOT)))
-    assert [process.wait() for _, process in running] == [0, 0]
+        commands.append([sys.executable, "-c", RANKS, folder, json.dumps(cases)])
+    run_warm_beside(commands, cwd=ROOT)
     answers: Answers = {}
-    for folder, _ in running:
+    for folder in folders:
         for path in sorted(folder.glob("*.json")):
             for name, answer in json.loads(path.read_text(encoding="utf-8")).items():
                 answers.setdefault((path.name.partition(".")[0], name), []).append(answer)

@@ -1,7 +1,6 @@
 """Codecs of a plan in lockstep: fewer bytes between sites, losses as near to one process's as the codec is, ranks of a lane still equal."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from atoll.errors import PlanError
 from atoll.plan import parse_plan
 from atoll.runtime.modes.lockstep.channels import backward_hops, forward_hops
 from atoll.runtime.modes.lockstep.layout import Layout
+from tests.warm import run_warm
 
 from .codec_ranks import CLUSTER, CODECS
 
@@ -24,9 +24,7 @@ TOLERANCE = {"none": 1e-5, "bf16": 5e-3, "int8": 2e-2, "int4": 2e-1}
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("codecs")
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("codec_ranks.py")), str(folder)], check=False, capture_output=True, text=True
-    )
+    done = run_warm([sys.executable, Path(__file__).with_name("codec_ranks.py"), folder])
     assert done.returncode == 0, done.stderr[-5000:]
     alone = json.loads((folder / "alone.json").read_text(encoding="utf-8"))
     return alone, [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(3)]

@@ -1,13 +1,14 @@
 """The numeric contract, in real processes: whatever the plan, ten steps give the losses and weights of one process in plain PyTorch."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from tests.warm import run_warm_beside
 
 from .equality_cases import CASES, MORE_CASES
 from .equality_models import STEPS
@@ -39,17 +40,13 @@ def in_halves(tasks: list[tuple[str, Any]]) -> list[list[tuple[str, Any]]]:
 def run_tasks(folder: Path, tasks: list[tuple[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """What every rank of every task's plan found."""
     script = str(Path(__file__).with_name("equality_ranks.py"))
-    running = []
-    for number, half in enumerate(in_halves(tasks)):
-        place = folder / str(number)
+    places = [folder / str(number) for number in range(2)]
+    for place, half in zip(places, in_halves(tasks), strict=True):
         place.mkdir()
         (place / "tasks.json").write_text(json.dumps(half), encoding="utf-8")
-        command = [sys.executable, script, str(place), str(place / "tasks.json")]
-        with (place / "errors").open("w", encoding="utf-8") as errors:
-            running.append((place, subprocess.Popen(command, stdout=errors, stderr=errors)))
+    run_warm_beside([[sys.executable, script, place, place / "tasks.json"] for place in places])
     found: dict[str, list[dict[str, Any]]] = {}
-    for place, process in running:
-        assert process.wait() == 0, (place / "errors").read_text(encoding="utf-8")[-5000:]
+    for place in places:
         found |= json.loads((place / "found.json").read_text(encoding="utf-8"))
     return found
 

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,12 @@ from torch.distributed import HashStore
 from atoll.runtime.modes.lockstep.failure import VICTIM_EXIT_CODE, Failure, Freshness, Watcher, condemn, prepare
 from atoll.runtime.modes.lockstep.heartbeat import Heartbeat, read_heartbeats
 from atoll.runtime.modes.lockstep.role import Role
+from tests.warm import run_warm
 
 SCRIPT = str(Path(__file__).with_name("scripted_rank.py"))
+WITHOUT_WARNINGS = (
+    "import runpy, sys, warnings; warnings.simplefilter('error'); sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
 
 
 def test_the_sentence_says_who_when_what_and_how() -> None:
@@ -134,13 +139,18 @@ def ends(culprit: int, action: str, ranks: int = 2) -> list[tuple[int, str]]:
         | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         for rank in range(ranks)
     ]
-    command = [sys.executable, "-W", "error", SCRIPT, str(culprit), action]
     outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    if action != "freeze":
+        command = [sys.executable, "-c", WITHOUT_WARNINGS, SCRIPT, str(culprit), action]
+        with ThreadPoolExecutor(ranks) as together:
+            ended = list(together.map(lambda environ: run_warm(command, env=outside | environ), environs))
+        return [(process.returncode, without_patience(process.stderr)) for process in ended]
+    command = [sys.executable, "-W", "error", SCRIPT, str(culprit), action]
     processes = [subprocess.Popen(command, env=outside | environ, stderr=subprocess.PIPE, text=True) for environ in environs]
     try:
         order = [rank for rank in range(ranks) if rank != culprit]
         said = {rank: processes[rank].communicate()[1] for rank in order}
-        processes[culprit].kill() if action == "freeze" else None
+        processes[culprit].kill()  # it would be waited for
         said[culprit] = processes[culprit].communicate()[1]
         return [(processes[rank].returncode, without_patience(said[rank])) for rank in range(ranks)]
     finally:

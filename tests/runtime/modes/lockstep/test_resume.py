@@ -12,7 +12,7 @@ import pytest
 from atoll.events import AnyEvent, MemberChanged, Observer, Restarted, RunFinished, StepFinished, StopTraining, WorkerFailed, read_events
 from atoll.graph.capture import capture
 from atoll.script import load_job
-from tests.warm import run_warm
+from tests.warm import run_warm, run_warm_beside
 
 from .equality_cases import EQUAL, PIPE, plan_of
 from .resume_ranks import CASES, FIRSTS_STATISTICS, SINGLE
@@ -30,12 +30,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found at the end of all cases. Capturing is what takes long: every job once, on two cores."""
     jobs = list(dict.fromkeys(job for job, _, _ in CASES))
     folders = [tmp_path_factory.mktemp("resume") for _ in range(2)]
-    command = [sys.executable, str(HERE / "resume_ranks.py")]
     halves = zip(folders, (jobs[::2], jobs[1::2]), strict=True)
-    running = [subprocess.Popen([*command, str(folder), *half], stderr=subprocess.PIPE, text=True) for folder, half in halves]
-    for process in running:
-        _, said = process.communicate()
-        assert process.returncode == 0, said[-5000:]
+    run_warm_beside([[sys.executable, HERE / "resume_ranks.py", folder, *half] for folder, half in halves])
     found: list[dict[str, Any]] = [{}, {}, {}, {}]
     for folder in folders:
         for rank, of_rank in enumerate(found):

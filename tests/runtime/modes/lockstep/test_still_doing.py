@@ -2,9 +2,11 @@
 
 import os
 import socket
-import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from tests.warm import run_warm
 
 SCRIPT = """
 import torch
@@ -35,13 +37,13 @@ def test_a_sample_that_cannot_be_read_is_what_the_others_are_told(tmp_path: Path
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    started = []
+    environments = []
     for rank in range(2):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
-        command = [sys.executable, "train.py"]
-        started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    said = "".join("".join(process.communicate(timeout=200)) for process in started)
+        environments.append({**os.environ, **{name: str(value) for name, value in place.items()}})
+    with ThreadPoolExecutor(2) as both:
+        ended = list(both.map(lambda environment: run_warm([sys.executable, "train.py"], cwd=tmp_path, env=environment), environments))
+    said = "".join(process.stdout + process.stderr for process in ended)
     assert "while reading sample 123 of the data: step " in said
     assert "told of run_finished" not in said
     assert "writing down" not in said

@@ -54,7 +54,7 @@ def grounds_of(plan: Plan, model: Target, cluster: Cluster, start: ForkableStart
         found = try_plan(model.graph, lockstep, cluster, script=Path(script).resolve(), host=ThisMachine(start.server), seconds=_SECONDS)
     phases = (PhaseFinished(phase="job tried", seconds=time.perf_counter() - began),)
     if found is None:
-        return Grounds(sentences=(f"{_PROBED}: trying the job failed, as running it will",), phases=phases)
+        return Grounds(sentences=(f"{_PROBED}: trying the job failed; if running it does too, that says why",), phases=phases)
     how = "" if plan.mode == LOCKSTEP.name else f" in mode {LOCKSTEP.name}, and for what mode {plan.mode} does otherwise by the cost model"
     counted = f"the median of {plural(found.steps, 'step')} in {plural(len(devices), 'process', 'processes')}"
     sentence = f"times are of the job, tried here{how}: {format_seconds(found.step_seconds)} a step, {counted}"

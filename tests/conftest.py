@@ -27,6 +27,7 @@ LONGEST_FIRST = (
     "runtime/stage/test_tensor_models.py",
     "runtime/modes/lockstep/test_supervisor.py",
     "simulate/test_fuzz.py",
+    "simulate/rounds/test_rounds_fuzz.py",
     "runtime/modes/alone/test_checkpoints.py",
     "runtime/modes/swarm/test_standby.py",
     "test_examples.py",

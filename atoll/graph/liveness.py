@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from atoll.graph.flops import TensorSpec
 from atoll.graph.operators import OperatorTable
-from atoll.graph.regions import is_random, operators_in, regions_of, written
+from atoll.graph.regions import cuts_off_gradients, is_random, operators_in, written
 
 __all__ = ["Liveness", "StagePart"]
 
@@ -40,17 +40,10 @@ def _has_effect(node: fx.Node) -> bool:
     return "assert" in str(node.target) or (schema is not None and not schema.returns)
 
 
-def _passes_gradients_on(node: fx.Node, table: OperatorTable) -> bool:
-    """Whether a gradient can go through an operator: not where all it makes is whole numbers, nor where it is cut off from its inputs."""
-    if node.op != "call_function":
-        return True
+def _makes_numbers(node: fx.Node, table: OperatorTable) -> bool:
+    """Whether something it makes can have a gradient: whole numbers have none."""
     specs = [spec for spec in pytree.tree_leaves(table.specs[node], is_leaf=_is_spec) if _is_spec(spec)]
-    if not any(spec.dtype.is_floating_point or spec.dtype.is_complex for spec in specs) and not _has_effect(node):
-        return False
-    if node.target is aten.detach.default:
-        return False
-    shut = node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and node.args[0] is False
-    return not shut or any(regions_of(inner, region) for region in regions_of(node, table.module).values() for inner in region.graph.nodes)
+    return any(spec.dtype.is_floating_point or spec.dtype.is_complex for spec in specs)
 
 
 def _is_spec(leaf: Any) -> bool:
@@ -119,6 +112,7 @@ class Liveness:
                     tainted.add(node)
                     if root in self._mutators:
                         tainted.add(root)
+            tainted |= {root for root, nodes in self._mutators.items() if not tainted.isdisjoint(nodes)}  # whatever those return
         return tainted
 
     def place(self, node: fx.Node) -> int:
@@ -208,9 +202,13 @@ class Liveness:
     def _find_differentiated(self) -> set[fx.Node]:
         """Values that a gradient of the results comes to. Where that cannot be told, it does."""
         table, found, wanted = self.table, set[fx.Node](), list(self.table.results)
+        writing = {node for nodes in self._mutators.values() for node in nodes}  # what it makes may be in what it writes into
         while wanted:
             node = wanted.pop()
-            if node in found or not _passes_gradients_on(node, table):
+            called = node.op == "call_function"
+            if node in found or (
+                called and (cuts_off_gradients(node, table.module) or not (node in writing or _makes_numbers(node, table)))
+            ):
                 continue
             found.add(node)
             root = table.memory.get(node, node)

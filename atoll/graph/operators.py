@@ -16,7 +16,7 @@ from atoll.graph.export import ExportedJob
 from atoll.graph.fake import first_line
 from atoll.graph.flops import OperatorCost, TensorSpec, measure_operator, why_not_measured
 from atoll.graph.graph import Precision
-from atoll.graph.regions import written
+from atoll.graph.regions import cuts_off_gradients, written
 
 __all__ = ["Operator", "OperatorTable", "build_table", "schema_name"]
 
@@ -182,7 +182,8 @@ class _Builder:
             lambda leaf: next(given) if isinstance(leaf, TensorSpec) else leaf, value, is_leaf=lambda leaf: isinstance(leaf, TensorSpec)
         )
         self._remember(node, Operator(node, _calls(node), cost, inputs, tuple(flagged)))
-        if any(spec.requires_grad for spec in flagged):
+        carries = any(spec.requires_grad for spec in flagged) or (not flagged and any(self._has_gradient(value) for value in inputs))
+        if carries and not cuts_off_gradients(node, self.module):
             for value in written(node, self.module):
                 self._write_into(value)
 

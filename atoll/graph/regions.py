@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 __all__ = [
     "arguments_of",
+    "cuts_off_gradients",
     "draws_in",
     "is_initialisation",
     "is_random",
@@ -49,6 +50,14 @@ def operators_in(node: fx.Node, root: nn.Module) -> Iterator[fx.Node]:
         for inner in region.graph.nodes:
             if inner.op == "call_function":
                 yield from operators_in(inner, region)
+
+
+def cuts_off_gradients(node: fx.Node, root: nn.Module) -> bool:
+    """Whether no gradient goes through it, whatever it computes: a `detach`, or a region under `no_grad` with no other region inside."""
+    if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
+        return node.target is aten.detach.default
+    inside = [regions_of(inner, region) for region in regions_of(node, root).values() for inner in region.graph.nodes]
+    return node.args[0] is False and not any(inside)
 
 
 def is_random(node: fx.Node) -> bool:

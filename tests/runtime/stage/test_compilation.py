@@ -158,13 +158,17 @@ class Parts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ParameterDict({name: torch.randn(4, 4) for name in ("carry", "gate", "teacher", "score", "copied")})
+        self.parts = nn.ParameterDict({name: torch.randn(4, 4) for name in ("carry", "gate", "teacher", "score", "copied", "region")})
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         made = {name: functional.dropout(x @ part, 0.3) for name, part in self.parts.items()}
         written = torch.zeros_like(x)
         written[:, 1:] = made["copied"][:, 1:]
-        return made | {"copied": written}
+        under = torch.zeros_like(x)
+        most = under[:, 1:]
+        with torch.autocast("cpu", enabled=False):
+            most += made["region"][:, 1:]
+        return made | {"copied": written, "region": under}
 
 
 class Uses(nn.Module):
@@ -176,7 +180,7 @@ class Uses(nn.Module):
         carried = made["carry"] * self.weight
         with torch.no_grad():
             score = made["score"].softmax(-1)
-        return carried * (made["gate"] > 0) + made["teacher"].detach() + score + made["copied"]
+        return carried * (made["gate"] > 0) + made["teacher"].detach() + score + made["copied"] + made["region"]
 
 
 @pytest.mark.parametrize("cut", [False, True])

@@ -12,6 +12,7 @@ import io
 import json
 import os
 import runpy
+import select
 import socket
 import subprocess
 import sys
@@ -123,7 +124,7 @@ def _serve(path: str) -> None:
         listening.bind(path)
         listening.listen()
         print("ready", flush=True)
-        while True:
+        while sys.stdin not in select.select([listening, sys.stdin], [], [])[0]:  # which closes when who asks ends, however that may be
             connection, _ = listening.accept()
             if os.fork() == 0:  # one that waits for the command and says how it ended
                 listening.close()

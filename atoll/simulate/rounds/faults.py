@@ -13,6 +13,7 @@ __all__ = ["RoundFault", "RoundScenario", "draw_round_scenario", "schedule_round
 
 WINDOW = 36.0
 HEAL_AT = 38.0
+SUPERVISED_EVERY = 10.0
 KINDS = (
     ("kill", 5), ("kill-site", 3), ("wipe-site", 1), ("stop", 3), ("stop-site", 2), ("cut", 3), ("cut-one-way", 3), ("isolate-site", 3),
     ("deafen", 3), ("restart-coordinator", 4), ("take-over", 3), ("stop-coordinator", 2), ("slow-disk", 2), ("slow-site", 3),
@@ -149,17 +150,22 @@ def _cut(world: SitesWorld, fault: RoundFault, end: float) -> None:
 
 
 def _heal(world: SitesWorld) -> None:
-    """All processes run and hear one another; a coordinator that was replaced is gone."""
+    """All processes run and hear one another, and are started again where they end."""
     world.network.faults = None
     world.network._cut.clear()
     world.journal.slowness = 1.0
     for name in world.names():
         world.go_on(name)
         world.start(name)
-    leader = world.coordinator()
     for name in HUBS:
         world.go_on(name)
-    if leader is None:
+    _supervise(world)
+
+
+def _supervise(world: SitesWorld) -> None:
+    """Somebody coordinates: also where the one that was left finds out later that it was replaced by one that is gone."""
+    if world.coordinator() is None:
         dead = next(name for name in HUBS if not world.alive(name) or world.coordinators[name].deposed)
         world.kill(dead)
         world.start(dead)
+    world.loop.at(world.loop.now + SUPERVISED_EVERY, lambda _: _supervise(world))

@@ -149,7 +149,7 @@ class _WhatExportForgets(TorchFunctionMode):
         self._ambient = _autocast_depth()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _HOOKS:
+        if func in _HOOKS and not (func == _GRAD_FN and isinstance(args[0], nn.Parameter)):  # modules ask that of what they register
             what = "grad_fn" if func == _GRAD_FN else func.__name__
             raise CaptureError(
                 f"the forward asks for `{what}` of a tensor: hooks on gradients are no part of the captured program. Write what the hook "

@@ -422,3 +422,16 @@ def test_hooks_on_gradients_are_not_lost(where: str) -> None:
     found = capture_or_run(job_of(hooked, tokens, [sample(index) for index in range(BATCH)]), check=True, most_bytes=2.0**33)
     assert isinstance(found, Uncaptured)
     assert "hook on its gradient" in found.reason or "hooks on gradients are no part of" in found.reason
+
+
+def test_a_module_that_a_forward_builds_around_its_parameters_asks_for_no_hook() -> None:
+    """Registering a parameter has PyTorch look at its `grad_fn`, as in BigBird's attention for short texts."""
+
+    class Builds(Model):
+        def forward(self, values: Tensor) -> Tensor:
+            built = nn.Linear(1, 1)
+            built.weight, built.bias = self.last.weight, self.last.bias
+            return super().forward(values) + 0.0 * built.weight.sum()
+
+    found = capture_or_run(job_of(Builds, tokens, [sample(index) for index in range(BATCH)]), check=True, most_bytes=2.0**33)
+    assert not isinstance(found, Uncaptured), found.reason

@@ -78,9 +78,10 @@ def one_thread() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def interruptible() -> None:
-    """Shells start what runs in the background with Ctrl-C ignored, which the commands that tests start would inherit."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Shells start what runs in the background with Ctrl-C ignored, `nohup` with hang-ups; commands that tests start would inherit that."""
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, usual)
 
 
 @pytest.fixture(autouse=True, scope="session")

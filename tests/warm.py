@@ -99,6 +99,7 @@ def _load() -> None:
     def nothing(number: int = 0) -> None: ...
 
     command(["--number", "1"], standalone_mode=False)
+    sys.excepthook = sys.__excepthook__  # which Typer has replaced, in this process that is no command
 
     class Small(nn.Module):
         def __init__(self) -> None:

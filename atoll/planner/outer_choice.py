@@ -32,6 +32,7 @@ SHORT_ROUND_TRIP = 0.1  # of a step, which every step would wait; in the trials 
 GRADIENT_CODECS = ("none", "bf16", "int8", "int4", "2-bit")
 OUTER_CODECS = (codec_spec("int4"), codec_spec("2-bit"), sparse_two_bit_spec(64))
 FEWEST, MANY, MOST = 20, 100, 500  # inner steps of a round
+_NO_WAIT = 1e-6  # of a round: what is longer by no more is as long
 
 
 class SiteLinks(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,7 +154,8 @@ def _gradients(links: SiteLinks, codec: str) -> OuterChoice:
 def _outer(links: SiteLinks, spec: CodecSpec, steps: int) -> OuterChoice:
     exchange = links.exchange_s(spec.bits)
     delay = math.ceil(exchange / links.step_s)
-    waited = max(0.0, exchange - steps * links.step_s)
+    trained = steps * links.step_s
+    waited = exchange - trained if exchange > trained * (1 + _NO_WAIT) else 0.0
     learning_rate, momentum = _outer_rates(links)
     reasons = [_room(links), _why_no_gradients(links)]
     reasons.append(
@@ -165,7 +167,7 @@ def _outer(links: SiteLinks, spec: CodecSpec, steps: int) -> OuterChoice:
     return OuterChoice(
         algorithm="outer", inner_steps=steps, delay_steps=min(steps, delay), codec=spec.name, learning_rate=learning_rate,
         momentum=momentum, bytes_a_step=spec.bits / 8 * links.parameters * links.passes / steps,
-        utilisation=steps * links.step_s / (steps * links.step_s + waited), reasons=tuple(reasons),
+        utilisation=trained / (trained + waited), reasons=tuple(reasons),
     )  # fmt: skip
 
 

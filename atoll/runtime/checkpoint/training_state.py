@@ -27,7 +27,6 @@ from atoll.runtime.turns import SeveralSchedules
 __all__ = [
     "OptimizerState",
     "allocate_state",
-    "data_state",
     "optimizer_state",
     "restore_data",
     "restore_groups",
@@ -153,11 +152,6 @@ def training_state(scheduler: LRScheduler | SeveralSchedules | None, scale: Loss
     if scheduler is not None:
         schedule = {key: value for key, value in scheduler.state_dict().items() if not callable(value)}
     return {"scheduler": schedule, "loss_scale": scale.state(), "losses": list(losses)}
-
-
-def data_state(state: Mapping[str, Any] | None) -> Any:
-    """Where a stream is (`StreamState`), as a checkpoint keeps it; None where it does not say."""
-    return None if state is None or state["state"] is None else to_plain(dict(state), "the data's state_dict")
 
 
 def restore_data(extra: Mapping[str, Any], samples: Samples) -> None:

@@ -16,9 +16,14 @@ from torch import Tensor
 
 from atoll.errors import CheckpointError
 
-__all__ = ["from_plain", "to_plain"]
+__all__ = ["data_state", "from_plain", "to_plain"]
 
 _LARGEST_BYTES = 2**20  # of a tensor among small values; more belongs with the tensors
+
+
+def data_state(state: Mapping[str, Any] | None) -> Any:
+    """Where a stream is (`StreamState`), as a checkpoint keeps it; None where it does not say."""
+    return None if state is None or state["state"] is None else to_plain(dict(state), "the data's state_dict")
 
 
 def to_plain(value: object, where: str) -> Any:

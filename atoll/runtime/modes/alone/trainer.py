@@ -47,7 +47,8 @@ from atoll.runtime.checkpoint.loading import Loaded
 from atoll.runtime.checkpoint.manifest import RunIdentity
 from atoll.runtime.checkpoint.safetensors_file import dtype_name
 from atoll.runtime.checkpoint.trained import held_tensors
-from atoll.runtime.checkpoint.training_state import data_state, restore_data, restore_training, training_state
+from atoll.runtime.checkpoint.training_state import restore_data, restore_training, training_state
+from atoll.runtime.checkpoint.values import data_state
 from atoll.runtime.evaluation import ModelEvaluator, evaluates_after
 from atoll.runtime.executor import Accumulated, LossScale, Update, Updater, WorkItem, loss_share, scaled
 from atoll.runtime.loss_weights import StepWeights

@@ -35,7 +35,8 @@ from atoll.runtime.checkpoint.exchange import CheckpointRanks
 from atoll.runtime.checkpoint.gathering import gather_tensors
 from atoll.runtime.checkpoint.manifest import RunIdentity
 from atoll.runtime.checkpoint.trained import load_trained
-from atoll.runtime.checkpoint.training_state import data_state, restore_data, training_state
+from atoll.runtime.checkpoint.training_state import restore_data, training_state
+from atoll.runtime.checkpoint.values import data_state
 from atoll.runtime.evaluated_programs import EvaluatedPrograms, capture_evaluated
 from atoll.runtime.imposed_speed import pace_of_rank
 from atoll.runtime.mode import CapturedJob

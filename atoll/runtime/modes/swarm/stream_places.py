@@ -20,8 +20,7 @@ from atoll.fabric.remote import Remote
 from atoll.fabric.service import CallingPeer, allowed
 from atoll.runtime.checkpoint.directory import candidates
 from atoll.runtime.checkpoint.manifest import read_manifest, read_state
-from atoll.runtime.checkpoint.training_state import data_state
-from atoll.runtime.checkpoint.values import from_plain
+from atoll.runtime.checkpoint.values import data_state, from_plain
 from atoll.runtime.modes.swarm.spec import Nothing
 
 __all__ = ["RemotePlaces", "StreamPlaces", "ToldPlaces", "saved_places"]

@@ -26,6 +26,14 @@ def show(event: AnyEvent) -> None:
         print(f"atoll: {describe_event(event)}", file=sys.stderr, flush=True)
 
 
+def command_of(process: psutil.Process) -> str:
+    """Empty for one that has ended, whether or not anybody has asked how."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # or, a kind of it, a zombie
+        return ""
+
+
 def run(*actions: str, culprit: int = 2, ranks: int = 3) -> tuple[LaunchResult, list[AnyEvent]]:
     """Generation g does `actions[g]`."""
     events: list[AnyEvent] = []
@@ -37,7 +45,7 @@ def run(*actions: str, culprit: int = 2, ranks: int = 3) -> tuple[LaunchResult, 
         max_restarts=len(actions) - 1,
         stall_seconds=1.0 if "block" in actions else 3600.0,
     )
-    assert not [child for child in psutil.Process().children(recursive=True) if "scripted_rank" in " ".join(child.cmdline())]
+    assert not [child for child in psutil.Process().children(recursive=True) if "scripted_rank" in command_of(child)]
     return result, events
 
 

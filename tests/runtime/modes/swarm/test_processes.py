@@ -80,8 +80,9 @@ def until(condition: Callable[[], bool], process: "subprocess.Popen[str]", log: 
 
 def kill(run: "subprocess.Popen[str]", name: str) -> None:
     for child in psutil.Process(run.pid).children(recursive=True):
-        if name == child.name() or name in child.cmdline()[-2:]:  # forked, or started; the number of stages may follow
-            child.send_signal(signal.SIGKILL)
+        with suppress(psutil.NoSuchProcess):  # who has ended meanwhile, or not been asked how
+            if name == child.name() or name in child.cmdline()[-2:]:  # forked, or started; the number of stages may follow
+                child.send_signal(signal.SIGKILL)
 
 
 @contextmanager

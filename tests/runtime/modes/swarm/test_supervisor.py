@@ -106,7 +106,7 @@ def test_workers_are_started_again_as_often_as_asked_for_and_go_where_they_are_n
     assert [spec.command[-1] for spec in scripted.specs] == ["coordinator", "feeder", "worker-0", "worker-1", "worker-0-1"]
     assert said[0] == "worker-0 on rome-0 died (signal 9); restarting it"
     without = "worker-1 on rome-0 died (signal 9); the run continues without it"
-    nobody = "no worker that was started here is left: the run waits for others to join; Ctrl-C ends it, and --resume starts new ones"
+    nobody = "run: no worker that was started here is left: the run waits for others to join; Ctrl-C ends it, and --resume starts new ones"
     assert said[1:] in ([], [without], [without, nobody])  # the run may be over before
 
 

@@ -115,19 +115,21 @@ class JetStreamJournal:
         self._stream, self._name = stream, name
         self._records: list[Record] = []  # that are known to be durable, oldest first; the sequence number of the last is their count
         self._newest_term = 0
+        self._turn = asyncio.Lock()  # a record that is read while the answer to its append is on its way would be counted twice
 
     async def read(self) -> Sequence[Record]:
         """All durable records, oldest first."""
-        await self._catch_up()
-        return list(self._records)
+        async with self._turn:
+            await self._catch_up()
+            return list(self._records)
 
     async def append(self, term: int, record: Record) -> None:
         """Comes back when the record is durable; FencedError when another coordinator has taken over."""
         identity = secrets.token_hex(16)
-        while True:
+        async with self._turn:
             admit(self._newest_term, term, record)
-            if await self._publish(record, identity):
-                return
+            while not await self._publish(record, identity):
+                admit(self._newest_term, term, record)
 
     async def _publish(self, record: Record, identity: str) -> bool:
         """Whether the record is stored now. The identity tells, when the answer was lost, whether it was."""
@@ -157,6 +159,8 @@ class JetStreamJournal:
     async def _catch_up(self) -> set[str]:
         """Reads what was appended since; the identities of it."""
         last = (await _until_answered(lambda: self._stream.stream_info(self._name))).state.last_seq
+        if last < len(self._records):
+            raise AtollError(f"NATS: stream {self._name} has {last} records of a journal that had {len(self._records)}; who removed them?")
         identities = set()
         while len(self._records) < last:
             message = await _until_answered(lambda: self._stream.get_msg(self._name, len(self._records) + 1, direct=True))

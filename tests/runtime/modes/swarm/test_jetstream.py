@@ -42,6 +42,39 @@ def test_a_journal_is_what_was_appended(server: NatsServer) -> None:
     asyncio.run(check())
 
 
+def test_a_journal_that_is_read_while_it_is_appended_to_has_every_record_once(server: NatsServer) -> None:
+    """Checkpoints are completed beside the steps that follow, and read the journal for their losses."""
+    records: list[Record] = [Term(1), *(Checkpointed(0, step) for step in range(1, 100))]
+
+    async def check() -> None:
+        async with connect_jetstream(server.address, "read meanwhile", "one") as one:
+
+            async def read_until_all_is_there() -> None:
+                while len(found := await one.journal.read()) < len(records):
+                    assert found == records[: len(found)]
+
+            reading = [asyncio.ensure_future(read_until_all_is_there()) for _ in range(3)]
+            for record in records:
+                await asyncio.wait_for(one.journal.append(1, record), 20)
+            await asyncio.gather(*reading)
+            assert await one.journal.read() == records
+
+    asyncio.run(check())
+
+
+def test_a_journal_that_somebody_removed_under_a_run_ends_it_with_a_sentence(server: NatsServer) -> None:
+    async def check() -> None:
+        async with connect_jetstream(server.address, "removed", "one") as one:
+            await one.journal.append(1, Term(1))
+            await one.journal.append(1, Checkpointed(0, 1))
+            await one.journal._stream.delete_stream("atoll-removed")
+            async with connect_jetstream(server.address, "removed", "two"):
+                with pytest.raises(AtollError, match="stream atoll-removed has 0 records of a journal that had 2"):
+                    await asyncio.wait_for(one.journal.append(1, Checkpointed(0, 2)), 60)
+
+    asyncio.run(check())
+
+
 def test_of_coordinators_that_take_over_together_one_does(server: NatsServer) -> None:
     """Whoever writes late is refused, even where both write the same record."""
 

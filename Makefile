@@ -66,9 +66,10 @@ sshd:
 unexport PYTHONDONTWRITEBYTECODE
 
 # Whole files at a time, since their tests share what is costly to make (captured models, processes); those that take longest come first
-# (tests/conftest.py). Three of them on two cores: many wait for processes, time-outs and links.
+# (tests/conftest.py). Three of them on two cores: many wait for processes, time-outs and links. A worker that dies ends the run: what was
+# left of its file would be waited for for ever.
 unit: install nats sshd
-	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # Measured rows and traces of spot machines are not part of the project: give files in the formats benchmarks/README.md describes to have
 # predictions checked and rebalancing replayed.

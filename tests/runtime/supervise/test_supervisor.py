@@ -23,14 +23,18 @@ class Noted:
         self.supervisor = Supervisor()
         self.ends: dict[str, str] = {}
         self.asked: list[int] = []
+        self.specs: list[ProcessSpec] = []
 
     def start(self, name: str, code: str) -> None:
+        """Once signals are obeyed: these processes send some."""
         command = (sys.executable, "-c", f"import os, signal, sys, time\n{code}")
-        self.supervisor.start(ProcessSpec(name=name, role="test", command=command, host=ThisMachine(), prefix=f"{name}: "))
+        self.specs.append(ProcessSpec(name=name, role="test", command=command, host=ThisMachine(), prefix=f"{name}: "))
 
     def run(self) -> None:
         with self.supervisor.obeying_signals():
             try:
+                for spec in self.specs:
+                    self.supervisor.start(spec)
                 self.supervisor.run(self)
             finally:
                 self.supervisor.end()

@@ -1,6 +1,6 @@
 """What `make demo` predicts of a step against what it takes, several times.
 
-    python benchmarks/demo.py [--json] [--rounds 5] [--load 0 1] [--steps 40]
+    python benchmarks/demo.py [--json] [--rounds 5] [--load 0 1] [--steps 240]
 
 Each round is what the demo does: this machine is probed as two devices (`atoll probe --quick --processes 2`), then the language model is
 planned and trained on them; the report says which step was predicted and which measured (the median). `--load` has so many busy processes
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--load", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=240, help="of the training; the demo makes 240")
     options = parser.parse_args()
     rows = run(options.rounds, options.load, options.steps)
     ok = all(abs(row["error"]) <= LIMIT for row in rows)

@@ -25,7 +25,7 @@ PRIOR_HOURS = 1.0  # before anything is known: as if one stage had been lost in 
 LIFE_HOURS = 24.0  # and one process had died in so many hours of all of them
 HASTE = 5.0  # between two saves lie so many times what a save costs, even where a stage is down to its last process
 WITNESSES = 2  # of a stage, beside the one that writes: enough to outvote it, and others need not copy their states
-YOUNG_SHARE = 0.1  # of the time may be spent on the first saves, each of which is taken for as dear as it is long
+YOUNG_SHARE = 0.03  # of the time may be spent on the first saves, each of which is taken for as dear as it is long
 FIRST_SECONDS = 60.0  # a round may take so long before it is given up, until one was measured
 
 
@@ -203,7 +203,7 @@ class CheckpointSchedule:
 
     def due(self, now: float) -> bool:
         """Whether to store after this step: the end of a step that is nearest. The first time at once, then after twice as long each time,
-        until that is the interval: a young run has little to lose, and loses at most half of it, or what ten saves take.
+        until that is the interval: a young run has little to lose, and loses at most half of it, or what thirty saves take.
         """
         young = max(self._last - self._began, (self._save_seconds or 0.0) / YOUNG_SHARE)
         gap = min(self.interval().seconds, young)

@@ -31,7 +31,7 @@ def run(schedule: CheckpointSchedule, steps: int, step_seconds: float, save_seco
 
 def test_the_first_saves_come_early_and_then_at_intervals() -> None:
     saved = run(CheckpointSchedule(), 2000, 1.0, 4.0)  # with two replicas a save costs 2 s, so 100 s lie between two
-    assert saved[:3] == [1, 21, 42]  # ten times what a save costs after the first, then twice as long
+    assert saved[:2] == [1, 68]  # after the first, thirty times what a save costs
     assert 100 <= saved[-1] - saved[-2] <= 200
     assert len(saved) < 0.02 * 2000 / 2.0 + 8
 
@@ -40,10 +40,10 @@ def test_first_saves_that_cost_little_come_after_twice_as_long_each() -> None:
     assert run(CheckpointSchedule(), 100, 1.0, 0.02)[:5] == [1, 2, 4, 8, 16]
 
 
-def test_first_saves_take_a_tenth_of_the_time_at_most() -> None:
+def test_first_saves_take_three_percent_of_the_time_at_most() -> None:
     for save_seconds in (0.1, 0.5, 2.0, 8.0):
         saved = run(CheckpointSchedule(), 60, 1.0, save_seconds)
-        assert len(saved) - 1 <= 0.1 * 60 / (save_seconds / 2), "beside the first, whose cost nobody knew"
+        assert len(saved) - 1 <= 0.03 * 60 / (save_seconds / 2), "beside the first, whose cost nobody knew"
 
 
 def test_a_step_longer_than_the_interval_is_stored_every_time() -> None:

@@ -112,6 +112,14 @@ def test_the_first_rank_ends_a_trial(step_seconds: float, is_first: bool, steps:
     assert len(training.losses) == steps
 
 
+def test_a_trial_is_longer_where_steps_differ() -> None:
+    """As beside a busy neighbour, which a process shares its core with in some steps and not in others."""
+    training: Any = Counted(200)
+    passed = [sum(0.1 + 0.02 * (made * 3 % 5) for made in range(count)) for count in range(201)]
+    try_steps(training, 2.0, is_first=True, clock=lambda: passed[len(training.losses)])
+    assert 3.0 < passed[len(training.losses)] < 7.0
+
+
 def test_a_trial_has_the_data_that_is_loaded_and_nobody_who_listens(tmp_path: Path) -> None:
     told: list[Any] = []
     job = replace(JOB, callbacks=[told.append], eval_data=torch.zeros(8, 2), eval_every=1)

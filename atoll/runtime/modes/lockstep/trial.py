@@ -4,13 +4,14 @@ A probe knows operators; what Python, autograd, the exchange of gradients and bu
 steps for a second or two. Ranks do what they do in a run, but nobody is told and nothing is kept: no callback, evaluation or checkpoint.
 """
 
+import math
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import NamedTuple
 
 import msgspec
@@ -33,6 +34,8 @@ __all__ = ["Trial", "job_to_try", "silenced", "try_plan", "try_steps"]
 
 _WARM = 2  # steps that find memory and caches as no later one does; in the second, exchanges are counted
 _LEAST, _MOST = 3, 100  # steps that count
+_SURE = 0.04  # of the median: its standard error, above which a trial goes on
+_LONGER = 4.0  # times as long as asked, at most: beside busy neighbours steps differ by half
 
 
 class Trial(NamedTuple):
@@ -78,16 +81,28 @@ def job_to_try(job: Job) -> Job:
 
 
 def try_steps(training: Training, seconds: float, *, is_first: bool, clock: Callable[[], float] = time.perf_counter) -> None:
-    """Steps for about so long. The first rank says when it is over: once three count, or one where steps are long."""
-    began = clock()
+    """Steps for about so long, or longer where they differ much. The first rank says when it is over: once three count, or one where steps
+    are long.
+    """
+    began, taken = clock(), list[float]()
     while training.reason is None:
         step = clock()
         training.step()
         now = clock()
+        taken.append(now - step)
         made = len(training.losses) + 1 - _WARM  # with the one that follows the word
-        over = 2 * now - step - began > seconds or made >= _MOST
+        then = 2 * now - step - began
+        over = then > seconds * (1.0 if _is_known(taken[_WARM:]) else _LONGER) or made >= _MOST
         if is_first and over and made >= (_LEAST if now - began < 2 * seconds else 1):
             training.stop()
+
+
+def _is_known(seconds: Sequence[float]) -> bool:
+    """Whether the median of more steps would be about that of these."""
+    if len(seconds) < _LEAST:
+        return True  # long steps: three or fewer have to do
+    low, middle, high = quantiles(seconds, n=4)
+    return 0.93 * (high - low) / math.sqrt(len(seconds)) <= _SURE * middle
 
 
 def silenced(descriptors: Sequence[int] = (1, 2)) -> None:

@@ -5,7 +5,7 @@
 The job is examples/language_model.py's, for a few steps. Everything is started as users start it, one after the other in every round, in an
 order that turns: `torchrun` with one and two processes (startup_ddp.py), `atoll run` alone, on one and two devices of this machine, and as
 a swarm of two workers. Planning is part of it: devices are described by a file, so every start plans anew. "tried" is two devices whose
-file says that they were probed here, so that the job is tried for two seconds before the prediction is shown. Processor time is of all
+file says that they were probed here, so that the job is tried for a second before the prediction is shown. Processor time is of all
 processes up to then. On a shared machine the ratio within a round counts. `--package` is a directory with another version of Atoll.
 Limit: 1.5 times as long as `torchrun` with as many processes, in the median.
 """

@@ -22,7 +22,7 @@ from atoll.units import format_seconds, plural
 
 __all__ = ["Grounds", "grounds_of", "grounds_without_trial", "times_by"]
 
-_SECONDS = 2.0  # of steps
+_SECONDS = 1.0  # of steps, or more where they differ
 _LONGEST_STEP = 1.0  # seconds by the probe: at least three are made
 _LEAST_STEPS = 20  # of a run that is worth it
 _PROBED = "times are by the probe's figures of this machine"

@@ -35,7 +35,7 @@ __all__ = ["Trial", "job_to_try", "silenced", "try_plan", "try_steps"]
 _WARM = 2  # steps that find memory and caches as no later one does; in the second, exchanges are counted
 _LEAST, _MOST = 3, 100  # steps that count
 _SURE = 0.04  # of the median: its standard error, above which a trial goes on
-_LONGER = 4.0  # times as long as asked, at most: beside busy neighbours steps differ by half
+_LONGER = 8.0  # times as long as asked, at most: beside busy neighbours steps differ by half
 
 
 class Trial(NamedTuple):

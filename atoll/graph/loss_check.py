@@ -401,7 +401,10 @@ def _scaled(parameters: Sequence[Tensor], least: float, most: float) -> Iterator
 
 
 def _taken(leaf: Any, start: int, stop: int, count: int) -> Any:
-    return leaf[start:stop] if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == count else leaf
+    """Some samples' part, as a copy: a forward may change its inputs in place."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf[start:stop].clone() if leaf.dim() and leaf.shape[0] == count else leaf.clone()
 
 
 def _fewer_that_count(leaf: Any, count: int) -> Iterator[Tensor]:

@@ -391,6 +391,14 @@ def test_what_the_first_batch_does_not_show_is_found(name: str) -> None:
         capture_or_run(job, check=True, most_bytes=2.0**33)
 
 
+def test_a_model_that_changes_its_batch_in_place_is_compared_with_the_batch_as_it_was() -> None:
+    def halved(model: nn.Module, batch: Any) -> Tensor:
+        batch["x"].mul_(0.5)
+        return logits(model, batch).pow(2).mean()
+
+    check_equal(job_of(Model, halved, [sample(index) for index in range(BATCH * STEPS)]))
+
+
 @pytest.mark.parametrize("least", ["clamp", "epsilon"])
 def test_a_batch_in_which_nothing_counts_is_a_loss_of_zero_where_the_user_wrote_so(least: str) -> None:
     def masked(model: nn.Module, batch: Any) -> Tensor:

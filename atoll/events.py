@@ -621,13 +621,21 @@ class EventLog:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            if header is None:
+                header = self._begin()
         except OSError as error:
             raise AtollError(f"{directory}: cannot write the run there: {error.strerror or error}") from error
-        if header is None:
+        self._at, self._unix = header.at_seconds, header.unix_seconds
+
+    def _begin(self) -> _Header:
+        try:
             with self._locked():
                 header = _Header(at_seconds=self._last, format=_FORMAT, unix_seconds=time.time())
                 self._append(msgspec.json.encode(header))
-        self._at, self._unix = header.at_seconds, header.unix_seconds
+        except OSError:
+            self.close()
+            raise
+        return header
 
     @classmethod
     def join(cls, directory: Path) -> Self:

@@ -113,6 +113,7 @@ def load_script(path: str | Path, arguments: Sequence[str] = ()) -> LoadedScript
                 defined = vars(_import_script(file, source))
                 if not _uses(source, ("from_trainer",)) or any(isinstance(value, Job) for value in defined.values()):
                     return LoadedScript(_defined_job(path, file, defined))
+            _let_import_neighbours(file)
             with own_randomness(0), _explained(file):
                 defined = runpy.run_path(str(file.resolve()), run_name="__main__")
     except _Asked as asked:
@@ -139,6 +140,7 @@ def execute(path: str | Path, arguments: Sequence[str], opener: RunOpener) -> No
 
 
 def _run_to_its_end(file: Path) -> None:
+    _let_import_neighbours(file)
     try:
         runpy.run_path(str(file.resolve()), run_name="__main__")
     except SystemExit as ended:
@@ -239,6 +241,12 @@ def _source(file: Path) -> str:
     return source
 
 
+def _let_import_neighbours(file: Path) -> None:
+    """As `python path` does; for good, since what lies beside it may be imported late."""
+    if str(file.resolve().parent) not in sys.path:
+        sys.path.insert(0, str(file.resolve().parent))
+
+
 def _import_script(file: Path, source: str) -> ModuleType:
     """Run the script as a module. It stays importable (classes refer to their module by name), as does what lies beside it."""
     name = f"{_PREFIX}{file.stem}"
@@ -248,8 +256,7 @@ def _import_script(file: Path, source: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     module.__file__ = str(file.resolve())
     sys.modules[name] = module
-    if str(file.resolve().parent) not in sys.path:
-        sys.path.insert(0, str(file.resolve().parent))
+    _let_import_neighbours(file)
     try:
         with own_randomness(0), _explained(file):
             exec(compile(source, module.__file__, "exec"), module.__dict__)

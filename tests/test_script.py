@@ -53,6 +53,16 @@ def test_it_is_imported_not_run_and_sees_its_neighbours_and_arguments(tmp_path: 
     assert sys.argv == ["atoll", "plan", "x"]
 
 
+def test_a_script_with_a_loop_of_its_own_sees_its_neighbours(tmp_path: Path) -> None:
+    script(tmp_path, "from torch.nn import Sigmoid\n", "a_neighbour_of_the_loop.py")
+    text = """
+import torch, atoll
+from a_neighbour_of_the_loop import Sigmoid
+atoll.step(Sigmoid, loss=lambda model, batch: model(batch).mean(), data=range(3), optimizer=torch.optim.SGD, batch_size=1, steps=7)
+"""
+    assert load_job(script(tmp_path, text, "loop.py")).steps == 7
+
+
 def test_dataclasses_and_future_annotations_work_in_scripts(tmp_path: Path) -> None:
     text = (
         "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass C:\n    n: int = 5\n"

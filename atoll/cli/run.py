@@ -325,12 +325,13 @@ def _write(run: RunContext, prepared: _Prepared) -> None:
     else:
         directory.create(run.settings)
     directory.write_plan(run.plan)
-    if prepared.cluster is not None:
-        directory.write("cluster.toml", with_checksum(dump_cluster(prepared.cluster).encode()))
-    if prepared.predicted is not None:
-        directory.write("predicted.json", msgspec.json.format(msgspec.json.encode(prepared.predicted), indent=1))
-    else:
-        directory.forget("predicted.json")  # of the plan that a resumed run had before
+    with directory.must_take():
+        if prepared.cluster is not None:
+            directory.write("cluster.toml", with_checksum(dump_cluster(prepared.cluster).encode()))
+        if prepared.predicted is not None:
+            directory.write("predicted.json", msgspec.json.format(msgspec.json.encode(prepared.predicted), indent=1))
+        else:
+            directory.forget("predicted.json")  # of the plan that a resumed run had before
     if plan_before != run.plan:
         directory.forget("trace.json", "predicted-trace.json", "schedule.txt")
 

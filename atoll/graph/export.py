@@ -532,7 +532,9 @@ def export_job(job: TrainingJob, *, training: bool = True, divided: bool = False
     real = _with_values(job, model) if check else None
     if real is not None:
         fits = {path: dims for path, dims in varying.items() if dims} == {path: dims for path, dims in growing.items() if dims}
-        check_program(cast(CheckedJob, job), program, real, others[0] if fits else batch, partial(ambient_precision, job.precision))
+        count = OTHER_SAMPLES[0] if fits else SAMPLES
+        more = plain_batch(cast(CheckedJob, job).example_batch(count, count))
+        check_program(cast(CheckedJob, job), program, real, others[0] if fits else batch, more, partial(ambient_precision, job.precision))
     one_number = is_one_number(loss_of(program))
     batch_size = None if training or not divided else cast(CheckedJob, job).batch_size
     scaled = training and job.precision == "fp16"

@@ -70,6 +70,7 @@ _DRAWS = frozenset({"rand", "randn", "rand_like", "randn_like", "randint", "bern
 _FEW = 4  # samples that are always compared
 _SEEN = 16  # samples whose lengths are looked at: as many as capture looks at
 _ZERO = 1e-3  # a parameter whose numbers are all smaller begins at zero, as it were
+_OTHERWISE = ((0.3, 1.0), (0.3, 4.0))  # numbers and weights are scaled by these too: what may not be above one is not in the first
 _SECONDS = 0.3  # of processor time for the whole batch: of a larger one, as many samples as take so long
 
 
@@ -234,13 +235,26 @@ class _Check:
                 found = self._compare_samples(uneven, few, None)
             if not found and self._form.kind == "unknown":
                 self._compare_ignoring(few)
+            if not found and seconds < _SECONDS:
+                self._compare_otherwise(few)
         except DividedLossError:
             raise
         except _RandomLossError:
             return f"{UNCHECKED}: the loss draws random numbers"
         except Exception as error:
+            self._compare_halves()
             return f"{UNCHECKED}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return found
+
+    def _compare_halves(self) -> None:
+        """Few samples may be too few for the code (the largest so many of a batch), which pieces of a plan need not be."""
+        count = min(_SEEN, self._job.batch_size)
+        try:
+            self._compare_samples(0, count, count // 2)
+        except DividedLossError:
+            raise
+        except Exception:
+            return  # what is said of the few samples is enough
 
     def _compare_samples(self, first: int, count: int, size: int | None) -> str:
         division = _division(count, size)
@@ -270,6 +284,20 @@ class _Check:
                     raise
                 except Exception:  # no number that may be changed: an index, for one
                     continue
+
+    def _compare_otherwise(self, count: int) -> None:
+        """What is alike in the first samples, or passes every threshold, hides that samples are compared: other numbers, other weights."""
+        (leaves,), division = self._collated([(0, count)]), _division(count, None)
+        for least, most in _OTHERWISE:
+            whole = [_scaled_rows(leaf, count, least, most) for leaf in leaves]
+            pieces = [[_taken(leaf, start, stop, count) for leaf in whole] for start, stop in division]
+            try:
+                with _scaled(self._runs.parameters, least, most):
+                    self._compare(whole, pieces, division)
+            except (DividedLossError, _RandomLossError):
+                raise
+            except Exception:  # numbers that the model does not take
+                continue
 
     def _compare(self, whole: list[Any], pieces: list[list[Any]], division: Sequence[tuple[int, int]]) -> str:
         count, sizes = division[-1][1], [stop - start for start, stop in division]
@@ -349,8 +377,34 @@ def _nothing_zero(parameters: Sequence[Tensor]) -> Iterator[None]:
                 p.copy_(before)
 
 
+def _scaled_rows(leaf: Any, count: int, least: float, most: float) -> Any:
+    """Numbers of a batch, each sample's by a factor of its own."""
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() == 0 or leaf.shape[0] != count:
+        return leaf
+    factors = torch.linspace(least, most, count).reshape(-1, *[1] * (leaf.dim() - 1))
+    return leaf * factors.to(leaf)
+
+
+@contextmanager
+def _scaled(parameters: Sequence[Tensor], least: float, most: float) -> Iterator[None]:
+    """Other weights of a like size, inside; copies of a parameter stay equal."""
+    kept = [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        for p in parameters:
+            p *= least + (most - least) * torch.rand(p.shape, generator=torch.Generator().manual_seed(p.numel())).to(p)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, before in zip(parameters, kept, strict=True):
+                p.copy_(before)
+
+
 def _taken(leaf: Any, start: int, stop: int, count: int) -> Any:
-    return leaf[start:stop] if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == count else leaf
+    """Some samples' part, as a copy: a forward may change its inputs in place."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf[start:stop].clone() if leaf.dim() and leaf.shape[0] == count else leaf.clone()
 
 
 def _fewer_that_count(leaf: Any, count: int) -> Iterator[Tensor]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -24,10 +24,15 @@ _SAME = 1e-6  # of the same code, run again
 
 
 def check_program(
-    job: CheckedJob, program: ExportedProgram, model: nn.Module, batch: Any, autocast: Callable[[], AbstractContextManager[None]]
+    job: CheckedJob,
+    program: ExportedProgram,
+    model: nn.Module,
+    batch: Any,
+    other: Any,
+    autocast: Callable[[], AbstractContextManager[None]],
 ) -> None:
     """CaptureError where the program's loss is not the model's, both in training mode and from the same seed of PyTorch's generator, or the
-    model's own code computes another one when it is called again.
+    model's own code computes another one when it is called again after the `other` batch, or counts its calls.
 
     Python's and NumPy's generators start elsewhere for the program, which draws from neither. A run that ends in an error is let pass:
     what the program takes for granted it checks itself, whenever it runs.
@@ -36,7 +41,12 @@ def check_program(
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     with torch.no_grad(), autocast():
         try:
-            expected, before, again = (_own_loss(job, model, batch, buffers) for _ in range(3))  # the first may set up what the others use
+            expected, before = (_own_loss(job, model, batch, buffers) for _ in range(2))  # the first may set up what the others use
+            numbers = _numbers(model)
+            with suppress(Exception):  # it may not be of the size that the code wants
+                _own_loss(job, model, other, buffers)
+            again = _own_loss(job, model, batch, buffers)
+            counts = [name for name, value in _numbers(model).items() if numbers.get(name, value) != value]
             with own_randomness(0, devices=False):
                 computed = _mean(_run(program, values, batch))
         except Exception:
@@ -44,8 +54,13 @@ def check_program(
     if math.isfinite(before) and abs(again - before) > _SAME * max(1.0, abs(before)):
         raise CaptureError(
             f"job {job.name!r} cannot be captured: its own code computes a loss of {before:.6g} and, called again with the same weights, "
-            f"batch and seed, {again:.6g}. Something that is no tensor changes from call to call (a count it keeps, the time, a file); "
-            "keep it in a buffer, or change it in a callback"
+            f"batch and seed, {again:.6g}. Something that is no buffer changes from call to call (a count or a tensor it keeps, the time, "
+            "a file); keep it in a buffer, or change it in a callback"
+        )
+    if counts:
+        raise CaptureError(
+            f"job {job.name!r} cannot be captured: every call of its code changes {counts[0]!r}, a number of the model's that the captured "
+            "program would keep as it is; keep it in a buffer, or change it in a callback"
         )
     if math.isfinite(expected) and abs(computed - expected) > _TOLERANCES[job.precision] * max(1.0, abs(expected)):
         raise CaptureError(
@@ -53,6 +68,16 @@ def check_program(
             f"{expected:.6g} for the same batch and seed. Something in its forward is decided outside of PyTorch (a random number of its "
             "own, the time, a file, a count it keeps), or changes a tensor in a way that capture does not see; compute it with tensors"
         )
+
+
+def _numbers(model: nn.Module) -> dict[str, int | float]:
+    """What modules keep as attributes that are plain numbers."""
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, int | float) and value == value
+    }
 
 
 def _own_loss(job: CheckedJob, model: nn.Module, batch: Any, buffers: dict[str, Tensor]) -> float:

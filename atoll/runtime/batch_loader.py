@@ -2,7 +2,8 @@
 
 A worker makes whole batches. Workers are started from a fork server, a process without threads: a rank has threads (of Gloo, of autograd,
 its own), and a fork of it may hang. What the data is made of must therefore be picklable, and the script is imported by every worker. A
-worker ends with the process that started it, however that ends, and Ctrl-C is not its business.
+worker ends with the process that started it, however that ends. What asks a run to stop (Ctrl-C, SIGTERM, the end of a terminal) often
+asks all its processes at once; a worker goes on, since the step under way ends first and wants its data.
 """
 
 import multiprocessing
@@ -17,6 +18,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar, NamedTuple
@@ -27,6 +29,7 @@ from atoll.blame import in_words, own_frames, with_frames
 from atoll.data import Batch, BatchRequest, Samples
 from atoll.data.samples import Reader
 from atoll.errors import JobError, JobFailedError
+from atoll.runtime.signals import signals_to_stop
 from atoll.script import ImportedScript, import_again, imported_scripts
 
 __all__ = ["BatchLoader", "LoadedBatch"]
@@ -120,6 +123,12 @@ def _start_workers(reader: Reader, count: int) -> ProcessPoolExecutor:
     context = multiprocessing.get_context(method)
     if method == "forkserver":
         context.set_forkserver_preload([__name__])  # imports PyTorch once for all workers
+        resource_tracker.ensure_running()  # it would let the signals through
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signals_to_stop())
+        try:
+            forkserver.ensure_running()  # it and its forks block what this thread does
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return ProcessPoolExecutor(count, mp_context=context, initializer=_Worker.begin, initargs=(_SentReader(reader, imported_scripts()),))
 
 
@@ -131,7 +140,9 @@ class _Worker:
     @classmethod
     def begin(cls, sent: "_SentReader") -> None:
         """Before the first batch."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a run that is interrupted ends its step, for which it wants its data
+        for number in signals_to_stop():
+            signal.signal(number, _go_on)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals_to_stop())  # what the data starts has no use for blocked ones
         threading.Thread(target=_end_with_parent, name="atoll-parent", daemon=True).start()
         torch.set_num_threads(1)
         cls.reader = sent.reader
@@ -144,6 +155,10 @@ class _Worker:
         except Exception as error:
             frames = [(frame.filename, frame.lineno or 0, frame.name, frame.line or "") for frame in own_frames(error)]
             return pickle.dumps(_Failure(_picklable(error), frames))
+
+
+def _go_on(number: int, frame: object) -> None:
+    """A run that is asked to stop ends its step, for which it wants its data. Unlike an ignored signal, this is not inherited."""
 
 
 def _end_with_parent() -> None:

@@ -112,9 +112,18 @@ class RunDirectory:
             raise AtollError(f"{self.path}: cannot make the directory: {(error.strerror or str(error)).lower()}") from None
         self.write_settings(settings)
 
+    @contextmanager
+    def must_take(self) -> Iterator[None]:
+        """What a run cannot begin without is written inside; a full disk, say, is an error in a sentence."""
+        try:
+            yield
+        except OSError as error:
+            raise AtollError(f"{self.path}: cannot write the run there: {error.strerror or error}") from error
+
     def write_settings(self, settings: RunSettings) -> None:
         """Say what is run."""
-        self.write("run.json", with_checksum(msgspec.json.format(msgspec.json.encode(settings), indent=1)))
+        with self.must_take():
+            self.write("run.json", with_checksum(msgspec.json.format(msgspec.json.encode(settings), indent=1)))
 
     def settings(self) -> RunSettings:
         """What was started."""
@@ -122,7 +131,8 @@ class RunDirectory:
 
     def write_plan(self, plan: Plan) -> None:
         """Say what runs where."""
-        self.write("plan.json", with_checksum(f"{plan.to_json()}\n".encode()))
+        with self.must_take():
+            self.write("plan.json", with_checksum(f"{plan.to_json()}\n".encode()))
 
     def plan(self) -> Plan:
         """What runs where."""

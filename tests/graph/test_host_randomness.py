@@ -29,6 +29,10 @@ class NoisyIdentity(torch.autograd.Function):
         return gradient
 
 
+class Kept:
+    mean = torch.zeros(WIDTH)
+
+
 class Drawing(nn.Module):
     """Two layers; a random number says whether the second is used, or by how much."""
 
@@ -36,7 +40,7 @@ class Drawing(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.kind, self.probability = kind, probability
-        self.generator, self.calls = random.Random(5), 0
+        self.generator, self.calls, self.kept = random.Random(5), 0, Kept()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -61,6 +65,12 @@ class Drawing(nn.Module):
         if self.kind == "count":
             self.calls += 1
             x = x * (1 + self.calls / 1000)
+        if self.kind == "late count":
+            self.calls += 1
+            x = x * (2 if self.calls > 1000 else 1)
+        if self.kind == "kept tensor":
+            x = x + self.kept.mean
+            self.kept.mean = x.detach().mean(0)
         if self.kind == "seeded":
             numpy.random.seed(3)
             x = x * float(numpy.random.randn())
@@ -88,6 +98,8 @@ def vectors(samples: int) -> Tensor:
         ("custom function", "'NoisyIdentity' draws random numbers"),
         ("entropy", "called again with the same weights, batch and seed"),
         ("count", "called again with the same weights, batch and seed"),
+        ("late count", "every call of its code changes 'calls'"),
+        ("kept tensor", "called again with the same weights, batch and seed"),
     ],
 )
 def test_a_number_drawn_in_python_is_refused_with_its_line(kind: str, line: str) -> None:

@@ -133,9 +133,10 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_workers_end_with_their_run(ending: signal.Signals, tmp_path: Path) -> None:
-    """Ctrl-C, which the terminal sends to all of them, ends the run after its step; a killed run leaves nobody behind."""
+    """Ctrl-C, which the terminal sends to all of them, and SIGTERM, as systemd and Slurm do, end the run after its step; a killed run
+    leaves nobody behind."""
     (tmp_path / "train.py").write_text(SCRIPT)
     run = subprocess.Popen([sys.executable, "train.py", str(tmp_path)], cwd=tmp_path, start_new_session=True, stderr=subprocess.PIPE)
     try:
@@ -144,7 +145,7 @@ def test_workers_end_with_their_run(ending: signal.Signals, tmp_path: Path) -> N
             time.sleep(0.02)
         workers = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit() and int(path.name) != run.pid]
         assert len(workers) == 1
-        if ending == signal.SIGINT:
+        if ending != signal.SIGKILL:
             os.killpg(run.pid, ending)
         else:
             run.kill()
@@ -153,7 +154,7 @@ def test_workers_end_with_their_run(ending: signal.Signals, tmp_path: Path) -> N
             time.sleep(0.02)
     finally:
         run.kill()
-    if ending == signal.SIGINT:
+    if ending != signal.SIGKILL:
         assert run.returncode == 0, said
         events = list(read_events(tmp_path / "run" / "events.jsonl"))
         steps = [event.step for event in events if isinstance(event, StepFinished)]

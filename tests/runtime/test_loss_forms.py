@@ -339,6 +339,15 @@ class Counting(Model):
         return super().forward(values)
 
 
+def by_samples(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(logits(model, batch), batch["x"], reduction="none").mean((1, 2))
+
+
+def confident(model: nn.Module, batch: Any) -> Tensor:
+    found = logits(model, batch)
+    return found[found.detach().abs().amax(-1) < 1.5].pow(2).mean()
+
+
 def selected(model: nn.Module, batch: Any) -> Tensor:
     return logits(model, batch)[batch["mask"].bool()].pow(2).mean()
 
@@ -347,6 +356,16 @@ LATER: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Any], Tenso
     "a mask of numbers that is whole in the first batch": (Model, selected),
     "samples that are of one length in the first batch": (Model, lambda model, batch: model(batch["long"]).pow(2).mean(2).mean(1).mean()),
     "a gate that is closed in the first step": (Gated, lambda model, batch: F.mse_loss(logits(model, batch), batch["x"])),
+    "weights that are equal in the first batch": (
+        Model,
+        lambda model, batch: torch.dot(batch["weight"], by_samples(model, batch)) / batch["weight"].sum(),
+    ),
+    "numbers whose mean is taken off": (
+        Model,
+        lambda model, batch: (by_samples(model, batch) * (2 + batch["weight"] - batch["weight"].mean())).mean(),
+    ),
+    "a threshold that everything passes": (Model, confident),
+    "a count of samples that the first pieces do not have": (Model, lambda model, batch: by_samples(model, batch).topk(4).values.mean()),
     "a count that every piece changes": (Counting, lambda model, batch: logits(model, batch).pow(2).sum() / model.seen),
 }
 
@@ -361,6 +380,7 @@ def test_what_the_first_batch_does_not_show_is_found(name: str) -> None:
         {
             "x": sample(index)["x"],
             "mask": (torch.arange(5) < (5 if index < BATCH else 1 + index % 4)).float(),
+            "weight": torch.tensor(0.5 if index < BATCH else 0.1 * (index % 7)),
             "long": torch.ones(3 if index < BATCH else 3 + index % 3, 6),
         }
         for index in range(2 * BATCH)
@@ -369,6 +389,14 @@ def test_what_the_first_batch_does_not_show_is_found(name: str) -> None:
     job = replace(job_of(model, loss, data), collate_fn=collated, sampler=lambda epoch: range(2 * BATCH))
     with pytest.raises(DividedLossError, match="not that of its pieces"):
         capture_or_run(job, check=True, most_bytes=2.0**33)
+
+
+def test_a_model_that_changes_its_batch_in_place_is_compared_with_the_batch_as_it_was() -> None:
+    def halved(model: nn.Module, batch: Any) -> Tensor:
+        batch["x"].mul_(0.5)
+        return logits(model, batch).pow(2).mean()
+
+    check_equal(job_of(Model, halved, [sample(index) for index in range(BATCH * STEPS)]))
 
 
 @pytest.mark.parametrize("least", ["clamp", "epsilon"])

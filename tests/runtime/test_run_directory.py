@@ -1,5 +1,6 @@
 """A run's directory is held by one process, and by nobody once that is gone; damage of what a run is continued from is noticed."""
 
+import errno
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from atoll.cli.main import run
 from atoll.cluster import dump_cluster, make_cluster, make_site
 from atoll.control.settings import Settings
 from atoll.errors import AtollError, JobError
+from atoll.events import EventLog
 from atoll.plan import load_plan, parse_plan
 from atoll.runtime.modes.swarm.spec import SwarmSpec, read_spec, read_start, write_spec, write_start
 from atoll.runtime.run_directory import LOCK, RunDirectory, RunSettings, run_lock, with_checksum
@@ -26,6 +28,26 @@ with run_lock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """
+
+
+@pytest.mark.parametrize("what", ["settings", "plan", "swarm", "start", "events"])
+def test_a_run_that_cannot_begin_for_a_full_disk_says_so(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    directory, settings = RunDirectory(tmp_path), Settings(stages=1, micro_batches=1, steps=1)
+    spec = SwarmSpec(script_name="s", script="", arguments=(), bounds=(0, 2), micro_batches=((0, 2),), settings=settings, fingerprint={})
+    plan = parse_plan("plan v1 graph=g cluster=c batch=4 micro_batch=4\nstage 0: layers 0-0: h/0=4\n")
+    begin: dict[str, Callable[[], object]] = {
+        "settings": lambda: directory.create(RunSettings(script="train.py")),
+        "plan": lambda: directory.write_plan(plan),
+        "swarm": lambda: write_spec(directory, spec),
+        "start": lambda: write_start(directory, "127.0.0.1:1"),
+        "events": lambda: EventLog(tmp_path),
+    }
+    monkeypatch.setattr(os, "write" if what == "events" else "replace", full)
+    with pytest.raises(AtollError, match=f"{tmp_path}: cannot write the run there: No space left on device"):
+        begin[what]()
 
 
 def test_who_holds_it_is_named_and_the_dead_hold_nothing(tmp_path: Path) -> None:

@@ -268,7 +268,7 @@ class AloneTrainer:
             for told in self.compiler.take() if self.compiler is not None else ():
                 self.emit(msgspec.structs.replace(told, at_seconds=self.moment()))
             self._save_when_due(step)
-            if self._interrupt.is_set() or self._stopping:
+            if step < self.steps and (self._interrupt.is_set() or self._stopping):  # else it is done
                 self._reason = "interrupted" if self._interrupt.is_set() else "stopped"
 
     def stop(self) -> None:

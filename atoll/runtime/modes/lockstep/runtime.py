@@ -81,8 +81,10 @@ class LockstepRuntime:
                 address=placement.address,
                 newest_checkpoint=lambda: newest.step if (newest := newest_checkpoint(directory)) is not None else None,
             )
-        code = result.exit_code or (_INTERRUPTED if result.interrupted else 0)
-        return RunOutcome(code, resumable=result.interrupted and newest_checkpoint(directory) is not None)
+        newest = newest_checkpoint(directory) if result.interrupted else None
+        if newest is not None and newest.step >= run.job.total_steps:
+            return RunOutcome(result.exit_code)  # asked to stop when there was nothing left to do
+        return RunOutcome(result.exit_code or (_INTERRUPTED if result.interrupted else 0), resumable=newest is not None)
 
     def is_listening(self, directory: RunDirectory) -> bool | None:
         """It listens nowhere."""

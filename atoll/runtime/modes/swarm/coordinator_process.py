@@ -406,7 +406,8 @@ class _Coordinating:
         try:
             await self._assemble(keys)
         except (OSError, CheckpointError) as error:
-            self._emit(CheckpointFailed(step=version, message=str(error)))
+            why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            self._emit(CheckpointFailed(step=version, message=why))
             return
         self._forget_old(version)
         self._evaluate_when_due(version)

@@ -256,7 +256,8 @@ class Start(msgspec.Struct, frozen=True):
 
 def write_spec(directory: RunDirectory, spec: SwarmSpec) -> None:
     """For the coordinator's process, and for one started in its place."""
-    directory.write(_SPEC, with_checksum(msgspec.json.format(msgspec.json.encode(spec), indent=1)))
+    with directory.must_take():
+        directory.write(_SPEC, with_checksum(msgspec.json.format(msgspec.json.encode(spec), indent=1)))
 
 
 def read_spec(path: Path) -> SwarmSpec:
@@ -269,7 +270,8 @@ def write_start(directory: RunDirectory, address: str, workers: int = 0) -> Star
     before = read_start(directory)
     number = before.number + 1 if before is not None else 0
     start = Start(directory.last_moment(), time.time(), address, number, workers)
-    directory.write(_START, with_checksum(msgspec.json.encode(start)))
+    with directory.must_take():
+        directory.write(_START, with_checksum(msgspec.json.encode(start)))
     return start
 
 

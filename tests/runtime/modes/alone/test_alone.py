@@ -278,6 +278,16 @@ def test_ctrl_c_and_what_launchers_send_end_it_after_the_step(number: signal.Sig
     assert signal.getsignal(number) is before
 
 
+def test_ctrl_c_during_the_last_step_leaves_nothing_to_go_on_with() -> None:
+    def press(event: AnyEvent) -> None:
+        if isinstance(event, StepFinished) and event.step == JOB.total_steps:
+            signal.raise_signal(signal.SIGINT)
+
+    result, events = run(replace(JOB, callbacks=[press]))
+    assert isinstance(events[-1], RunFinished)
+    assert (result.reason, events[-1].reason, len(result.losses)) == ("done", "done", JOB.total_steps)
+
+
 def test_a_hangup_that_is_ignored_stays_so() -> None:
     """As under `nohup`: the run goes on when the terminal is closed."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)

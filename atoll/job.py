@@ -313,6 +313,11 @@ class Job:
             raise JobError(f"example_batch: samples must be at least 1, got {samples}")
         return self.samples.at(range(first, first + samples))
 
+    @property
+    def collates_randomly(self) -> bool:
+        """Whether `collate_fn` draws random numbers of its own, such as masks."""
+        return self.samples.collates_randomly
+
     def more_examples(self, samples: int) -> list[Batch]:
         """Batches of that many of the samples that follow those of `example_batch`, so that lengths that vary are seen."""
         return [self.samples.at(range(start, start + samples)) for start in range(samples, 4 * samples, samples)]

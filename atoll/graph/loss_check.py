@@ -255,9 +255,9 @@ class _Check:
         pairs = [pair for pair in zip(once, again, strict=False) if isinstance(pair[0], Tensor) and isinstance(pair[1], Tensor)]
         if len(once) != len(again) or not all(torch.equal(*pair) for pair in pairs):
             raise DividedLossError(
-                f"job {self._job.name!r}: the first samples are another batch when they are loaded again, so no two runs would train on the "
-                "same data. Random numbers in the data and in `collate_fn` must come from the global generators of torch, numpy.random or "
-                "random, which are seeded for every sample, and not from a generator of your own"
+                f"job {self._job.name!r}: the first samples are another batch when they are loaded again, so no two runs would train on "
+                "the same data. Random numbers in the data and in `collate_fn` must come from the global generators of torch, numpy.random "
+                "or random, which are seeded for every sample, and not from a generator of your own"
             )
 
     def _compare_samples(self, first: int, count: int, size: int | None) -> str:

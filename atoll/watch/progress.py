@@ -28,7 +28,9 @@ class Progress:
     `quiet` only warnings and how it ended. It reads no clock: events carry their time.
     """
 
-    def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
+    def __init__(self, console: Console | None = None, *, quiet: bool = False, goes_on: str = "") -> None:
+        """`goes_on` is what a user calls to go on with an interrupted run."""
+        self._goes_on = goes_on
         self.console = console or Console(stderr=True, highlight=False)
         self._quiet = quiet
         self._live: Live | None = None
@@ -67,6 +69,8 @@ class Progress:
                 began = self._run.at_seconds if self._run is not None else event.at_seconds
                 now = max(0, event.steps - self._first_step + 1) if self._seen else 0
                 self._say(_summary(event, self._first_loss, now, self._rate(event, event.at_seconds - began)) + self._kept(event))
+                if self._goes_on and event.reason == "interrupted" and self._saved is not None:
+                    self._say(f"to go on: {self._goes_on}")
             case StageLost() if not self._seen and self._coordinators == 1:  # a run that was killed is started again
                 self._say(f"no worker came back with a later state of stage {event.stage}; all workers continue from step {event.step}")
             case _:

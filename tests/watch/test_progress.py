@@ -52,9 +52,9 @@ def events(steps: int, seconds: float) -> list[AnyEvent]:
     return [started, *finished, last]
 
 
-def shown(story: list[AnyEvent], *, terminal: bool) -> str:
+def shown(story: list[AnyEvent], *, terminal: bool, goes_on: str = "") -> str:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=120, highlight=False, legacy_windows=False)
-    with Progress(console) as progress:
+    with Progress(console, goes_on=goes_on) as progress:
         for event in story:
             progress(event)
     assert isinstance(console.file, io.StringIO)
@@ -158,6 +158,16 @@ def test_the_last_line_says_what_was_saved_and_lost() -> None:
     assert (
         shown([started, *steps[:4], saved, *steps[4:6], failed], terminal=False).splitlines()[-1].endswith("step 4; 2 steps after it lost")
     )
+
+
+def test_how_to_go_on_is_said_where_a_run_was_interrupted_and_saved() -> None:
+    started, *steps, last = events(4, seconds=2.0)
+    saved = CheckpointSaved(at_seconds=9.0, step=4, path="p", size_bytes=10, blocked_seconds=0.0, seconds=0.1)
+    interrupted = msgspec.structs.replace(last, reason="interrupted", steps=4)
+    call = "job.run(resume='RUN')"
+    assert shown([started, *steps, saved, interrupted], terminal=False, goes_on=call).splitlines()[-1] == f"to go on: {call}"
+    for story in ([started, *steps, interrupted], [started, *steps, saved, last]):
+        assert "to go on" not in shown(story, terminal=False, goes_on=call)
 
 
 def test_every_event_that_matters_is_a_line_and_quiet_shows_warnings_only() -> None:

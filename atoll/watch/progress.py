@@ -19,6 +19,7 @@ __all__ = ["Progress"]
 
 _PLAIN_LINE_SECONDS = 5.0  # between two plain lines
 _REDRAW_SECONDS = 0.1  # between two drawings of the line that moves
+_SHORTEST_BAR = 4  # characters; where there is no room for it there is none
 _RATE_STEPS = 20  # over how many last steps samples/s is taken
 _STEPS_TO_TELL = 3  # how many were made before the time left is told: the first takes as long as starting does, and says nothing
 
@@ -171,8 +172,14 @@ class Progress:
         return [f"left {format_clock((self._steps - event.step) * each)}"]
 
     def _table(self, event: StepFinished) -> Table:
+        """One line of the terminal: the bar is what gives way where it is narrow."""
+        cells = self._cells(event)
+        room = self.console.width - sum(len(cell) + 2 for cell in cells)
         table = Table.grid(padding=(0, 2))
-        table.add_row(ProgressBar(self._steps, event.step, width=24), *self._cells(event))
+        for _ in range(len(cells) + (room >= _SHORTEST_BAR)):
+            table.add_column(no_wrap=True)
+        bar = [ProgressBar(self._steps, event.step, width=min(24, room))] if room >= _SHORTEST_BAR else []
+        table.add_row(*bar, *cells)
         return table
 
     def _say(self, line: str) -> None:

@@ -1,8 +1,10 @@
 """What people see of a run."""
 
 import io
+import re
 
 import msgspec
+import pytest
 from rich.console import Console
 
 from atoll.events import (
@@ -78,6 +80,20 @@ def test_a_terminal_gets_a_line_that_moves_and_a_summary_that_stays() -> None:
     assert "left 1:10:00" in text
     assert text.rstrip().endswith("samples/s")
     assert "done: 10 steps in 1:40:00" in text
+
+
+@pytest.mark.parametrize("width", [66, 80])
+def test_in_a_narrow_terminal_the_line_that_moves_is_one_line(width: int) -> None:
+    started, *steps, _ = events(30, seconds=0.5)
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, highlight=False, legacy_windows=False)
+    with Progress(console) as progress:
+        for event in [started, *steps]:
+            progress(event)
+    assert isinstance(console.file, io.StringIO)
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())
+    moving = [line for line in re.split(r"[\r\n]", shown) if "loss" in line]
+    assert "step 30/30  loss 0.1333  16 samples/s  memory 2 GB  left 0:00" in moving[-1]
+    assert ("━" in moving[-1]) == (width == 80)
 
 
 def test_what_is_out_of_the_ordinary_gets_its_own_line() -> None:

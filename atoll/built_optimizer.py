@@ -84,12 +84,13 @@ class UntouchedOptimizer:
         self._optimizer = optimizer
         self._before = [settings_of(group) for group in optimizer.param_groups]
 
-    def check(self) -> None:
+    def check(self, given_to: str = "atoll.step") -> None:
         """JobError if somebody has changed it."""
         if [settings_of(group) for group in self._optimizer.param_groups] != self._before:
             kind = type(self._optimizer).__name__
+            change = "change step.optimizer" if given_to == "atoll.step" else "change it before"
             raise JobError(
-                f"the {kind} given to atoll.step was changed, but it is not the one that steps: change step.optimizer, or give a schedule "
+                f"the {kind} given to {given_to} was changed, but it is not the one that steps: {change}, or give a schedule "
                 "with scheduler=…, a callable from the optimizer to it"
             )
 

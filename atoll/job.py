@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSampler, default_collate
 
 from atoll.blame import SentenceIfUncaught, showing_lines, users_code
+from atoll.built_optimizer import UntouchedOptimizer, built_anew
 from atoll.callbacks import BestCheckpoint, Callback, EarlyStopping, takes_run
 from atoll.data import Batch, Dataset, Samples, StreamSamples
 from atoll.data.loaders import evaluation_parts, training_parts
@@ -113,8 +114,9 @@ class Job:
     data: "Dataset | Iterable[Any] | DataLoader[Any] | Callable[[], Dataset | Iterable[Any]]"
     """Anything with a length and indexing, or that is read in order (an `IterableDataset`), or a callable that builds it when it is first
     needed. Or a `torch.utils.data.DataLoader`, which stands for its dataset, batch_size, collate_fn, num_workers, sampler, drop_last."""
-    optimizer: OptimizerBuilder | Mapping[str, OptimizerBuilder]
-    """From the trainable parameters to an optimizer: `functools.partial(torch.optim.AdamW, lr=3e-4)`, or a class. One for each loss,
+    optimizer: OptimizerBuilder | torch.optim.Optimizer | Mapping[str, OptimizerBuilder]
+    """From the trainable parameters to an optimizer: `functools.partial(torch.optim.AdamW, lr=3e-4)`, or a class; of a built module also a
+    built optimizer over its parameters, which is built anew wherever parts of the model are. One for each loss,
     by the same names, where there are several."""
     batch_size: int = cast(int, None)
     """Samples in a step, over all devices. Left out only where `data` is a DataLoader, which has it."""
@@ -180,6 +182,7 @@ class Job:
     def __post_init__(self) -> None:
         with SentenceIfUncaught():
             self._take_loaders_apart()
+            self._take_optimizer_apart()
             _check_functions(self)
             _check_figures(self)
         if self.precision == "bf16-true":
@@ -193,6 +196,23 @@ class Job:
                 object.__setattr__(self, name, value)
         if isinstance(self.eval_data, DataLoader):
             object.__setattr__(self, "eval_data", evaluation_parts(self.eval_data, self.collate_fn))
+
+    def _take_optimizer_apart(self) -> None:
+        """A built optimizer is a callable that builds its like from here on, and the options of its groups."""
+        given = self.optimizer
+        if not isinstance(given, torch.optim.Optimizer):
+            return
+        if self.parameter_groups is not None:
+            _wrong("parameter_groups", "this optimizer is built and has groups already; leave out one of them")
+        untouched, arguments = UntouchedOptimizer(given), built_anew(given, self.model).arguments()
+        build = arguments["optimizer"]
+
+        def build_unchanged(parameters: list[Any]) -> torch.optim.Optimizer:
+            untouched.check("Job")
+            return cast(torch.optim.Optimizer, build(parameters))
+
+        for name, value in {**arguments, "optimizer": build_unchanged}.items():
+            object.__setattr__(self, name, value)
 
     @cached_property
     def turns(self) -> "dict[str, Job]":
@@ -313,6 +333,11 @@ class Job:
             raise JobError(f"example_batch: samples must be at least 1, got {samples}")
         return self.samples.at(range(first, first + samples))
 
+    @property
+    def collates_randomly(self) -> bool:
+        """Whether `collate_fn` draws random numbers of its own, such as masks."""
+        return self.samples.collates_randomly
+
     def more_examples(self, samples: int) -> list[Batch]:
         """Batches of that many of the samples that follow those of `example_batch`, so that lengths that vary are seen."""
         return [self.samples.at(range(start, start + samples)) for start in range(samples, 4 * samples, samples)]
@@ -384,7 +409,7 @@ class Job:
         trainable: list[Any] = [parameter for parameter in parameters if parameter.requires_grad]
         if not trainable:
             raise JobError("Job: model: it has no trainable parameter; set requires_grad on what is to be trained")
-        assert not isinstance(self.optimizer, Mapping), "each turn has its own"
+        assert not isinstance(self.optimizer, (Mapping, torch.optim.Optimizer)), "each turn has its own, and built ones are taken apart"
         if groups:
             trainable = [{"params": list(own), **options} for options, own in groups]
         with users_code("Job: optimizer: making it"):
@@ -591,6 +616,9 @@ def _check_functions(job: Job) -> None:
     for name, loss in _named("loss", job.loss).items():
         _check_callable(name, loss, 2, "a function loss(model, batch)")
     for name, optimizer in _named("optimizer", job.optimizer).items():
+        if isinstance(optimizer, torch.optim.Optimizer):
+            kind = type(optimizer).__name__
+            _wrong(name, f"this {kind} is built already; give a callable, such as functools.partial(torch.optim.{kind}, lr=…)")
         _check_callable(name, optimizer, 1, "a callable from parameters to an optimizer, such as torch.optim.AdamW")
     if job.parameter_groups is not None:
         _check_callable("parameter_groups", job.parameter_groups, 2, "a function of a parameter's name and the parameter")
@@ -600,6 +628,9 @@ def _check_functions(job: Job) -> None:
     if job.sampler is not None and not isinstance(job.sampler, Sampler):
         _check_callable("sampler", job.sampler, 1, "a torch.utils.data.Sampler or a callable from the epoch to its indices")
     for name, scheduler in _named("scheduler", job.scheduler).items() if job.scheduler is not None else ():
+        if isinstance(scheduler, LRScheduler):
+            kind = type(scheduler).__name__
+            _wrong(name, f"this {kind} is built already; give a callable, such as functools.partial({kind}, …) with its other arguments")
         _check_callable(name, scheduler, 1, "a callable from an optimizer to a learning-rate scheduler")
     if job.eval_loss is not None:
         _check_callable("eval_loss", job.eval_loss, 2, "a function eval_loss(model, batch)")

@@ -101,11 +101,11 @@ def _opened(job: Job, arguments: RunArguments, role: Role | None, *, own_loop: b
     opener = run_opener()
     if opener is not None:
         return opener(job, own_loop)
-    return _opened_alone(job, arguments) if role is None else _opened_among_others(job, arguments, role)
+    return _opened_alone(job, arguments, own_loop) if role is None else _opened_among_others(job, arguments, role)
 
 
 @contextmanager
-def _opened_alone(job: Job, arguments: RunArguments) -> Iterator[Training]:
+def _opened_alone(job: Job, arguments: RunArguments, own_loop: bool) -> Iterator[Training]:
     if arguments.plan is not None or arguments.cluster is not None:
         raise JobError("Job: run: plan and cluster are for several processes: start them with torchrun, or use `atoll run`")
     if arguments.checkpoint_every is not None and arguments.directory is None:
@@ -118,7 +118,9 @@ def _opened_alone(job: Job, arguments: RunArguments) -> Iterator[Training]:
             saved_in = stack.enter_context(opened_run(arguments.directory, resume=resume, checkpoint_every=every))
             observers.append(stack.enter_context(EventLog(arguments.directory, resume=True)))
         if arguments.progress:
-            observers.append(stack.enter_context(Progress()))
+            resumed = f"resume={str(arguments.directory)!r}"
+            goes_on = f"atoll.step(…, {resumed})" if own_loop else f"job.run({resumed})"
+            observers.append(stack.enter_context(Progress(goes_on=goes_on)))
         device = local_device(arguments.device)
         yield stack.enter_context(training_alone(job, device=device, observers=[*observers, *job.callbacks], saved_in=saved_in))
 

@@ -2,7 +2,8 @@
 
 pip install "atoll[hf]"
 python examples/lora.py                        trains here, alone, in half a minute
-atoll run examples/lora.py --out RUN           trains on what is found, or with --cluster c.toml on that
+atoll run examples/lora.py --cluster c.toml --out RUN
+                                               trains on the devices that c.toml names; --alone instead: here, in one process
 atoll export RUN --to adapter                  an adapter for peft.PeftModel.from_pretrained; --merge: the whole model
 
 The model that is adapted is made here from a configuration. For a real one give its directory, `Job(weights="…")`: every process then

@@ -1,5 +1,6 @@
 """Job: what it accepts, what it refuses and how it says so, and what it builds."""
 
+import copy
 import itertools
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import IterableDataset
 
 import atoll
@@ -90,7 +92,15 @@ class Endless(IterableDataset[int]):
         ({"num_workers": -1}, "num_workers: must be a whole number, 0 or more, got -1"),
         ({"sampler": 3}, "sampler: must be a torch.utils.data.Sampler or a callable from the epoch to its indices, got int 3"),
         ({"collate": list}, "Job has no argument 'collate'; did you mean collate_fn"),
-        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))])}, "optimizer: must be a callable from parameters to an optimizer"),
+        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))])}, "optimizer: SGD: it is built already, but the model is not"),
+        (
+            {"model": nn.Linear(1, 1), "optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))])},
+            r"optimizer: SGD: it has a parameter of shape \[1\] that is none of the model's",
+        ),
+        (
+            {"scheduler": StepLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))]), 1)},
+            r"scheduler: this StepLR is built already; give a call",
+        ),
         ({"collate_fn": None}, "collate_fn: must be a callable from a list of samples"),
         ({"scheduler": partial(torch.optim.lr_scheduler.StepLR)}, "scheduler: .* missing a required argument: 'step_size'"),
     ],
@@ -98,6 +108,28 @@ class Endless(IterableDataset[int]):
 def test_wrong_arguments_are_named_with_what_to_do(change: dict[str, Any], message: str) -> None:
     with pytest.raises(JobError, match=message):
         Job(**{**GOOD, **change})
+
+
+def test_a_built_optimizer_of_a_built_model_steps_as_it_would_by_hand() -> None:
+    torch.manual_seed(0)
+    model, inputs = nn.Linear(3, 1), torch.randn(8, 3)
+    by_hand = copy.deepcopy(model)
+
+    def groups(of: nn.Linear) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [of.weight]}, {"params": [of.bias], "lr": 0.5}], lr=0.1, momentum=0.9)
+
+    given = groups(model)
+    job = Job(model=model, loss=lambda m, x: m(x).square().mean(), data=inputs, optimizer=given, batch_size=4, steps=3)
+    job.run(progress=False)
+    optimizer = groups(by_hand)
+    for step in range(3):
+        optimizer.zero_grad()
+        by_hand(job.samples.batch(step)).square().mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(dict(model.named_parameters()), dict(by_hand.named_parameters()), rtol=0, atol=0)
+    given.param_groups[0]["lr"] = 1.0
+    with pytest.raises(JobError, match="the SGD given to Job was changed, but it is not the one that steps"):
+        job.run(progress=False)
 
 
 def test_missing_and_positional_arguments() -> None:

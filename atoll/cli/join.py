@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atoll.cli.output import show_event
-from atoll.errors import RefusedError
+from atoll.errors import JobError, RefusedError
 from atoll.events import AnyEvent, Note, PeerChanged, PeerRetried, Warned
 from atoll.fabric.address import split_address
 from atoll.fabric.security.token import Token
@@ -23,6 +23,7 @@ from atoll.units import format_seconds, plural
 if TYPE_CHECKING:
     from atoll.fabric import Remote
     from atoll.fabric.security import Credentials, RunMember
+    from atoll.job import Job
     from atoll.runtime.modes.swarm.member_process import Ending
     from atoll.runtime.modes.swarm.spec import SwarmSpec
 
@@ -116,6 +117,22 @@ def _check_stages(stages: int, spec: "SwarmSpec") -> None:
     check_hosted(stages, spec)
 
 
+def _job(spec: "SwarmSpec", script: Path | None) -> "Job":
+    """By the script that is here, or by the one that the run sent, which may lack what it imports and reads."""
+    from atoll.runtime.modes.swarm.spec import load_spec_job
+    from atoll.script import load_job
+
+    if script is not None:
+        return load_job(script, spec.arguments)
+    try:
+        return load_spec_job(spec)
+    except JobError as error:
+        if not isinstance(error.__cause__, (ImportError, OSError)):
+            raise
+        advice = "The run sends its script and no other file: copy what it imports and reads to this machine, and give --script FILE"
+        raise JobError(f"{error}\n{advice}") from error
+
+
 def _work(
     credentials: "Credentials",
     address: str,
@@ -132,10 +149,9 @@ def _work(
         from atoll.cli.swarm_process import imposed_speed
         from atoll.fabric.shaped import imposed_links
         from atoll.runtime.modes.swarm.member_process import run_member
-        from atoll.runtime.modes.swarm.spec import OwnDevices, load_spec_job
-        from atoll.script import load_job
+        from atoll.runtime.modes.swarm.spec import OwnDevices
 
-        job = load_spec_job(spec) if script is None else load_job(script, spec.arguments)
+        job = _job(spec, script)
     settings = spec.settings
     whole = f"{plural(settings.stages, 'stage')}, {plural(settings.steps, 'step')}"
     print(f"Working for {job.name}: {whole}; the model is captured first. Ctrl-C leaves", flush=True)

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
+from typer.exceptions import TyperException
 
 from atoll.cli.authority import authority
 from atoll.cli.diff import diff
@@ -45,6 +46,10 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except typer.BadParameter as error:
             error.message = error.message.removeprefix("Value error, ")
+            raise
+        except TyperException as error:
+            if getattr(error, "option_name", None) and ctx.invoked_subcommand in ("plan", "run"):
+                error.message += ". The script's own arguments come last, after `--`"
             raise
 
 

@@ -295,4 +295,6 @@ def _memory_cell(group: list[Replica], cost: Cost) -> Text:
 
 
 def _gigabytes(value: float) -> str:
+    if value < 0.01e9:
+        return "<0.01"
     return f"{value / 1e9:.3g}" if value < 999.5e9 else format_bytes(value)

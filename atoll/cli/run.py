@@ -68,7 +68,7 @@ def run(
         ),
     ] = "none",
 ) -> None:
-    """Plan the job and train it: a process for every device of the plan, on this machine. What follows `--` is the script's own."""
+    """Plan the job and train it: a process for every device of the plan, here or over ssh. What follows `--` is the script's own."""
     arguments = tuple(context.obj or ())
     before = RunDirectory(resume).settings() if resume is not None else None
     rules = _mode(mode, alone, plan, before)
@@ -266,7 +266,8 @@ def _directory(
 ) -> tuple[RunDirectory, RunSettings]:
     """Where the run is written, and what is said of it there; nothing is written yet."""
     if not Path(script).is_file():
-        raise JobError(f"{script}: there is no such file; `atoll run` needs a training script")
+        what = "is a directory" if Path(script).is_dir() else "there is no such file"
+        raise JobError(f"{script}: {what}; `atoll run` needs a training script")
     settings = RunSettings(
         script=str(Path(script).resolve()),
         arguments=arguments,

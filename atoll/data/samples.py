@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Protocol
 from atoll.data.device import Batch
 from atoll.data.order import SampleOrder, epoch_order
 from atoll.errors import JobError
-from atoll.randomness import mix, own_randomness, seed_everything
+from atoll.randomness import generator_states, mix, own_randomness, seed_everything
 
-__all__ = ["EVALUATION", "TRAINING", "Collate", "Dataset", "MapReader", "Reader", "BatchRequest", "Samples", "noting"]
+__all__ = ["EVALUATION", "TRAINING", "BatchRequest", "Collate", "Dataset", "MapReader", "Reader", "Samples", "WatchedCollate", "noting"]
 
 TRAINING, EVALUATION = 1, 7  # what the seeds of samples are mixed with
 Collate = Callable[[list[Any]], Batch]
@@ -41,13 +41,29 @@ class Reader(Protocol):
         ...
 
 
+class WatchedCollate:
+    """`collate_fn`, and whether it draws from the global generators: seen when it is first called."""
+
+    def __init__(self, collate_fn: Collate) -> None:
+        self.collate_fn = collate_fn
+        self.draws: bool | None = None  # None: it was not called yet
+
+    def __call__(self, samples: list[Any]) -> Batch:
+        if self.draws is not None:
+            return self.collate_fn(samples)
+        before = generator_states()
+        batch = self.collate_fn(samples)
+        self.draws = generator_states() != before
+        return batch
+
+
 class MapReader:
     """Reads data with a length. The generators are seeded anew for every sample, so that random augmentation gives the same sample
     whoever loads it.
     """
 
     def __init__(self, dataset: Dataset, collate_fn: Collate, seed: int, purpose: int) -> None:
-        self.dataset, self.collate_fn, self.seed, self.purpose = dataset, collate_fn, seed, purpose
+        self.dataset, self.collate_fn, self.seed, self.purpose = dataset, WatchedCollate(collate_fn), seed, purpose
         self.length = len(dataset)
         self.reading: object | None = None
 
@@ -136,6 +152,14 @@ class Samples:
     def at(self, positions: Sequence[int]) -> Batch:
         """The samples at these positions of the endless row, collated."""
         return self.reader.load(self.request(positions))[0]
+
+    @property
+    def collates_randomly(self) -> bool:
+        """Whether `collate_fn` draws random numbers, so that a batch's pieces, each collated by itself, are not what the batch is."""
+        collate: WatchedCollate = self.reader.collate_fn
+        if collate.draws is None:
+            self.at(range(1))
+        return bool(collate.draws)
 
     def loading_seconds(self, most: int = 64) -> float:
         """Processor time that loading a step's batch takes this process, judged by the best of three tries at up to `most` samples."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import IterableDataset
 
 from atoll.data.device import Batch
-from atoll.data.samples import TRAINING, BatchRequest, Collate, Samples, noting
+from atoll.data.samples import TRAINING, BatchRequest, Collate, Samples, WatchedCollate, noting
 from atoll.errors import JobError
 from atoll.randomness import mix, own_randomness, seed_everything
 
@@ -46,7 +46,7 @@ class StreamReader:
     """Reads a stream. The last samples are kept, so that those of a step can be asked for in any order and again."""
 
     def __init__(self, stream: Iterable[Any], collate_fn: Collate, seed: int, batch_size: int, purpose: int) -> None:
-        self.stream, self.collate_fn, self.seed, self.purpose = stream, collate_fn, seed, purpose
+        self.stream, self.collate_fn, self.seed, self.purpose = stream, WatchedCollate(collate_fn), seed, purpose
         self.reading: object | None = None
         self._keep = 2 * batch_size  # samples
         self._batch_size = batch_size if purpose == TRAINING else 0  # at whose multiples states are asked for, be it later

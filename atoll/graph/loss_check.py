@@ -56,6 +56,8 @@ class CheckedJob(Protocol):
     def micro_batch_size(self) -> int | None: ...
     @property
     def loss(self) -> Callable[[nn.Module, Any], Any]: ...
+    @property
+    def collates_randomly(self) -> bool: ...
     def example_batch(self, samples: int, first: int = 0) -> Any:
         """As many of the samples that training will see, from `first` on, collated."""
         ...
@@ -63,6 +65,10 @@ class CheckedJob(Protocol):
 
 OWN_STATISTICS = "batch normalisation takes the statistics of its own piece of the batch, so plans differ a little (docs/job.md)"
 _CHANGES = "the forward changes the buffer"
+COLLATES_RANDOMLY = (
+    "`collate_fn` draws random numbers, and each piece of a batch is collated by itself: other divisions of the batch draw others, as with "
+    "dropout; whether padding counts in the loss was not checked"
+)
 UNCHECKED = "whether the losses of a batch's pieces add up was not checked"
 _TOLERANCES = {"fp32": 5e-5, "fp16": 3e-3, "bf16": 2e-2, "bf16-true": 2e-2}  # of the loss: products are as exact as that
 _NOTHING, _NOTHING_COUNTS = 1e-9, f"{UNCHECKED}: nothing of the first samples counts"
@@ -118,12 +124,12 @@ def check_loss(
     sentence = f"{UNCHECKED}: the model draws random numbers ({calm.draws})"
     if any_size and not calm.draws:
         sentence = _Check(job, _by_program(program, before, form, model, calm), form, program).run()
-    return sentence if rewritten or not sentence else _Check(job, _eagerly(job, model), form, program).run()
+    return sentence if rewritten or sentence in ("", COLLATES_RANDOMLY) else _Check(job, _eagerly(job, model), form, program).run()
 
 
 def notes_on_pieces(notes: Sequence[str]) -> tuple[str, ...]:
     """Of what is said of a captured job, what concerns batches that are divided."""
-    return tuple(note for note in notes if note == OWN_STATISTICS or note.startswith((UNCHECKED, _CHANGES)))
+    return tuple(note for note in notes if note in (OWN_STATISTICS, COLLATES_RANDOMLY) or note.startswith((UNCHECKED, _CHANGES)))
 
 
 def notes_on_buffers(changed: Sequence[str], norms: Container[str], *, normalises: bool) -> list[str]:
@@ -155,7 +161,7 @@ def check_eagerly(job: CheckedJob, model: nn.Module, *, by_samples: bool = False
 
 def _adds_up(check: "_Check") -> bool:
     try:
-        return not check.run()
+        return check.run() in ("", COLLATES_RANDOMLY)
     except DividedLossError:
         return False
 
@@ -230,7 +236,7 @@ class _Check:
             count = min(job.batch_size, int(few * _SECONDS / max(seconds, 1e-6)))
             if found in ("", _NOTHING_COUNTS) and count > few:
                 found = self._compare_samples(0, count, job.micro_batch_size)
-            uneven = self._find_uneven(few)
+            uneven = 0 if job.collates_randomly else self._find_uneven(few)
             if not found and uneven:
                 found = self._compare_samples(uneven, few, None)
             if not found and self._form.kind == "unknown":
@@ -238,13 +244,25 @@ class _Check:
             if not found and seconds < _SECONDS:
                 self._compare_otherwise(few)
         except DividedLossError:
+            self._check_repeatable(few)
             raise
         except _RandomLossError:
             return f"{UNCHECKED}: the loss draws random numbers"
         except Exception as error:
             self._compare_halves()
             return f"{UNCHECKED}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        return found
+        return found or (COLLATES_RANDOMLY if job.collates_randomly else "")
+
+    def _check_repeatable(self, count: int) -> None:
+        """A batch that is another one whenever it is loaded is not the loss's doing."""
+        once, again = self._collated([(0, count)] * 2)
+        pairs = [pair for pair in zip(once, again, strict=False) if isinstance(pair[0], Tensor) and isinstance(pair[1], Tensor)]
+        if len(once) != len(again) or not all(torch.equal(*pair) for pair in pairs):
+            raise DividedLossError(
+                f"job {self._job.name!r}: the first samples are another batch when they are loaded again, so no two runs would train on "
+                "the same data. Random numbers in the data and in `collate_fn` must come from the global generators of torch, numpy.random "
+                "or random, which are seeded for every sample, and not from a generator of your own"
+            )
 
     def _compare_halves(self) -> None:
         """Few samples may be too few for the code (the largest so many of a batch), which pieces of a plan need not be."""
@@ -259,7 +277,11 @@ class _Check:
     def _compare_samples(self, first: int, count: int, size: int | None) -> str:
         division = _division(count, size)
         (whole,) = self._collated([(first, first + count)])
-        return self._compare(whole, self._collated([(first + start, first + stop) for start, stop in division]), division)
+        if not self._job.collates_randomly:
+            return self._compare(whole, self._collated([(first + start, first + stop) for start, stop in division]), division)
+        if any(isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] != count for leaf in whole):
+            return f"{UNCHECKED}: `collate_fn` draws random numbers"
+        return self._compare(whole, [[_taken(leaf, start, stop, count) for leaf in whole] for start, stop in division], division)
 
     def _find_uneven(self, few: int) -> int:
         """Where the first samples of more than one length are, of which a piece would be padded otherwise than the batch; 0: nowhere."""

@@ -84,9 +84,10 @@ class Collator:
 
     def _one_by_one(self, samples: Sequence[Seeded]) -> dict[str, Any]:
         rows = []
-        for sample, seed in samples:
-            seed_everything(seed, devices=False)
-            rows.append(dict(self.collate([sample])))
+        with own_randomness(devices=False):
+            for sample, seed in samples:
+                seed_everything(seed, devices=False)
+                rows.append(dict(self.collate([sample])))
         tokenizer = self.own.tokenizer
         padding = {"input_ids": tokenizer.pad_token_id, "token_type_ids": tokenizer.pad_token_type_id, "labels": IGNORED_LABEL}
         return {name: _stacked([row[name] for row in rows], padding.get(name, 0), tokenizer.padding_side) for name in rows[0]}

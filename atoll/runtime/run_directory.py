@@ -178,8 +178,9 @@ class RunDirectory:
         """A file of the run, without its checksum; an error says what a run's directory is."""
         try:
             return _checked(self.path / name, (self.path / name).read_bytes())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             what = f"is no run's directory: {name} is missing" if self.path.is_dir() else "there is no such directory"
+            what = "is a file, not a run's directory" if self.path.is_file() else what
             raise JobError(f"{self.path}: {what}; `atoll run SCRIPT --out DIRECTORY`, or job.run(out=…), makes one") from None
         except OSError as error:
             raise JobError(f"{self.path / name}: cannot read it: {(error.strerror or str(error)).lower()}") from None

@@ -19,6 +19,7 @@ __all__ = ["Progress"]
 
 _PLAIN_LINE_SECONDS = 5.0  # between two plain lines
 _REDRAW_SECONDS = 0.1  # between two drawings of the line that moves
+_SHORTEST_BAR = 4  # characters; where there is no room for it there is none
 _RATE_STEPS = 20  # over how many last steps samples/s is taken
 _STEPS_TO_TELL = 3  # how many were made before the time left is told: the first takes as long as starting does, and says nothing
 
@@ -28,7 +29,9 @@ class Progress:
     `quiet` only warnings and how it ended. It reads no clock: events carry their time.
     """
 
-    def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
+    def __init__(self, console: Console | None = None, *, quiet: bool = False, goes_on: str = "") -> None:
+        """`goes_on` is what a user calls to go on with an interrupted run."""
+        self._goes_on = goes_on
         self.console = console or Console(stderr=True, highlight=False)
         self._quiet = quiet
         self._live: Live | None = None
@@ -67,6 +70,8 @@ class Progress:
                 began = self._run.at_seconds if self._run is not None else event.at_seconds
                 now = max(0, event.steps - self._first_step + 1) if self._seen else 0
                 self._say(_summary(event, self._first_loss, now, self._rate(event, event.at_seconds - began)) + self._kept(event))
+                if self._goes_on and event.reason == "interrupted" and self._saved is not None:
+                    self._say(f"to go on: {self._goes_on}")
             case StageLost() if not self._seen and self._coordinators == 1:  # a run that was killed is started again
                 self._say(f"no worker came back with a later state of stage {event.stage}; all workers continue from step {event.step}")
             case _:
@@ -167,8 +172,14 @@ class Progress:
         return [f"left {format_clock((self._steps - event.step) * each)}"]
 
     def _table(self, event: StepFinished) -> Table:
+        """One line of the terminal: the bar is what gives way where it is narrow."""
+        cells = self._cells(event)
+        room = self.console.width - sum(len(cell) + 2 for cell in cells)
         table = Table.grid(padding=(0, 2))
-        table.add_row(ProgressBar(self._steps, event.step, width=24), *self._cells(event))
+        for _ in range(len(cells) + (room >= _SHORTEST_BAR)):
+            table.add_column(no_wrap=True)
+        bar = [ProgressBar(self._steps, event.step, width=min(24, room))] if room >= _SHORTEST_BAR else []
+        table.add_row(*bar, *cells)
         return table
 
     def _say(self, line: str) -> None:

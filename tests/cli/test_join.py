@@ -128,6 +128,19 @@ def test_a_machine_that_captures_another_program_than_the_run_is_refused(tmp_pat
     assert "error: the program captured here is not the run's: this machine has other versions" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("lacking", ["import beside_it", "open('beside_it.csv')"])
+def test_a_script_that_needs_more_files_than_it_is_told_how_to_bring_them(
+    lacking: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    authority = Authority.create(tmp_path / "run")
+    coordinator, address = serve(authority, "127.0.0.1:0", services=[JobService(spec_with(lacking))])
+    with coordinator:
+        assert run(["join", address, "--token", authority.issue_token("worker"), "--name", "oslo"]) == 2
+    told = capsys.readouterr().err
+    assert "train.py:1: " in told
+    assert "The run sends its script and no other file: copy what it imports and reads to this machine, and give --script FILE" in told
+
+
 @pytest.mark.parametrize("when", ["asking what there is to do", "running the script"])
 def test_ctrl_c_before_there_is_work_is_told(
     when: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

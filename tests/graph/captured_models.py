@@ -26,6 +26,7 @@ class TinyJob:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     batch_size: int = 4
     micro_batch_size: int | None = None
+    collates_randomly: bool = False
 
     def example_batch(self, samples: int, first: int = 0) -> Any:
         """So many samples; pieces that are compared with the batch are cut from it."""

@@ -193,6 +193,51 @@ def test_pieces_train_as_the_whole_batch_does_or_the_job_is_refused(name: str) -
         check_equal(job)
 
 
+def masks_at_random(samples: list[Any]) -> Any:
+    batch = default_collate(samples)
+    hidden = torch.rand(batch["labels"].shape) < 0.5
+    return batch | {"x": batch["x"].masked_fill(hidden[..., None], 0.0), "labels": batch["labels"].masked_fill(~hidden, -100)}
+
+
+def test_a_collate_fn_that_draws_masks_is_told_and_pieces_train_on_what_each_was_given() -> None:
+    job = replace(job_of(Model, PLAIN["ignore_index"], [sample(index) for index in range(BATCH * STEPS)]), collate_fn=masks_at_random)
+    captured = capture_program(job, divided=True, check=True)
+    assert any("`collate_fn` draws random numbers" in note for note in captured.notes)
+    for division in DIVISIONS.values():
+        model = job.build_model()
+        optimizer = job.build_optimizer(model.parameters())
+        losses = []
+        for step in range(STEPS):
+            pieces: list[Any] = [job.samples.batch(step, *piece) for piece in division.pieces]
+            loss: Any = job.loss(model, {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]})
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        found, trained = in_pieces(job, captured, division)
+        torch.testing.assert_close(found, losses, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(trained, {name: dict(model.named_parameters())[name].data for name in trained}, rtol=1e-5, atol=1e-5)
+
+
+def test_a_loss_of_the_whole_batch_is_refused_with_masks_drawn_at_random_too() -> None:
+    refused = next(name for name in PLAIN if name.startswith("refused"))
+    job = replace(job_of(Model, PLAIN[refused], [sample(index) for index in range(BATCH * STEPS)]), collate_fn=masks_at_random)
+    with pytest.raises(DividedLossError, match=r"is not that of its pieces"):
+        capture_program(job, divided=True, check=True)
+
+
+def test_data_that_draw_from_a_generator_of_their_own_are_named() -> None:
+    own = torch.Generator().manual_seed(0)
+
+    def collate(samples: list[Any]) -> Any:
+        batch = default_collate(samples)
+        return batch | {"x": batch["x"] + torch.randn(batch["x"].shape, generator=own)}
+
+    job = replace(job_of(Model, PLAIN["ignore_index"], [sample(index) for index in range(BATCH * STEPS)]), collate_fn=collate)
+    with pytest.raises(DividedLossError, match="another batch when they are loaded again"):
+        capture_program(job, divided=True, check=True)
+
+
 @pytest.mark.parametrize("name", ["ignore_index", "two tasks", "summed"])
 def test_one_process_adds_up_its_micro_batches_and_its_evaluation(name: str) -> None:
     job = job_of(Model, PLAIN[name], [sample(index) for index in range(BATCH * STEPS)])

@@ -1,8 +1,10 @@
 """What people see of a run."""
 
 import io
+import re
 
 import msgspec
+import pytest
 from rich.console import Console
 
 from atoll.events import (
@@ -52,9 +54,9 @@ def events(steps: int, seconds: float) -> list[AnyEvent]:
     return [started, *finished, last]
 
 
-def shown(story: list[AnyEvent], *, terminal: bool) -> str:
+def shown(story: list[AnyEvent], *, terminal: bool, goes_on: str = "") -> str:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=120, highlight=False, legacy_windows=False)
-    with Progress(console) as progress:
+    with Progress(console, goes_on=goes_on) as progress:
         for event in story:
             progress(event)
     assert isinstance(console.file, io.StringIO)
@@ -78,6 +80,20 @@ def test_a_terminal_gets_a_line_that_moves_and_a_summary_that_stays() -> None:
     assert "left 1:10:00" in text
     assert text.rstrip().endswith("samples/s")
     assert "done: 10 steps in 1:40:00" in text
+
+
+@pytest.mark.parametrize("width", [66, 80])
+def test_in_a_narrow_terminal_the_line_that_moves_is_one_line(width: int) -> None:
+    started, *steps, _ = events(30, seconds=0.5)
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, highlight=False, legacy_windows=False)
+    with Progress(console) as progress:
+        for event in [started, *steps]:
+            progress(event)
+    assert isinstance(console.file, io.StringIO)
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())
+    moving = [line for line in re.split(r"[\r\n]", shown) if "loss" in line]
+    assert "step 30/30  loss 0.1333  16 samples/s  memory 2 GB  left 0:00" in moving[-1]
+    assert ("━" in moving[-1]) == (width == 80)
 
 
 def test_what_is_out_of_the_ordinary_gets_its_own_line() -> None:
@@ -158,6 +174,16 @@ def test_the_last_line_says_what_was_saved_and_lost() -> None:
     assert (
         shown([started, *steps[:4], saved, *steps[4:6], failed], terminal=False).splitlines()[-1].endswith("step 4; 2 steps after it lost")
     )
+
+
+def test_how_to_go_on_is_said_where_a_run_was_interrupted_and_saved() -> None:
+    started, *steps, last = events(4, seconds=2.0)
+    saved = CheckpointSaved(at_seconds=9.0, step=4, path="p", size_bytes=10, blocked_seconds=0.0, seconds=0.1)
+    interrupted = msgspec.structs.replace(last, reason="interrupted", steps=4)
+    call = "job.run(resume='RUN')"
+    assert shown([started, *steps, saved, interrupted], terminal=False, goes_on=call).splitlines()[-1] == f"to go on: {call}"
+    for story in ([started, *steps, interrupted], [started, *steps, saved, last]):
+        assert "to go on" not in shown(story, terminal=False, goes_on=call)
 
 
 def test_every_event_that_matters_is_a_line_and_quiet_shows_warnings_only() -> None:

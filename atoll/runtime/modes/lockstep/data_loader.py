@@ -47,8 +47,11 @@ class ShardLoader:
         self._last_step = last_step
         self._current: dict[tuple[int, _Piece], tuple[dict[str, Any], Binding]] = {}
         self._order = list(self._pieces_of_a_step())
-        # where sizes depend on which samples stand together (padding), lanes that meet must have them from the same batch
-        self._loaded_with = {} if sizes.follow_samples else self._micro_batches_of_pieces()
+        # where sizes or numbers depend on which samples stand together (padding, masks drawn), lanes that meet must have them from the
+        # same batch
+        whole = self._micro_batches_of_pieces()
+        divided = any(piece != micro_batch for piece, micro_batch in whole.items())
+        self._loaded_with = whole if divided and (not sizes.follow_samples or loader.samples.collates_randomly) else {}
         self._queue: Queue[Any] = Queue(maxsize=max(1, ahead))
         self._ahead = ahead
         self._states: dict[int, dict[str, Any]] = {}  # of a stream, after the last steps that were read

@@ -98,7 +98,7 @@ class StageMeasured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankMeasured(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank measured: medians over its last steps, sums over all."""
+    """What one rank measured: a typical one of its last thousand steps, stages' medians over the last few, sums over all."""
 
     format: int = 1
     rank: int
@@ -108,7 +108,7 @@ class RankMeasured(msgspec.Struct, frozen=True, kw_only=True):
     first_step: int  # of this process: a resumed run begins later
     steps: int  # measured
     step_seconds: float  # median
-    seconds: dict[str, float]  # of a median step, by part; "other" is what is left
+    seconds: dict[str, float]  # by part, averaged over the fifth of the steps whose length is in the middle; "other" is what is left
     total_seconds: dict[str, float]  # of all steps
     stages: tuple[StageMeasured, ...]
     exchanges: tuple[Exchange, ...]  # of one step

@@ -9,7 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import msgspec
@@ -40,7 +40,8 @@ from atoll.runtime.run_directory import RunDirectory
 
 __all__ = ["ExchangeCounter", "MeasuredFile", "Recorder", "counted"]
 
-_KEPT_STEPS = 20
+_KEPT_STEPS = 20  # span by span
+_KEPT_PARTS = 1000  # steps of which it is known what they were spent on
 _WRITTEN_SPANS = 20_000  # at most, so that a file stays small
 _PARTS = {
     "F": "forward",
@@ -96,6 +97,7 @@ class Recorder:
         self._rows: list[tuple[str, int, int, Any, Any]] = []
         self._began, self._origin = 0.0, None
         self._totals: dict[str, float] = {}  # by part, of steps that are no longer kept
+        self._earlier: deque[tuple[int, float, dict[str, float]]] = deque(maxlen=_KEPT_PARTS)  # of the last of them: step, seconds, parts
         self.steps, self.first_step = 0, 0
         self.exchanges: tuple[Exchange, ...] = ()
         self.counted_step = -1  # the one that was looked at, which took longer
@@ -116,7 +118,9 @@ class Recorder:
         self.steps += 1
         self.first_step = self.first_step or step
         if len(self._recent) > _KEPT_STEPS:
-            _add(self._totals, self._resolved(self._recent.popleft()))
+            passed = self._resolved(self._recent.popleft())
+            self._earlier.append((passed.step, passed.seconds, _parts(passed)))
+            _add(self._totals, passed)
 
     def _resolved(self, marks: _Marks) -> MeasuredStep:
         if self._on_host:
@@ -131,7 +135,10 @@ class Recorder:
     def measured(self, layout: Layout, rank: int, buckets: Sequence[Bucket]) -> RankMeasured:
         """Everything so far; at least one step must have ended."""
         recent = [self._resolved(marks) for marks in self._recent]
-        typical = _typical(recent, {self.first_step, self.counted_step})
+        unusual = {self.first_step, self.counted_step}
+        typical = _typical(recent, unusual)
+        spent = [(seconds, parts) for number, seconds, parts in self._earlier if number not in unusual]
+        spent += [(step.seconds, _parts(step)) for step in typical]
         totals = self._totals.copy()
         for step in recent:
             _add(totals, step)
@@ -142,8 +149,8 @@ class Recorder:
             threads=torch.get_num_threads(),
             first_step=self.first_step,
             steps=self.steps,
-            step_seconds=median(step.seconds for step in typical),
-            seconds=_median_parts(typical),
+            step_seconds=median(seconds for seconds, _ in spent),
+            seconds=_typical_parts(spent),
             total_seconds=dict(totals),
             stages=_stages(layout, rank, typical),
             exchanges=self.exchanges,
@@ -184,9 +191,12 @@ def _add(totals: dict[str, float], step: MeasuredStep) -> None:
         totals[part] = totals.get(part, 0.0) + seconds
 
 
-def _median_parts(steps: Sequence[MeasuredStep]) -> dict[str, float]:
-    rows = [_parts(step) for step in steps]
-    return {part: median(row[part] for row in rows) for part in rows[0]}
+def _typical_parts(spent: Sequence[tuple[float, dict[str, float]]]) -> dict[str, float]:
+    """What a step was spent on, averaged over the fifth of them whose length is in the middle, so that the parts add up to the median."""
+    ordered = sorted(spent, key=lambda step: step[0])
+    outside = 2 * len(ordered) // 5
+    rows = [parts for _, parts in ordered[outside : len(ordered) - outside]]
+    return {part: fmean(row[part] for row in rows) for part in rows[0]}
 
 
 def _stages(layout: Layout, rank: int, steps: Sequence[MeasuredStep]) -> tuple[StageMeasured, ...]:

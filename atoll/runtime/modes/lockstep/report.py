@@ -144,13 +144,23 @@ def _conclusion(directory: RunDirectory, summary: RunSummary, predicted: float |
         return ""
     ratio = summary.step_seconds / predicted
     if 0.9 <= ratio <= 1.1:
-        return f"Prediction and reality agree: a step took {ratio - 1:+.0%} against the prediction. {comparison.differs_most.sentence}"
+        agree = f"Prediction and reality agree: a step took {ratio - 1:+.0%} against the prediction."
+        return agree + _part_apart(comparison.differs_most, summary.step_seconds)
     times = f"{ratio:.2g}" if ratio < 99.5 else "over 100"
     how = f"{times} times as long as predicted" if ratio >= 1 else f"{ratio:.0%} of the time predicted"
     calibration = directory.path / "calibration.json"
     differs = f"{comparison.differs_most.sentence} {comparison.differs_most.advice}".rstrip()
     advice = f" To plan with what was measured: `atoll plan … --calibration {calibration}`." if calibration.exists() else ""
     return f"A step took {how}. {differs}{advice}"
+
+
+def _part_apart(most: Difference, step_seconds: float) -> str:
+    """The part that differs most, where others make up for more than a tenth of the step."""
+    measured, predicted = most.seconds.measured or 0.0, most.seconds.predicted or 0.0
+    if abs(measured - predicted) <= 0.1 * step_seconds:
+        return ""
+    figures = f"{format_seconds(measured)}, predicted {format_seconds(predicted)}"
+    return f" Its parts were predicted less well, {most.what} least: {figures}."
 
 
 def _sections(found: Comparison) -> tuple[ReportSection, ...]:

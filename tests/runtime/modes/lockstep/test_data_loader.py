@@ -156,3 +156,18 @@ def test_lanes_that_meet_have_their_samples_padded_alike() -> None:
             whole = Samples(Numbered(), longest, 0, 8).batch(step - 1, start, stop)["x"]
             pieces = [feed.get(step, 0, m)[0]["batch_x"] for feed in feeds]
             assert torch.equal(torch.cat(pieces), whole)
+
+
+def masked(samples: list[int]) -> dict[str, Tensor]:
+    """Each time another half of them."""
+    return {"x": fixed(samples)["x"] * (torch.rand(len(samples), 5) < 0.5)}
+
+
+def test_lanes_that_meet_have_what_was_drawn_for_the_batch_of_both(even: Captured) -> None:
+    plan = plan_of(even.graph, "4 | (a b)=4,4", 8)
+    layout = Layout(plan)
+    feeds = [feed_of(even, plan, rank, Numbered(), masked, 0) for rank in range(2)]
+    for step in range(1, STEPS + 1):
+        for m, (start, stop) in enumerate(layout.micro_batches):
+            whole = Samples(Numbered(), masked, 0, 8).batch(step - 1, start, stop)["x"]
+            assert torch.equal(torch.cat([feed.get(step, 0, m)[0]["batch_x"] for feed in feeds]), whole)

@@ -64,13 +64,13 @@ def recorded(recorder: Recorder, layout: Layout, rank: int) -> RankMeasured:
     return recorder.measured(layout, rank, ())
 
 
-def record(recorder: Recorder, step: int, *, micro_batches: int = 3, stage: int = 0) -> None:
+def record(recorder: Recorder, step: int, *, micro_batches: int = 3, stage: int = 0, seconds: float = 1.0) -> None:
     recorder.begin()
     for kind in "FB":
         for m in range(micro_batches):
             recorder.add(kind, stage, m, recorder.now())
     recorder.add("O", -1, -1, recorder.now())
-    recorder.end(step, 1.0)
+    recorder.end(step, seconds)
 
 
 def test_the_last_steps_are_kept_and_all_are_summed() -> None:
@@ -83,6 +83,15 @@ def test_the_last_steps_are_kept_and_all_are_summed() -> None:
     assert sum(measured.total_seconds.values()) == pytest.approx(50.0)  # every second of every step belongs to a part
     assert sum(measured.seconds.values()) == pytest.approx(1.0, rel=1e-3)
     assert measured.step_seconds == 1.0
+
+
+def test_what_a_step_was_spent_on_is_that_of_the_median_step_of_all_not_of_the_last_ones() -> None:
+    recorder = Recorder(torch.device("cpu"))
+    for step in range(1, 101):
+        record(recorder, step, seconds=3.0 if step <= 70 else 1.0)  # a neighbour left
+    measured = recorded(recorder, Layout(pipeline()), 0)
+    assert measured.step_seconds == 3.0
+    assert sum(measured.seconds.values()) == pytest.approx(3.0)
 
 
 def test_a_stage_is_told_by_its_most_common_micro_batch() -> None:

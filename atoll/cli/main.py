@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
+from atoll.cli.audit import audit
 from atoll.cli.authority import authority
 from atoll.cli.diff import diff
 from atoll.cli.export import export
@@ -63,6 +64,7 @@ def build_app() -> typer.Typer:
     app.command()(with_modes(plan))
     app.command("run")(with_modes(run_command))
     app.command()(report)
+    app.command()(audit)
     app.command()(export)
     app.command()(presets)
     app.command()(diff)

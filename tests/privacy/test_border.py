@@ -262,13 +262,15 @@ def test_forbidden_items_of_streams_never_reach_the_socket(wired: Wired) -> None
         yield Named("updates:a", [PATTERN])
         yield Named("features:b", [PATTERN + 1])
 
+    async def read_all() -> None:
+        async for reply in wired.remote.stream(Exchange.replies, Named("states:c")):  # a failure may pass what is unread
+            assert reply.name == "updates:first"
+
     async def both() -> None:
         with pytest.raises(RefusedError, match="site 'rome' may send only updates"):
             await wired.remote.call(Exchange.take, requests())
-        replies = wired.remote.stream(Exchange.replies, Named("states:c"))
-        assert (await anext(replies)).name == "updates:first"
         with pytest.raises(RefusedError, match="may send only updates, ids"):
-            await anext(replies)
+            await read_all()
 
     wired.rome.run(both())
     wired.remote.call_sync(Exchange.give, Named("updates:u.2", [PATTERN]))

@@ -14,8 +14,8 @@ from atoll.plan.modes import mode_names
 ROOT = Path(atoll.__file__).parent
 ROAD = (
     "errors", "blame", "units", "randomness", "events", "data", "callbacks", "model_identity", "weights", "built_optimizer", "job",
-    "script", "hugging_face", "graph", "cluster", "codec", "plan", "cost", "planner", "fabric", "control", "runtime", "simulate", "lab",
-    "watch", "loop", "cli",
+    "script", "hugging_face", "graph", "cluster", "codec", "privacy", "plan", "cost", "planner", "fabric", "control", "runtime",
+    "simulate", "lab", "watch", "loop", "cli",
 )  # fmt: skip
 """A file or folder imports only from those before it: docs/layout.md."""
 

@@ -17,6 +17,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
+from atoll.cli.audit import audit
 from atoll.cli.authority import authority
 from atoll.cli.diff import diff
 from atoll.cli.export import export
@@ -68,6 +69,7 @@ def build_app() -> typer.Typer:
     app.command()(with_modes(plan))
     app.command("run")(with_modes(run_command))
     app.command()(report)
+    app.command()(audit)
     app.command()(export)
     app.command()(presets)
     app.command()(diff)

@@ -23,7 +23,7 @@ from atoll.cli.trial import Grounds, grounds_of, times_by
 from atoll.cluster import Cluster, dump_cluster, load_cluster
 from atoll.codec import CodecChoice
 from atoll.cost import Calibration, Cost, load_calibration
-from atoll.errors import AtollError, JobError, PlanError
+from atoll.errors import AtollError, ClusterError, JobError, PlanError
 from atoll.events import EventLog, PhaseFinished, PlanChosen, Warned
 from atoll.plan import Plan, load_plan, validate
 from atoll.plan.link_codecs import PlanCodecs
@@ -89,6 +89,7 @@ def run(
             settings, mode=rules.name, codec=codec, options=msgspec.to_builtins(prepared.options), own_loop=prepared.own_loop
         )
         run_context = _context(prepared, directory, settings, start, resumed=before is not None, max_restarts=max_restarts, sync=sync)
+        _check_borders(rules, run_context)
         runtime.check(run_context)
         with run_lock(directory.path), _untouched_if_refused(directory):
             _write(run_context, prepared)
@@ -97,6 +98,13 @@ def run(
             if prepared.phases:
                 say(_ready(prepared.phases, start.why_not))
             _launch(runtime, run_context)
+
+
+def _check_borders(rules: ModeRules, run: RunContext) -> None:
+    """What sites may send must be kept by the mode."""
+    why_not = None if run.cluster is None else rules.why_not_borders(run.plan, run.cluster)
+    if why_not is not None:
+        raise ClusterError(why_not)
 
 
 @contextmanager

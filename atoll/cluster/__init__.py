@@ -2,6 +2,7 @@
 
 from atoll.cluster.build import make_cluster, make_site
 from atoll.cluster.cluster import (
+    CONTENT_KINDS,
     AttentionRate,
     Cluster,
     ConvRate,
@@ -19,6 +20,6 @@ from atoll.cluster.cluster import (
 from atoll.cluster.file import dump_cluster, load_cluster, parse_cluster
 from atoll.cluster.kinds import catalogue, device_kind
 
-__all__ = ["Cluster", "Device", "DeviceKind", "Host", "Link", "Measurements", "Site"]
+__all__ = ["CONTENT_KINDS", "Cluster", "Device", "DeviceKind", "Host", "Link", "Measurements", "Site"]
 __all__ += ["AttentionRate", "ConvRate", "MatmulRate", "MemoryRate", "OperatorRate", "UpdateTime"]
 __all__ += ["catalogue", "device_kind", "dump_cluster", "load_cluster", "make_cluster", "make_site", "parse_cluster"]

@@ -10,8 +10,20 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["Cluster", "Device", "DeviceKind", "Host", "Link", "Site"]
+__all__ = ["CONTENT_KINDS", "Cluster", "Device", "DeviceKind", "Host", "Link", "Site"]
 __all__ += ["AttentionRate", "ConvRate", "MatmulRate", "Measurements", "MemoryRate", "OperatorRate", "UpdateTime"]
+
+
+CONTENT_KINDS = {
+    "updates": "what training changed in the weights, between rounds",
+    "gradients": "gradients of weights, or of activations",
+    "activations": "what a stage of a pipeline computed for the next one",
+    "logits": "what a model said of samples",
+    "features": "what a layer inside a model computed of samples, for another model",
+    "ids": "samples themselves, or what was sampled from a model: tokens, labels",
+    "states": "weights and optimizers: common states, checkpoints",
+}
+"""What may cross the border of a site, for `may_send`."""
 
 
 class MatmulRate(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,6 +169,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     hosts: tuple[Host, ...]
     link: Link
+    may_send: tuple[str, ...] | None = None  # of CONTENT_KINDS, to other sites; None: all
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):

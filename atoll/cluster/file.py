@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from atoll.cluster.build import DEFAULT_RESERVE, MAXIMUM_DEVICES, Terms, build_cluster, build_host, host_names
-from atoll.cluster.cluster import Cluster, Device, DeviceKind, Host, Link, Measurements, Site
+from atoll.cluster.cluster import CONTENT_KINDS, Cluster, Device, DeviceKind, Host, Link, Measurements, Site
 from atoll.cluster.kinds import RATES, Column, catalogue, find_kind, read_kind
 from atoll.cluster.reader import (
     BANDWIDTH,
@@ -108,7 +108,7 @@ def _kinds(table: Table, where: str) -> dict[str, DeviceKind]:
 
 
 def _site(values: object, where: str, kinds: Mapping[str, DeviceKind], room: int) -> Site:
-    table = Table(values, where, ("name", "network", "host", *_TERMS))
+    table = Table(values, where, ("name", "network", "may_send", "host", *_TERMS))
     name = table.name("name", "oslo")
     terms = _terms(table, Terms())
     hosts: list[Host] = []
@@ -124,7 +124,21 @@ def _site(values: object, where: str, kinds: Mapping[str, DeviceKind], room: int
         raise table.wrong(
             "network", 'missing; write network = { bandwidth = "25 Gbit/s", latency = "50 us" }, what each host\'s interface carries'
         )
-    return Site(name=name, hosts=tuple(hosts), link=link)
+    return Site(name=name, hosts=tuple(hosts), link=link, may_send=_may_send(table))
+
+
+def _may_send(table: Table) -> tuple[str, ...] | None:
+    """The kinds of tensors a site may send to others; None where nothing is said."""
+    if "may_send" not in table:
+        return None
+    given = table.required("may_send", "")
+    if not isinstance(given, list):
+        raise table.wrong("may_send", f'must be a list of what may leave the site, like ["updates"]; [] for nothing; got {given!r}')
+    for kind in given:
+        if not isinstance(kind, str) or kind not in CONTENT_KINDS:
+            hint = nearest(kind, CONTENT_KINDS) if isinstance(kind, str) else ""
+            raise table.wrong("may_send", f"nothing is called {kind!r}{hint}; known are {', '.join(CONTENT_KINDS)}")
+    return tuple(kind for kind in CONTENT_KINDS if kind in given)
 
 
 def _hosts(
@@ -264,6 +278,8 @@ def _site_lines(site: Site) -> list[str]:
     inside = site.hosts[0].link
     if len(site.hosts) > 1 or (site.link.bytes_per_s, site.link.latency_s) != (inside.bytes_per_s, inside.latency_s):
         lines.append(f"network = {_figures(site.link.bytes_per_s, site.link.latency_s)}")
+    if site.may_send is not None:
+        lines.append(f"may_send = [{', '.join(map(_text, site.may_send))}]")
     numbered = all(host.name == f"{site.name}-{i}" for i, host in enumerate(site.hosts))
     position = 0
     while position < len(site.hosts):

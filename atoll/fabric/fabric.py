@@ -25,13 +25,15 @@ from atoll.fabric.carrier import Carrier, Listener, Wire
 from atoll.fabric.connection import Connection, ConnectionSettings
 from atoll.fabric.deadline import Backoff
 from atoll.fabric.fingerprint import check_fingerprint
-from atoll.fabric.frame import Hello
+from atoll.fabric.frame import Hello, TensorHeader
 from atoll.fabric.link import FabricLink
 from atoll.fabric.liveness import Verdict
+from atoll.fabric.payload import Payload, tensor_header
 from atoll.fabric.remote import Dial, Remote
 from atoll.fabric.service import Method, methods_of, read_method, serve_call
-from atoll.fabric.stream import Inbox
+from atoll.fabric.stream import Inbox, IncomingMessage
 from atoll.fabric.tcp import TcpCarrier
+from atoll.privacy.border import PLAIN_BYTES, BorderGuard, Content, Passage
 
 __all__ = ["Fabric"]
 
@@ -46,6 +48,7 @@ class Fabric:
 
     `identify(hello, certificate)` may refuse a peer, `authorise(role, method)` a call; both raise RefusedError, must be quick,
     and run in the loop or in a connection's thread.
+    `border` is asked about every message with tensors, or with much else, that leaves or arrives (docs/privacy.md).
     `role_message_bytes` bounds what peers of a role may send at once. `observer` is told as Events, in the loop, what becomes of peers;
     what ends because the fabric is closed is no news.
     """
@@ -63,6 +66,7 @@ class Fabric:
         identify: Callable[[Hello, bytes | None], None] | None = None,
         authorise: Callable[[str, str], None] | None = None,
         role_message_bytes: Mapping[str, int] | None = None,
+        border: BorderGuard | None = None,
     ) -> None:
         self.name = name
         self.settings = settings or ConnectionSettings(name=name, role=role)
@@ -70,6 +74,7 @@ class Fabric:
         self._backoff = backoff or Backoff()
         self._observer, self._identify, self._authorise = observer, identify, authorise
         self._role_bytes = role_message_bytes or {}
+        self._border = border
         self._methods: dict[str, tuple[Method, Callable[..., Any]]] = {}
         for service in services:
             self._methods |= methods_of(service)
@@ -285,6 +290,27 @@ class Fabric:
             except Exception as error:  # who cannot decide does not allow
                 why = f"{type(error).__name__}: {error}"
                 raise RefusedError(f"{method}: {self.name} could not decide whether it is allowed: {why}") from None
+
+    def check_leaving(self, link: FabricLink, payload: Payload) -> None:
+        """May this message go to this peer? In the loop, before any of it meets the connection."""
+        if self._border is not None and (payload.tensors or len(payload.data) > PLAIN_BYTES):
+            self._ask_border(link, "out", payload.content, payload.headers, payload.size_bytes)
+
+    def check_arrived(self, link: FabricLink, message: IncomingMessage, content: Content | None) -> None:
+        """May this message be taken? In the loop, before whoever it is for sees it."""
+        if self._border is not None and (message.tensors or len(message.payload) > PLAIN_BYTES):
+            self._ask_border(link, "in", content, tuple(map(tensor_header, message.tensors)), message.size_bytes)
+
+    def _ask_border(
+        self, link: FabricLink, direction: Literal["out", "in"], content: Content | None, headers: Sequence[TensorHeader], size_bytes: int
+    ) -> None:
+        assert self._border is not None
+        tensors = tuple((header.dtype, header.shape) for header in headers)
+        try:
+            self._border(Passage(direction, link.peer_name, content, tensors, size_bytes))
+        except RefusedError as error:
+            self._refusal(link, "call", str(error))
+            raise
 
     def called(self, link: FabricLink, inbox: Inbox, method: str, timeout_seconds: float) -> None:
         """Serves a call in a task of its own."""

@@ -14,6 +14,7 @@ from atoll.fabric.frame import Hello
 from atoll.fabric.liveness import Verdict
 from atoll.fabric.payload import Payload
 from atoll.fabric.stream import Inbox, IncomingMessage
+from atoll.privacy.border import Content
 
 if TYPE_CHECKING:
     from atoll.fabric.fabric import Fabric
@@ -77,7 +78,8 @@ class FabricLink:
         self.wire.submit(action)
 
     def open(self, method: str, timeout_seconds: float, payload: Payload, *, end: bool) -> Inbox:
-        """Begins a call; returns where its answers come."""
+        """Begins a call; returns where its answers come. RefusedError where its request must not leave."""
+        self._owner.check_leaving(self, payload)
         inbox = Inbox(self.loop, self._post, self.taken)
 
         def begin() -> None:
@@ -99,7 +101,13 @@ class FabricLink:
         """Sends a message and then no more."""
         self._send(inbox, payload, True, None)
 
+    def arrived(self, message: IncomingMessage, content: Content | None) -> None:
+        """A message was decoded, and carries this; RefusedError where it must not be taken."""
+        self._owner.check_arrived(self, message, content)
+
     def _send(self, inbox: Inbox, payload: Payload, end: bool, on_sent: Callable[[], None] | None) -> None:
+        self._owner.check_leaving(self, payload)  # every message passes here or `open`: a tensor that must not leave meets no connection
+
         def go() -> None:
             try:
                 self.connection.send(inbox.stream, payload, end=end, on_sent=on_sent)

@@ -15,6 +15,7 @@ import torch
 from atoll.codec.base import DTYPES
 from atoll.errors import FabricError, FrameError, RefusedError
 from atoll.fabric.frame import CallMessage, TensorHeader
+from atoll.privacy.border import Content
 
 __all__ = ["Payload", "allocate", "decode_payload", "encode_payload", "tensor_bytes", "tensor_header", "tensor_size"]
 
@@ -77,6 +78,7 @@ class Payload(msgspec.Struct, frozen=True):
     tensors: tuple[torch.Tensor, ...] = ()
     headers: tuple[TensorHeader, ...] = ()  # of the tensors
     size_bytes: int = 0
+    content: Content | None = None  # what its sender declares it to be
 
     def header(self, end: bool) -> CallMessage:
         """How it is announced."""
@@ -87,8 +89,8 @@ class Payload(msgspec.Struct, frozen=True):
         return [memoryview(self.data), *(tensor_bytes(tensor) for tensor in self.tensors)]
 
 
-def encode_payload(value: object) -> Payload:
-    """Any value msgspec knows, tensors anywhere inside it."""
+def encode_payload(value: object, content: Content | None = None) -> Payload:
+    """Any value msgspec knows, tensors anywhere inside it; `content` says what they are."""
     tensors: list[torch.Tensor] = []
 
     def take_tensor(item: object) -> msgspec.msgpack.Ext:
@@ -102,7 +104,7 @@ def encode_payload(value: object) -> Payload:
     except (TypeError, OverflowError, RecursionError) as error:
         raise FabricError(f"a {type(value).__qualname__} cannot be sent: {error}") from None
     headers = tuple(map(tensor_header, tensors))
-    return Payload(data, tuple(tensors), headers, len(data) + sum(map(tensor_size, headers)))
+    return Payload(data, tuple(tensors), headers, len(data) + sum(map(tensor_size, headers)), content)
 
 
 def decode_payload(data: bytes | bytearray | memoryview, tensors: Sequence[torch.Tensor], type_: Any) -> Any:

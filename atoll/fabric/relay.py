@@ -24,8 +24,9 @@ from atoll.fabric.carrier import Wire
 from atoll.fabric.connection import Connection
 from atoll.fabric.fabric import Fabric
 from atoll.fabric.remote import Remote
-from atoll.fabric.service import CallingPeer, allowed
+from atoll.fabric.service import CallingPeer, allowed, carries
 from atoll.fabric.tcp import TcpCarrier
+from atoll.privacy.border import RELAYED
 
 __all__ = ["RelayedPiece", "Relay", "RelayEnd"]
 
@@ -53,6 +54,7 @@ class Relay:
         self._open: Counter[str] = Counter()  # relayed connections by who asked
 
     @allowed(*_EVERYBODY)
+    @carries(request=RELAYED, reply=RELAYED)
     async def through(self, pieces: AsyncIterator[RelayedPiece], peer: CallingPeer) -> AsyncIterator[RelayedPiece]:
         """Joins the caller with the peer its first piece names; then bytes both ways until either ends."""
         target = self._target(await anext(pieces, RelayedPiece(b"")), peer)
@@ -96,6 +98,7 @@ class RelayEnd:
         self._carrying: set[asyncio.Task[None]] = set()
 
     @allowed(*_EVERYBODY)
+    @carries(request=RELAYED, reply=RELAYED)
     async def incoming(self, pieces: AsyncIterator[RelayedPiece], peer: CallingPeer) -> AsyncIterator[RelayedPiece]:
         """A relay has somebody who wants to connect; its bytes are those of an ordinary connection."""
         first = await anext(pieces, RelayedPiece(b""))

@@ -14,8 +14,8 @@ from atoll.fabric.deadline import Backoff, DeadlineRule, LinkEstimate, Smoothed
 from atoll.fabric.frame import LONGEST_SECONDS
 from atoll.fabric.link import FabricLink
 from atoll.fabric.liveness import PeerState
-from atoll.fabric.payload import Payload, decode_payload, encode_payload
-from atoll.fabric.service import CallingPeer, Method
+from atoll.fabric.payload import Payload, encode_payload
+from atoll.fabric.service import CallingPeer, Method, content_of, take_in
 from atoll.fabric.stream import IncomingMessage
 from atoll.units import format_bytes, format_seconds
 
@@ -46,7 +46,7 @@ class _Call:
             self._inbox = link.open(method.name, self._timeout(0), _NOTHING, end=False)
             self._feeding = link.loop.create_task(self._feed(request))
         else:
-            payload = encode_payload(request)
+            payload = self._encode(request)
             self._sent_bytes = payload.size_bytes
             self._inbox = link.open(method.name, self._timeout(0), payload, end=True)
 
@@ -93,10 +93,13 @@ class _Call:
             self._link.cancel(self._inbox, "its caller no longer waits")
         self._link.let_go(self._inbox)
 
+    def _encode(self, request: object) -> Payload:
+        return encode_payload(request, content_of(self._method.request_content, self._method.name, request))
+
     def _value(self, message: IncomingMessage) -> object:
         self._link.taken(message)
         self._learn(message.size_bytes)
-        return decode_payload(message.payload, message.tensors, self._method.reply_type)
+        return take_in(self._link, message, self._method.name, self._method.reply_type, self._method.reply_content)
 
     def _learn(self, size_bytes: int) -> None:
         """What of the time was neither the way there nor the way back was the method's own."""
@@ -130,7 +133,7 @@ class _Call:
         """
         try:
             async for request in requests:
-                payload = encode_payload(request)
+                payload = self._encode(request)
                 self._flows(payload.size_bytes)
                 await self._link.send(self._inbox, payload)
                 self._flows(0)

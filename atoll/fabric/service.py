@@ -18,17 +18,23 @@ import contextlib
 import inspect
 import typing
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
+from atoll.cluster import CONTENT_KINDS
+from atoll.codec.base import Header
 from atoll.errors import FabricError, RefusedError
 from atoll.fabric.frame import LATE
 from atoll.fabric.link import FabricLink
 from atoll.fabric.payload import decode_payload, encode_payload
-from atoll.fabric.stream import Inbox
+from atoll.fabric.stream import Inbox, IncomingMessage
+from atoll.privacy.border import RELAYED, Content
 
-__all__ = ["CallingPeer", "Method", "allowed", "authorisation", "methods_of", "read_method", "roles_table", "serve_call"]
+__all__ = [
+    "CallingPeer", "Declaration", "Method", "allowed", "authorisation", "carries", "content_of", "methods_of", "read_method", "roles_table",
+    "serve_call", "take_in",
+]  # fmt: skip
 
 
 class CallingPeer:
@@ -44,6 +50,10 @@ class CallingPeer:
         return f"Peer({self.name!r}, role={self.role!r})"
 
 
+Declaration: TypeAlias = str | Callable[[Any], Content | None] | None
+"""What messages carry: a kind of content, what tells the content of a message, or nothing said."""
+
+
 class Method(msgspec.Struct, frozen=True):
     """A method as both sides know it."""
 
@@ -52,6 +62,8 @@ class Method(msgspec.Struct, frozen=True):
     reply_type: Any
     streams_requests: bool
     streams_replies: bool
+    request_content: Declaration = None
+    reply_content: Declaration = None
 
 
 def read_method(function: Callable[..., Any]) -> Method:
@@ -67,7 +79,8 @@ def read_method(function: Callable[..., Any]) -> Method:
     reply_type, streams_replies = _item_type(hints["return"])
     if streams_replies != inspect.isasyncgenfunction(function) and not getattr(function, "__isabstractmethod__", False):
         raise FabricError(f"{name}: a method that returns an AsyncIterator is an async generator, and only such a method is")
-    return Method(name, request_type, reply_type, streams_requests, streams_replies)
+    declared = getattr(function, _CONTENT, (None, None))
+    return Method(name, request_type, reply_type, streams_requests, streams_replies, *declared)
 
 
 def methods_of(service: object) -> dict[str, tuple[Method, Callable[..., Any]]]:
@@ -107,6 +120,38 @@ def allowed(*roles: str) -> Callable[[Function], Function]:
     return state
 
 
+_CONTENT = "content_carried"
+
+
+def carries(*, request: Declaration = None, reply: Declaration = None) -> Callable[[Function], Function]:
+    """States what a method's messages carry: one of `CONTENT_KINDS`, or what makes a Content of a message.
+
+    A site that may send only some kinds sends and takes no tensors whose method does not say what they are (docs/privacy.md).
+    """
+    for kind in (request, reply):
+        if isinstance(kind, str) and kind not in (*CONTENT_KINDS, RELAYED):
+            raise FabricError(f"nothing is called {kind!r}; messages carry {', '.join(CONTENT_KINDS)}")
+
+    def state(function: Function) -> Function:
+        setattr(function, _CONTENT, (request, reply))
+        return function
+
+    return state
+
+
+def content_of(declared: Declaration, method: str, value: object) -> Content | None:
+    """What a message carries, as its method declares it. RefusedError where that cannot be told."""
+    if declared is None:
+        return None
+    if isinstance(declared, str):
+        header = getattr(value, "header", None)
+        return Content(declared, method, header.codec if isinstance(header, Header) else "none")
+    try:
+        return declared(value)
+    except Exception as error:  # the service's own code; what is not known must not pass
+        raise RefusedError(f"{method}: what a message carries cannot be told: {type(error).__name__}: {error}") from None
+
+
 def roles_table(services: Iterable[object]) -> dict[str, frozenset[str]]:
     """The roles of every method of some services, by the name it travels under; none where it states none."""
     return {name: getattr(function, _ATTRIBUTE, frozenset()) for service in services for name, (_, function) in methods_of(service).items()}
@@ -122,6 +167,13 @@ def authorisation(table: Mapping[str, frozenset[str]]) -> Callable[[str, str], N
             raise RefusedError(f"{role}s may not call {method}: {who}")
 
     return authorise
+
+
+def take_in(link: FabricLink, message: IncomingMessage, method: str, type_: Any, declared: Declaration) -> Any:
+    """The value of a message, once its type and what it carries were checked; RefusedError where it is not to be taken."""
+    value = decode_payload(message.payload, message.tensors, type_)
+    link.arrived(message, content_of(declared, method, value))
+    return value
 
 
 class _ItemTimeout:
@@ -188,7 +240,7 @@ async def _answer(link: FabricLink, inbox: Inbox, method: Method, function: Call
     if message is None:
         raise RefusedError(f"{method.name} wants a request")
     try:
-        request = decode_payload(message.payload, message.tensors, method.request_type)
+        request = take_in(link, message, method.name, method.request_type, method.request_content)
         peer = CallingPeer(hello.name, hello.role, lambda: link.taken(message))
         await _reply(link, inbox, method, lambda: function(request, peer), timeout)
     finally:
@@ -198,12 +250,13 @@ async def _answer(link: FabricLink, inbox: Inbox, method: Method, function: Call
 async def _reply(link: FabricLink, inbox: Inbox, method: Method, call: Callable[[], Any], timeout: _ItemTimeout) -> None:
     """Runs the method and sends what it gives."""
     if not method.streams_replies:
-        link.send_last(inbox, encode_payload(await call()))
+        reply = await call()
+        link.send_last(inbox, encode_payload(reply, content_of(method.reply_content, method.name, reply)))
         return
     async with contextlib.aclosing(call()) as replies:
         async for reply in replies:
             timeout.pause()
-            await link.send(inbox, encode_payload(reply))
+            await link.send(inbox, encode_payload(reply, content_of(method.reply_content, method.name, reply)))
             timeout.begin()
     link.end(inbox)
 
@@ -219,6 +272,8 @@ async def _requests(link: FabricLink, inbox: Inbox, method: Method, timeout: _It
         if not message.payload:  # the opening of a call whose requests follow
             link.taken(message)
             continue
-        value = decode_payload(message.payload, message.tensors, method.request_type)
-        link.taken(message)
+        try:
+            value = take_in(link, message, method.name, method.request_type, method.request_content)
+        finally:
+            link.taken(message)
         yield value

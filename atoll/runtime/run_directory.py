@@ -6,6 +6,7 @@ cluster.toml      the devices it was planned for
 predicted.json    what the cost model expected
 events.jsonl      what happened
 measured/         what each rank measured
+audit/            what crossed a site's border, by process, where a border is watched
 checkpoints/      the weights and everything else a run continues from
 
 Small files that a run is continued from (run.json, plan.json, cluster.toml; a swarm's swarm.json and started.json) begin with a checksum of
@@ -94,6 +95,7 @@ class RunDirectory:
         self.events = self.path / "events.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.measured = self.path / "measured"
+        self.audit = self.path / "audit"
         self.cluster = self.path / "cluster.toml"
         self.predicted = self.path / "predicted.json"
 

@@ -45,6 +45,7 @@ from atoll.fabric.security.enrolment import Door
 from atoll.fabric.service import CallingPeer, allowed, authorisation, roles_table
 from atoll.fabric.shaped import LinkChoice
 from atoll.fabric.tcp import TcpCarrier
+from atoll.privacy.border import BorderGuard
 
 __all__ = ["AuthorityService", "RunMember", "MemberService", "serve"]
 
@@ -90,6 +91,7 @@ class RunMember:
 
     `services` state who may call them with `@allowed`; what they do not state is refused. `fingerprint` (of `job_fingerprint`) must be
     that of every peer that has one. With `relay`, peers that cannot be dialled reach each other through here. `links` shape what is sent.
+    `border` is asked about all tensors that leave or arrive (docs/privacy.md).
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class RunMember:
         backoff: Backoff | None = None,
         authority: Authority | None = None,
         links: LinkChoice | None = None,
+        border: BorderGuard | None = None,
     ) -> None:
         self.credentials = credentials
         self.revocations = Revocations()
@@ -124,6 +127,7 @@ class RunMember:
             identify=self._identify,
             authorise=authorisation(roles_table([*own, *services])),
             role_message_bytes=_ROLE_BYTES,
+            border=border,
         )
         self._end.fabric = self.fabric
         if relay is not None:

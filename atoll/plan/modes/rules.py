@@ -58,6 +58,7 @@ class ModeRules:
     hosts_per_stage: ClassVar[int] = 1  # on which every stage must be, for the run to go on when one host dies
     least_gain: ClassVar[float] = 1.0  # how much faster than the default mode it must be to be chosen
     starts_in_first_step: ClassVar[bool] = False  # the first step lasts from the start of the run, so it tells no speed
+    keeps_borders: ClassVar[bool] = False  # it checks what sites may send (`may_send` of a cluster file) wherever something is sent
     limits: ClassVar[str] = ""  # a sentence for those who find no plan of this mode
 
     def is_candidate(self, cluster: Cluster) -> bool:
@@ -98,6 +99,18 @@ class ModeRules:
         """The first of the problems with a plan, whatever mode it says; None where this mode can run it."""
         problem = next(self.problems(plan), None)
         return problem.sentence if problem is not None else None
+
+    def why_not_borders(self, plan: Plan, cluster: Cluster) -> str | None:
+        """Why a plan cannot be run because of what sites may send; None where it can. A rule that nobody checks is no rule."""
+        names = {name for stage in plan.stages for name in stage.devices}
+        used = {device.site for device in cluster.devices if device.name in names}
+        bound = [site.name for site in cluster.sites if site.name in used and site.may_send is not None]
+        if self.keeps_borders or len(used) < 2 or not bound:
+            return None
+        return (
+            f"site {bound[0]!r} says what may leave it (may_send), and mode {self.name} does not check what its processes send; "
+            "use devices of one site, or take may_send out of the cluster file"
+        )
 
     def runs_as_priced(self, plan: Plan) -> bool:
         """Whether the mode can run a plan, and just as it is priced."""

@@ -59,11 +59,14 @@ __all__ = [
     "PlanChosen",
     "ProcessEnded",
     "ProcessStarted",
+    "OuterChosen",
     "ReductionFinished",
     "RenewalFailed",
     "Restarted",
+    "RoundFinished",
     "RunFinished",
     "RunStarted",
+    "SiteRound",
     "StageLost",
     "StallEnded",
     "Stalled",
@@ -428,6 +431,40 @@ class StepRepaired(Event, frozen=True, kw_only=True):
     step: int
     micro_batches: tuple[int, ...]  # asked for again, by stage
     reason: str
+
+
+# ---- sites that train together
+
+
+class SiteRound(msgspec.Struct, frozen=True, kw_only=True):
+    """What one site gave to a round."""
+
+    site: str
+    steps: int
+    weight: float  # of its update: tokens, or samples
+    losses: tuple[tuple[float, float], ...] = ()  # of its steps: loss and weight
+
+
+class RoundFinished(Event, frozen=True, kw_only=True):
+    """Sites that train together have a common state again, which holds the steps of these sites; rounds are counted from 1."""
+
+    epoch: int
+    round: int
+    rounds: int  # of the run
+    sites: tuple[SiteRound, ...]
+    missing: tuple[str, ...] = ()  # sites that are there and whose steps count in a later round
+
+
+class OuterChosen(Event, frozen=True, kw_only=True):
+    """How sites train together from the next round on."""
+
+    inner_steps: int
+    delay_steps: int
+    codec: str
+    learning_rate: float
+    momentum: float
+    quorum: int
+    reasons: tuple[str, ...] = ()
 
 
 # ---- links and peers

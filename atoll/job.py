@@ -248,6 +248,25 @@ class Job:
             _wrong("optimizer", f"none trains the parameter {left[0]!r}; name its submodule, or set requires_grad=False on it")
         return {turn: [name for name in named if owner[name] == turn] for turn in self.turns}
 
+    def share(self, start: int, stop: int, *, evaluates: bool) -> "Job":
+        """The job of who trains on samples `start` up to `stop` of every batch alone, for as many steps; `evaluates`: as this job does."""
+        size = stop - start
+        without: dict[str, Any] = {"eval_data": None, "eval_every": None, "eval_loss": None, "metrics": {}, "eval_ema": False}
+        evaluation: dict[str, Any] = {"eval_data": lambda: self.eval_dataset} if evaluates and self.eval_data is not None else without
+        part = replace(
+            self,
+            data=lambda: self.dataset,
+            batch_size=size,
+            micro_batch_size=None if self.micro_batch_size is None else min(self.micro_batch_size, size),
+            steps=self.total_steps,
+            epochs=None,
+            drop_last=False,
+            callbacks=(),
+            **evaluation,
+        )
+        vars(part)["samples"] = self.samples.share(start, stop)  # in the place where it is kept once it was asked for
+        return part
+
     @cached_property
     def dataset(self) -> Any:
         """The training data, built on first use: with a length and indexing, or to be read in order."""

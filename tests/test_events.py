@@ -215,7 +215,7 @@ def sections() -> str:
     source = Path(atoll.events.__file__).read_text(encoding="utf-8")
     lines, found = source.splitlines(), []
     headings = {number: line.removeprefix("# ---- ") for number, line in enumerate(lines, 1) if line.startswith("# ---- ")}
-    names = {kind.__name__ for kind in KINDS} | {"Wait", "LinkUse"}
+    names = {kind.__name__ for kind in KINDS} | {"Wait", "LinkUse", "SiteRound"}
     for node in ast.parse(source).body:
         while headings and min(headings) < node.lineno:
             found.append(f"## {headings.pop(min(headings)).capitalize()}\n")

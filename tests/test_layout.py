@@ -198,7 +198,7 @@ def test_nobody_compares_the_name_of_a_mode(path: Path) -> None:
     [
         'if plan.mode == "swarm": pass',
         'kept = [one for one in runs if "alone" != one.mode]',
-        'odd = mode not in ("lockstep", "islands")',
+        'odd = mode not in ("lockstep", "parts")',
         'odd = mode in {"swarm"}',
         'match mode:\n    case "swarm" | "other":\n        pass',
         'price = {"swarm": 1, "other": 2}[mode]',
@@ -209,7 +209,7 @@ def test_the_test_of_names_sees_a_comparison(source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ['started(mode="alone")', 'extra["swarm"] = 1', "plan.mode == ALONE.name", 'x == "islands"', 'names = {"swarm": "a:b"}']
+    "source", ['started(mode="alone")', 'extra["swarm"] = 1', "plan.mode == ALONE.name", 'x == "parts"', 'names = {"swarm": "a:b"}']
 )
 def test_naming_a_mode_is_not_comparing(source: str) -> None:
     assert not name_comparisons(ast.parse(source))

@@ -61,7 +61,7 @@ class ForkableStart:
                 "a lab without namespaces tells its hosts apart by how they start" if LINKS in os.environ else unsafe(self._opened)
             )
         if not self.why_not:
-            programs = {"atoll.cli.worker": self._rank, "atoll.cli.swarm_process": self._member}
+            programs = {"atoll.cli.worker": self._rank, "atoll.cli.swarm_process": self._member, "atoll.cli.island_process": self._island}
             self.server = ForkServer(programs, lambda: self._load(model))
         self._restore()
 
@@ -78,6 +78,12 @@ class ForkableStart:
 
     def _member(self, arguments: Sequence[str]) -> int:
         from atoll.cli.swarm_process import main
+
+        show_what_the_terminal_can()
+        return main(arguments, self._known)
+
+    def _island(self, arguments: Sequence[str]) -> int:
+        from atoll.cli.island_process import main
 
         show_what_the_terminal_can()
         return main(arguments, self._known)

@@ -7,14 +7,14 @@ is dropped; damage before that is an error, since what follows was announced.
 import re
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
 from atoll.control.messages import Committed
 from atoll.errors import AtollError
 
-__all__ = ["Checkpointed", "Epoch", "FencedError", "History", "Record", "Term", "admit", "encode", "read_records", "replay"]
+__all__ = ["Checkpointed", "Epoch", "FencedError", "RECORDS", "History", "Record", "Term", "admit", "encode", "read_records", "replay"]
 
 
 class FencedError(AtollError):
@@ -86,7 +86,7 @@ def replay(records: Iterable[Record]) -> History:
     return history
 
 
-def admit(newest_term: int, term: int, record: Record) -> int:
+def admit(newest_term: int, term: int, record: msgspec.Struct) -> int:
     """The fence: the newest term after this record, or `FencedError`. Every journal calls it where its records become durable."""
     if term < newest_term or (isinstance(record, Term) and term == newest_term):
         raise FencedError(f"the journal is at term {newest_term}; a record of term {term} is refused: another coordinator has taken over")
@@ -95,24 +95,24 @@ def admit(newest_term: int, term: int, record: Record) -> int:
 
 _TORN = re.compile(rb"[0-9a-f\0]{0,8}[ \0]?")  # how a record begins, as far as it was written
 _ENCODER = msgspec.json.Encoder()
-_DECODER: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
+RECORDS: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
 
-def encode(record: Record) -> bytes:
+def encode(record: msgspec.Struct) -> bytes:
     """One line of a journal's file."""
     body = _ENCODER.encode(record)
     return b"%08x %s\n" % (zlib.crc32(body), body)
 
 
-def read_records(data: bytes) -> tuple[Sequence[Record], int]:
-    """The records in a journal's file and how many bytes of it are good; a torn end is not counted.
+def read_records(data: bytes, decoder: "msgspec.json.Decoder[Any]" = RECORDS) -> tuple[Sequence[Any], int]:
+    """The records in a journal's file and how many bytes of it are good; a torn end is not counted. `decoder` is of another protocol's.
 
     Torn is a last line that was not written whole when a machine died: its end is missing, or something before it is still zeros.
     """
-    records: list[Record] = []
+    records: list[Any] = []
     good = 0
     for number, line in enumerate(data.split(b"\n")[:-1], 1):
-        record = _decode_line(line)
+        record = _decode_line(line, decoder)
         if record is None:
             if good + len(line) + 1 == len(data) and b"\0" in line:
                 break
@@ -124,11 +124,11 @@ def read_records(data: bytes) -> tuple[Sequence[Record], int]:
     return records, good
 
 
-def _decode_line(line: bytes) -> Record | None:
+def _decode_line(line: bytes, decoder: "msgspec.json.Decoder[Any]") -> Any:
     head, _, body = line.partition(b" ")
     if head != b"%08x" % zlib.crc32(body):
         return None
     try:
-        return _DECODER.decode(body)
+        return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise AtollError(f"journal: a record cannot be read ({error}); it was written by another version of Atoll") from error

@@ -18,6 +18,7 @@ from atoll.cost.context import DevicePlace, PricingContext
 from atoll.cost.memory import Memory, MemoryUse
 from atoll.cost.pipeline import Played
 from atoll.cost.replica import ReplicaPrices, ReplicaSeconds
+from atoll.cost.sites import cluster_of_site, merged_costs
 from atoll.cost.synchronisation import (
     Ending,
     ReductionWork,
@@ -36,6 +37,7 @@ from atoll.plan import Plan, Replica, Stage
 from atoll.plan.division import micro_batch_counts
 from atoll.plan.modes import mode_rules
 from atoll.plan.schedule_policy import held_bounds, in_flight_bounds
+from atoll.plan.sites import site_parts
 from atoll.units import format_bytes, format_seconds
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "Cost", "StageCost", "Evaluator", "StalenessEffect", "bucket_bytes", "cost", "staleness_effect"]
@@ -103,6 +105,7 @@ class Evaluator:
     """Prices plans for one graph on one cluster."""
 
     def __init__(self, graph: Graph, cluster: Cluster, *, optimizer: str = "adamw", calibration: Calibration | None = None) -> None:
+        self._optimizer_name = optimizer
         self.context = PricingContext(graph, cluster, optimizer, calibration or Calibration())
         self.graph = graph
         self.cluster = cluster
@@ -118,11 +121,15 @@ class Evaluator:
 
     def seconds(self, plan: Plan) -> float:
         """The predicted step time alone; a long step of an irregular plan is extrapolated (see `timeline`), `cost` plays it whole."""
+        if mode_rules(plan.mode).sites_apart:
+            return self.cost(plan).step_seconds
         prices = self._prices(plan)
         return self._step(plan, prices, play(self._transfers, plan, prices.places, prices.replicas, prices.counts, only_step=True)).seconds
 
     def cost(self, plan: Plan) -> Cost:
         """Everything there is to say about a plan."""
+        if mode_rules(plan.mode).sites_apart:
+            return self._cost_of_sites(plan)
         prices = self._prices(plan)
         played = play(self._transfers, plan, prices.places, prices.replicas, prices.counts, only_step=False)
         step = self._step(plan, prices, played)
@@ -140,6 +147,16 @@ class Evaluator:
             link_bytes=carried,
             dollars_per_step=dollars,
         )
+
+    def _cost_of_sites(self, plan: Plan) -> Cost:
+        """Each site's part is priced alone."""
+        found = []
+        for part in site_parts(plan, self.cluster):
+            own = Evaluator(
+                self.graph, cluster_of_site(self.cluster, part.site), optimizer=self._optimizer_name, calibration=self.calibration
+            )
+            found.append((part, own.cost(part.plan)))
+        return merged_costs(found, plan.batch_size)
 
     def fits(self, plan: Plan) -> bool:
         """Whether every device holds its part, by the schedule's bound on micro-batches in flight."""

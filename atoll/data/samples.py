@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any, NamedTuple, Protocol
 
 from atoll.data.device import Batch
@@ -107,6 +108,7 @@ class Samples:
     ) -> None:
         self.dataset: Any = dataset
         self.seed, self.batch_size = seed, batch_size
+        self._every, self._first = batch_size, 0  # a step's samples begin so many after those of the step before, at this place
         self.reader: Any = MapReader(dataset, collate_fn, seed, purpose)
         self._order = epoch_order(sampler, seed, len(dataset))
         self.length = self._order.length - (self._order.length % batch_size if drop_last else 0)
@@ -142,8 +144,19 @@ class Samples:
 
     def positions(self, step: int, start: int = 0, stop: int | None = None) -> range:
         """Where samples `start` up to `stop` of the global batch of `step` (counted from 0) stand in the endless row."""
-        first = step * self.batch_size
+        first = step * self._every + self._first
         return range(first + start, first + (self.batch_size if stop is None else stop))
+
+    def share(self, start: int, stop: int) -> "Samples":
+        """Samples `start` up to `stop` of every global batch, as whoever trains by itself on that part of the data sees them."""
+        part = copy(self)
+        part.batch_size, part._first = stop - start, self._first + start
+        return part
+
+    @property
+    def first(self) -> int:
+        """Where in a global batch those of a `share` begin."""
+        return self._first
 
     def batch(self, step: int, start: int = 0, stop: int | None = None) -> Batch:
         """Samples `start` up to `stop` of the global batch of `step` (counted from 0), collated."""

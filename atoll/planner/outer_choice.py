@@ -45,6 +45,7 @@ class SiteLinks(msgspec.Struct, frozen=True, kw_only=True):
     sites: int
     optimizer: InnerOptimizer = "adamw"
     frugal: bool = False  # bytes cost more than time
+    gradients: bool = True  # they may be exchanged every step
 
     def __post_init__(self) -> None:
         for name in ("bytes_per_s", "step_s", "parameters"):
@@ -99,7 +100,7 @@ def choose_outer(links: SiteLinks) -> OuterChoice:
     """The first that fits; where none does, the one with the fewest bytes."""
     if links.frugal:
         return _outer(links, OUTER_CODECS[-1], _fitting(links, OUTER_CODECS[-1], MANY, 1.0) or MOST)
-    for codec in GRADIENT_CODECS:
+    for codec in GRADIENT_CODECS if links.gradients else ():
         if _gradients_fit(links, codec):
             return _gradients(links, codec)
     for spec, most, share in _rungs():
@@ -187,6 +188,8 @@ def _room(links: SiteLinks) -> str:
 
 
 def _why_no_gradients(links: SiteLinks) -> str:
+    if not links.gradients:
+        return "gradients every step are not exchanged in this mode yet: an outer update is made instead"
     if links.frugal:
         return "bytes cost more than time here: the fewest bytes are chosen, not the fewest steps"
     if links.round_trip_s > SHORT_ROUND_TRIP * links.step_s:

@@ -26,6 +26,7 @@ from atoll.planner.reasons import bottleneck, plan_reasons, relief, what_would_h
 from atoll.planner.refine import climb
 from atoll.planner.rules import Rules, rules_of
 from atoll.planner.search import FEW_DEVICES, BroadSearch, Found, Progress, Tally, micro_batch_sizes
+from atoll.planner.sites import plan_of_sites
 from atoll.planner.timing import SlotTimes
 from atoll.units import format_bytes
 
@@ -82,7 +83,23 @@ def plan(
         raise NoPlanError(f"batch size: must be from 1 to {MOST_SAMPLES:,}, got {batch_size:,}")
     started = time.perf_counter()
     evaluator = Evaluator(graph, cluster, optimizer=optimizer, calibration=calibration)
+    if mode is not None and mode_rules(mode).sites_apart:
+        return _planned_sites(evaluator, batch_size, mode, started)
     return _Planner(evaluator, batch_size, mode, codecs, max_priced, progress or (lambda what, done, total: None)).run(top, started)
+
+
+def _planned_sites(evaluator: Evaluator, batch_size: int, mode: Mode, started: float) -> Planned:
+    found, cost, reasons, what = plan_of_sites(evaluator, batch_size, mode)
+    return Planned(
+        candidates=(Candidate(plan=found, cost=cost, reasons=reasons),),
+        considered=1,
+        priced=1,
+        ruled_out=(),
+        bottleneck=what,
+        relief=(),
+        exact=False,
+        seconds=time.perf_counter() - started,
+    )
 
 
 class _Search:

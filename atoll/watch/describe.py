@@ -141,6 +141,15 @@ def _member(event: events.AnyEvent) -> str | None:
         case events.StepRepaired():
             by_stage = ", ".join(f"{count} of stage {stage}" for stage, count in enumerate(event.micro_batches) if count)
             return f"step {event.step}: {event.reason}; micro-batches computed again: {by_stage or 'none'}"
+        case events.RoundFinished():
+            gave = ", ".join(f"{site.site} {plural(site.steps, 'step')}" for site in event.sites)
+            lacks = f"; without {', '.join(event.missing)}, whose steps count later" if event.missing else ""
+            return f"round {event.round} of {event.rounds}: {gave}{lacks}"
+        case events.OuterChosen():
+            return (
+                f"an update in {event.codec} every {plural(event.inner_steps, 'step')}, applied {plural(event.delay_steps, 'step')} later; "
+                f"outer learning rate {event.learning_rate:g}, momentum {event.momentum:g}"
+            )
         case events.ProcessStarted():
             host = f" on {event.host}" if event.host else ""
             again = f" (restart {event.restarts})" if event.restarts else ""

@@ -27,6 +27,7 @@ from atoll.control.rounds.messages import (
 )
 from atoll.control.rounds.site import RoundJournal
 from atoll.control.world import SwarmProcess
+from atoll.events import RoundFinished, SiteRound
 
 __all__ = ["RoundCoordinator"]
 
@@ -69,6 +70,7 @@ class RoundCoordinator:
             await self._take_over()
             self.node.clock.spawn(self._tick())
             listening_until = self.node.clock.now() + self.settings.listen_seconds
+            waiting_until = self.node.clock.now() + (0.0 if self.history.commits else self.settings.start_seconds)
             while True:
                 message = await self.node.inbox.take()
                 now = self.node.clock.now()
@@ -76,7 +78,9 @@ class RoundCoordinator:
                     self._hear(message, now)
                 elif message is _TICK:
                     self._announce()
-                if now >= listening_until and not self.finished:
+                if len(self._live(now)) >= self.settings.sites or self.history.commits:
+                    waiting_until = now
+                if now >= max(listening_until, waiting_until) and not self.finished:
                     await self._decide(now)
         except FencedError:
             self.finished = self.deposed = True
@@ -126,9 +130,10 @@ class RoundCoordinator:
         """Whether whoever is heard becomes the site's gateway: started again, or another where the one before is silent."""
         if beat.process == place.beat.process:
             return beat.nonce > place.beat.nonce
-        return not self._is_live(place, now)
+        return not self.is_live(place, now)
 
-    def _is_live(self, place: _Place, now: float) -> bool:
+    def is_live(self, place: _Place, now: float) -> bool:
+        """Whether a site was heard of late."""
         return now - place.heard_at <= self.settings.silent_beats * self.settings.heartbeat_seconds
 
     def _consider(self, beat: SiteBeat) -> None:
@@ -144,7 +149,7 @@ class RoundCoordinator:
         return offer.first == self.history.first_unnamed(offer.update.site)
 
     def _live(self, now: float) -> list[_Place]:
-        return [self.places[site] for site in sorted(self.places) if self._is_live(self.places[site], now)]
+        return [self.places[site] for site in sorted(self.places) if self.is_live(self.places[site], now)]
 
     # ---- what is decided
 
@@ -212,6 +217,17 @@ class RoundCoordinator:
         await self._write(record)
         self._open_round()
         self._announce()
+        self.node.emit(self._finished(record))
+
+    def _finished(self, record: RoundCommitted) -> RoundFinished:
+        sites = tuple(
+            SiteRound(site=offer.update.site, steps=offer.last - offer.first, weight=offer.weight, losses=offer.losses)
+            for offer in record.named
+        )
+        missing = tuple(
+            place.beat.site for place in self._live(self.node.clock.now()) if place.beat.site not in {one.site for one in sites}
+        )
+        return RoundFinished(epoch=record.epoch, round=record.round + 1, rounds=self.settings.rounds, sites=sites, missing=missing)
 
     def _collect_again(self) -> None:
         """What was named is no round; the updates that are there may be of the next naming."""

@@ -52,7 +52,7 @@ class Gateway:
         self._distrusts: Position | None = None  # a position whose round adds up to something else here than elsewhere
         self._copies: dict[Position, Any] = {}  # states that are given to others
         self._kept_for: tuple[RoundView | None, Offer | None] = (None, None)
-        self._border_at: float | None = None
+        self._border_at: float | None = None  # of the last update, or when the first round began
         self._working = False
         self._beats = 0
 
@@ -64,6 +64,10 @@ class Gateway:
             message = await self.node.inbox.take()
             self._handle(message)
             self._act()
+
+    def wake(self) -> None:
+        """The site has something for it: what there is to do is looked at now, not at the next heartbeat."""
+        self.node.inbox.put(_DONE)
 
     async def _tick(self) -> None:
         while True:
@@ -175,10 +179,11 @@ class Gateway:
         """Rules 4 and 6."""
         now = self.node.clock.now()
         if self._border_at is None:
-            self._border_at = now + view.terms.seconds
+            self._border_at = now
         offer = self.training.offer
-        if offer is None and view.id is None and now >= self._border_at and self.training.steps > self.training.cursor:
-            self._border_at = now + view.terms.seconds
+        hurry = any(other.update.site != self.site for other in view.offers)
+        if offer is None and view.id is None and self.training.at_border(view.terms, now - self._border_at, hurry):
+            self._border_at = now
             self._start(self._offer())
             return
         if not self._has(view.offers):

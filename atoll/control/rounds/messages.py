@@ -53,6 +53,8 @@ class RoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     patience_seconds: float = 5.0  # a chunk that did not come is asked of somebody else
     exchange_seconds: float = 60.0  # a round whose updates do not come is named anew without the one that most lack
     lost_seconds: float = 120.0  # a state that nobody has for so long is lost
+    sites: int = 0  # a run's first coordinator waits for so many before the first round, `start_seconds` at most
+    start_seconds: float = 0.0
     recent: int = 2  # rounds of which updates are kept, for sites that are behind
     in_flight: int = 16  # chunks a gateway asks for at once
 
@@ -75,6 +77,7 @@ class Offer(msgspec.Struct, frozen=True, gc=False):
     last: int
     weight: float
     digest: str
+    losses: tuple[tuple[float, float], ...] = ()  # of its steps: loss and weight, for those who watch
 
 
 class RoundTerms(msgspec.Struct, frozen=True, gc=False):
@@ -204,4 +207,6 @@ def _why_no_offer(offer: Offer, site: str) -> str | None:
         return "its update is of another site"
     if not 0 <= offer.first < offer.last:
         return "its update is of no steps"
+    if len(offer.losses) > offer.last - offer.first:
+        return "it tells of more steps than it has made"
     return None if 0 < offer.weight < math.inf else "its update weighs nothing"

@@ -52,6 +52,9 @@ class SiteTraining(Protocol):
     def offer(self) -> Offer | None:
         """The update made on the present state, if there is one."""
 
+    def at_border(self, terms: RoundTerms, seconds: float, hurry: bool) -> bool:
+        """Whether the site's update can be made: `seconds` since it made the one before. `hurry`: another site has made its own."""
+
     def claim(self, incarnation: int) -> None:
         """The gateway of this incarnation is the newest from now on."""
 

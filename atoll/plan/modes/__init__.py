@@ -21,6 +21,7 @@ _DEFAULT = "lockstep"
 _OWN = {
     "lockstep": "atoll.plan.modes.lockstep:LOCKSTEP",
     "swarm": "atoll.plan.modes.swarm:SWARM",
+    "islands": "atoll.plan.modes.islands:ISLANDS",
     "alone": "atoll.plan.modes.alone:ALONE",
 }
 

@@ -54,6 +54,7 @@ class ModeRules:
     most_staleness: ClassVar[int] = 0  # steps by which a reduction may lag
     reduces_after_all_stages: ClassVar[bool] = False  # no backward hides reductions: they begin when all stages have ended
     runs_loops: ClassVar[bool] = False  # scripts may make the steps themselves (`atoll.step`)
+    sites_apart: ClassVar[bool] = False  # each site trains the whole model by itself, in a plan of its own (`plan/sites.py`)
     others_join: ClassVar[bool] = False  # while it runs, over links that no plan names
     hosts_per_stage: ClassVar[int] = 1  # on which every stage must be, for the run to go on when one host dies
     least_gain: ClassVar[float] = 1.0  # how much faster than the default mode it must be to be chosen

@@ -20,7 +20,9 @@ __all__ = ["Draw", "DrawKey", "EagerDraws", "draws"]
 class DrawKey:
     """What the draws under way depend on: set before each micro-batch, and again before it is computed once more in backward."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, first: int = 0) -> None:
+        """`first` is where the samples that are counted here begin in the global batch."""
+        self._first = first
         self.place = torch.tensor([seed if seed < 2**63 else seed - 2**64, 0, 0, 0])  # for compiled code, which takes numbers for constants
         self._step = self._first_sample = self._turn = 0
         self.seed = seed
@@ -37,12 +39,12 @@ class DrawKey:
 
     @property
     def first_sample(self) -> int:
-        """Of the samples under way, in the global batch."""
+        """Of the samples under way, of those that are counted here."""
         return self._first_sample
 
     @first_sample.setter
     def first_sample(self, first: int) -> None:
-        self._first_sample = self.place[2] = first
+        self._first_sample, self.place[2] = first, first + self._first
 
     @property
     def turn(self) -> int:
@@ -55,7 +57,7 @@ class DrawKey:
 
     def of(self, number: int) -> int:
         """The seed of the model's draw `number`."""
-        return mix(self.seed, 5, self.step, self.first_sample, number, *self.of_turn)
+        return mix(self.seed, 5, self.step, self._first + self.first_sample, number, *self.of_turn)
 
     @staticmethod
     def seed_of(place: Tensor, number: int) -> int:

@@ -170,6 +170,10 @@ class ExactTraining:
         if incarnation < self.memory.incarnation:
             raise GatewayReplacedError(f"another process of {self.name} is its gateway")
 
+    def at_border(self, terms: RoundTerms, seconds: float, hurry: bool) -> bool:
+        """Rounds last equally long by every site's clock."""
+        return seconds >= terms.seconds and self.steps > self.cursor
+
     def claim(self, incarnation: int) -> None:
         """Of several the newest counts."""
         self.memory.incarnation = max(self.memory.incarnation, incarnation)

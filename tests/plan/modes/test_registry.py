@@ -11,7 +11,7 @@ from atoll.plan import modes as registry
 from atoll.plan.modes import default_rules, find_rules, installed_modes, mode_names, mode_rules
 
 HEAD = "plan v1 graph=g cluster=c mode={mode} batch=4 micro_batch=2\nstage 0: layers 0-1: a/0=4\n"
-OWN = ("lockstep", "swarm", "alone")
+OWN = ("lockstep", "swarm", "islands", "alone")
 
 
 @pytest.fixture
@@ -34,14 +34,14 @@ def test_atolls_own_modes_are_there_and_can_be_run() -> None:
     assert default_rules().name == OWN[0]
 
 
-@pytest.mark.parametrize("mode", ["islands", "parts", "tables", "swarn"])
+@pytest.mark.parametrize("mode", ["parts", "tables", "swarn"])
 def test_a_plan_of_a_mode_that_is_not_there_is_refused_with_those_that_are(mode: str) -> None:
-    with pytest.raises(PlanError, match=r"plan:1:\d+: expected a mode \(lockstep, swarm, alone\)"):
+    with pytest.raises(PlanError, match=r"plan:1:\d+: expected a mode \(lockstep, swarm, islands, alone\)"):
         parse_plan(HEAD.format(mode=mode))
     good = parse_plan(HEAD.format(mode="lockstep"))
     with pytest.raises(PlanError, match=f"mode: '{mode}' is not one of its values"):
         Plan.from_json(good.to_json().replace('"lockstep"', f'"{mode}"'))
-    with pytest.raises(PlanError, match=f"there is no mode '{mode}'; there are lockstep, swarm, alone"):
+    with pytest.raises(PlanError, match=f"there is no mode '{mode}'; there are lockstep, swarm, islands, alone"):
         validate(Plan(graph="g", cluster="c", batch_size=4, micro_batch_size=2, stages=good.stages, mode=mode))
 
 

@@ -156,7 +156,7 @@ def assemble(
     speeds are imposed; a `compiler` compiles its stages.
     """
     source = stage_source(job, captured, evaluated, compiler)
-    rank = _Rank(job, layout, source, device, dist.get_rank(), DrawKey(job.seed), compiler)
+    rank = _Rank(job, layout, source, device, dist.get_rank(), DrawKey(job.seed, job.samples.first), compiler)
     cut = source.cut(layout, rank.number)
     parts = _build_in_turn(lambda: _take_parts(rank, cut), 4.0 * source.graph.parameters)
     callbacks, requests = agree(job, parts.weights, parts.code)

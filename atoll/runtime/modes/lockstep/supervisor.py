@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from atoll.runtime.modes.lockstep.role import GENERATION
 from atoll.runtime.supervise.hosts import ProcessHost, ProcessSpec, ThisMachine
 from atoll.runtime.supervise.supervisor import INTERRUPTED, Supervisor
 
-__all__ = ["CommandOfRank", "LaunchResult", "launch"]
+__all__ = ["CommandOfRank", "LaunchResult", "LockstepRanks", "StoreOfRanks", "host_store", "launch"]
 
 CommandOfRank: TypeAlias = Callable[[int, int], Sequence[str]]
 
@@ -69,22 +69,21 @@ def launch(
         raise AtollError(f"launch: there must be at least one rank, got {world_size}")
     if devices and len(devices) != world_size:
         raise AtollError(f"launch: {len(devices)} devices named for {world_size} ranks")
-    server, port = _host_store(address)
+    server, port = host_store(address)
     supervisor = Supervisor(observer)
     generation = 0
     with supervisor.obeying_signals():
         while True:
-            ranks = _Ranks(
+            ranks = LockstepRanks(
                 supervisor,
-                PrefixStore(f"generation-{generation}", server),
+                StoreOfRanks(server, address, port, generation),
                 list(devices) or [""] * world_size,
                 list(hosts) or [ThisMachine()] * world_size,
                 observer,
-                stall_seconds,
-                newest_checkpoint,
+                stall_seconds=stall_seconds,
+                newest_checkpoint=newest_checkpoint,
             )
-            meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(port), **_generation(generation)}
-            failure = ranks.run(lambda rank: command_of_rank(rank, generation), {**(environ or {}), **meeting}, terminal_for_rank_0)  # noqa: B023
+            failure = _run(supervisor, ranks, lambda rank: command_of_rank(rank, generation), environ or {}, terminal_for_rank_0)  # noqa: B023
             if failure is None:
                 break
             if generation == max_restarts or supervisor.asked or failure.exit_code == _WRONG_INPUT:
@@ -95,24 +94,76 @@ def launch(
     return LaunchResult(exit_code=INTERRUPTED if supervisor.killed else 0, restarts=generation, interrupted=supervisor.asked > 0)
 
 
-def _generation(number: int) -> dict[str, str]:
-    return {GENERATION: str(number), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(number)}
+class StoreOfRanks(NamedTuple):
+    """Where the ranks of one generation meet: a store of this process."""
+
+    server: Store
+    address: str
+    port: int
+    generation: int = 0
+
+    @property
+    def store(self) -> Store:
+        """This generation's part of it."""
+        return PrefixStore(f"generation-{self.generation}", self.server)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """How ranks find it."""
+        number = str(self.generation)
+        elastic = {GENERATION: number, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": number}
+        return {"MASTER_ADDR": self.address, "MASTER_PORT": str(self.port), **elastic}
 
 
-class _Ranks:
-    """All ranks of one generation: a supervisor's policy. After a failure the others have a moment to end by themselves."""
+def _run(
+    supervisor: Supervisor,
+    ranks: "LockstepRanks",
+    command_of_rank: Callable[[int], Sequence[str]],
+    environ: Mapping[str, str],
+    terminal: bool,
+) -> Failure | None:
+    """From start to end; the failure that ended them, if one did."""
+    try:
+        ranks.start(command_of_rank, environ, terminal)
+        supervisor.run(_OnlyThese(supervisor, ranks))
+    finally:
+        supervisor.end()
+    return ranks.failure
+
+
+class _OnlyThese:
+    """A supervisor's policy: it looks after nobody but these ranks."""
+
+    def __init__(self, supervisor: Supervisor, ranks: "LockstepRanks") -> None:
+        self._supervisor, self._ranks = supervisor, ranks
+        self.ended, self.asked_to_stop = ranks.ended, ranks.asked_to_stop
+
+    def look(self, now: float) -> None:
+        if not self._supervisor.running:
+            self._supervisor.finish()
+        self._ranks.look(now)
+
+
+class LockstepRanks:
+    """All ranks of one generation. After a failure the others have a moment to end by themselves.
+
+    `group` is what they are called by where one supervisor looks after several such groups.
+    """
 
     def __init__(
         self,
         supervisor: Supervisor,
-        store: Store,
+        meeting: StoreOfRanks,
         devices: Sequence[str],
         hosts: Sequence[ProcessHost],
         observer: Observer,
-        stall_seconds: float,
+        *,
+        stall_seconds: float = DEFAULT_STALL_SECONDS,
         newest_checkpoint: Callable[[], int | None],
+        group: str = "",
     ) -> None:
         self.failure: Failure | None = None  # the first
+        self._group, self._meeting, store = f"{group} " if group else "", meeting, meeting.store
         self._newest_checkpoint = newest_checkpoint  # asked when a rank fails: what ranks last said of it may be old
         self._supervisor, self._store, self._devices, self._hosts, self._observer = supervisor, store, devices, hosts, observer
         self._ranks = range(len(devices))
@@ -124,16 +175,21 @@ class _Ranks:
             len(devices), least_seconds=stall_seconds, give_up_seconds=DEFAULT_TIMEOUT_SECONDS, devices=dict(enumerate(devices))
         )
 
-    def run(self, command_of_rank: Callable[[int], Sequence[str]], environ: Mapping[str, str], terminal: bool) -> Failure | None:
-        """From start to end; the failure that ended them, if one did."""
+    def start(self, command_of_rank: Callable[[int], Sequence[str]], environ: Mapping[str, str], terminal: bool) -> None:
+        """All of them."""
         prepare(self._store, self._ranks)
-        try:
-            for rank in self._ranks:
-                self._supervisor.start(self._spec(rank, command_of_rank(rank), environ, terminal and rank == 0))
-            self._supervisor.run(self)
-        finally:
-            self._supervisor.end()
-        return self.failure
+        for rank in self._ranks:
+            environment = {**environ, **self._meeting.environment}
+            self._supervisor.start(self._spec(rank, command_of_rank(rank), environment, terminal and rank == 0))
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """Names of those that run."""
+        own = {self._name(rank) for rank in self._ranks}
+        return tuple(name for name in self._supervisor.running if name in own)
+
+    def _name(self, rank: int) -> str:
+        return f"{self._group}rank {rank}"
 
     def _spec(self, rank: int, command: Sequence[str], environ: Mapping[str, str], terminal: bool) -> ProcessSpec:
         host = self._hosts[rank]
@@ -152,13 +208,13 @@ class _Ranks:
             "LOCAL_WORLD_SIZE": str(len(beside)),
         }
         return ProcessSpec(
-            name=f"rank {rank}",
+            name=self._name(rank),
             role="rank",
             host=host,
             command=tuple(command),
             environment={**environ, **role},
             defaults=defaults,
-            prefix="" if terminal else f"[{' '.join(filter(None, (str(rank), self._devices[rank])))}] ",
+            prefix="" if terminal else f"[{' '.join(filter(None, (f'{self._group}{rank}', self._devices[rank])))}] ",
             terminal=terminal,
         )
 
@@ -172,7 +228,7 @@ class _Ranks:
         self._kill_at = time.monotonic() + _GRACE_SECONDS
         self._observer(self.failure.event(generation=int(spec.environment[GENERATION])))
         if self.failure.kind == "silent":  # it cannot end by itself
-            self._supervisor.signal(signal.SIGKILL, f"rank {self.failure.rank}")
+            self._supervisor.signal(signal.SIGKILL, self._name(self.failure.rank))
 
     def _failed(self, spec: ProcessSpec, code: int, how: str) -> bool:
         rank = int(spec.environment["RANK"])
@@ -204,7 +260,7 @@ class _Ranks:
         self._states[rank] = state
         host, device = self._hosts[rank].name, self._devices[rank]
         stages = tuple(map(int, re.findall(r"\d+", stage)))
-        event = MemberChanged(name=f"rank {rank}", state=state, before=before, role="rank", stages=stages, host=host, device=device)
+        event = MemberChanged(name=self._name(rank), state=state, before=before, role="rank", stages=stages, host=host, device=device)
         self._observer(msgspec.structs.replace(event, reason=reason))
 
     def asked_to_stop(self, number: int) -> None:
@@ -213,10 +269,8 @@ class _Ranks:
 
     def look(self, now: float) -> None:
         """Kills who does not end after a failure; tells what ranks do, and who keeps the others waiting."""
-        if not self._supervisor.running:
-            self._supervisor.finish()
-        if now > self._kill_at:
-            self._supervisor.signal(signal.SIGKILL)
+        if now > self._kill_at and self.running:
+            self._supervisor.signal(signal.SIGKILL, *self.running)
         if self.failure is None and now - self._listened > _LISTEN_SECONDS:
             self._listened = now
             beats = read_heartbeats(self._store, self._ranks)
@@ -234,10 +288,10 @@ class _Ranks:
         seconds = first.doing_seconds if first is not None else now - self._began
         if (first is None or first.step is None) and seconds >= _TELL_SECONDS and doing not in self._told:
             self._told.add(doing)
-            self._observer(Note(message=f"{f'rank {first.rank}' if first is not None else 'ranks'}: {doing} …"))
+            self._observer(Note(message=f"{self._name(first.rank) if first is not None else f'{self._group}ranks'}: {doing} …"))
 
 
-def _host_store(address: str) -> tuple[Store, int]:
+def host_store(address: str) -> tuple[Store, int]:
     """A store of this process. It listens on the loopback interface only, unless ranks of other hosts have to reach it."""
     listener = socket.create_server((address if _is_loopback(address) else "", 0), backlog=1024)
     port = int(listener.getsockname()[1])

@@ -104,6 +104,7 @@ class Trainer:
         self.save_first: Callable[[], None] | None = None  # before the first evaluation, which may fail; None: there is nowhere to save
         self.save_kept: Callable[[str], None] | None = None  # saves this step under a name; None: there is nowhere to save
         self.requests = Requests(self.gather, self._keep)
+        self.after_update: Callable[[StepFinished], Reason | None] = lambda event: None  # on every rank; may say why no step follows
         self.observe(observers)
         self.began, self.seconds_before = time.perf_counter(), 0.0
         self._trainable = {turn.name: turn.trainable for turn in work.turns}
@@ -195,6 +196,7 @@ class Trainer:
         step = self.last_step + 1
         with counted(self.work.runner.recorder, step, is_last=step == self.job.total_steps):
             event, totals = self.step(step, stop_asked)
+        ended = self.after_update(event)
         stopped = self._tell_together(event) or totals.stopping
         stopped = self._evaluate_when_due(step) or stopped
         if self.work.compiler is not None and (totals.compiled or step in (1, self.job.total_steps)):
@@ -202,6 +204,8 @@ class Trainer:
         after_step(step)
         if stopped or totals.interrupt:
             self.reason = "stopped" if stopped else "interrupted"
+        elif ended is not None:
+            self.reason = ended
         elif step >= self.job.total_steps:
             self.reason = "done"
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from atoll.control.coordinator import Coordinator
-from atoll.control.journal import Record, Term, admit, encode, read_records
+from atoll.control.journal import RECORDS, Term, admit, encode, read_records
 from atoll.errors import CheckpointError, FabricError, RefusedError
 from atoll.fabric import Remote
 from atoll.fabric.service import CallingPeer, allowed
@@ -46,30 +46,33 @@ def state_digest(content: Tensor) -> str:
 
 
 class FileJournal:
-    """A file that only grows. What `append` came back from is on the disk; the fence is checked under the file's lock."""
+    """A file that only grows. What `append` came back from is on the disk; the fence is checked under the file's lock.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    `decoder` reads the records of another protocol than the swarm's.
+    """
+
+    def __init__(self, path: Path, decoder: "msgspec.json.Decoder[Any]" = RECORDS) -> None:
+        self._path, self._decoder = path, decoder
         self._read_bytes, self._newest_term = 0, 0  # up to where this process has read, and what it found there
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
 
-    async def read(self) -> Sequence[Record]:
+    async def read(self) -> Sequence[Any]:
         """All durable records, oldest first."""
         return await asyncio.to_thread(self._read)
 
-    def _read(self) -> Sequence[Record]:
-        return read_records(self._path.read_bytes())[0]
+    def _read(self) -> Sequence[Any]:
+        return read_records(self._path.read_bytes(), self._decoder)[0]
 
-    async def append(self, term: int, record: Record) -> None:
+    async def append(self, term: int, record: msgspec.Struct) -> None:
         """Comes back when the record is durable."""
         await asyncio.to_thread(self._append, term, record)
 
-    def _append(self, term: int, record: Record) -> None:
+    def _append(self, term: int, record: msgspec.Struct) -> None:
         with self._path.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(self._read_bytes)
-            records, good = read_records(file.read())
+            records, good = read_records(file.read(), self._decoder)
             self._newest_term = max((one.term for one in records if isinstance(one, Term)), default=self._newest_term)
             self._read_bytes += good
             admit(self._newest_term, term, record)

@@ -263,6 +263,13 @@ class FabricTransport:
         self._tasks: set[asyncio.Task[None]] = set()
         self.lost = 0
 
+    large: tuple[type, ...] = (Forward, Backward, SumPart, SumChunk, StateChunk)
+    """What carries tensors: how long it may take is for the fabric to say."""
+
+    def call(self, to: str, message: Message) -> tuple[Callable[..., Any], Any]:
+        """How a message is delivered: the method of the other side, and what it is given."""
+        return SwarmService.deliver, Letter(to, cast(AnyMessage, message))
+
     def send(self, to: str, message: Message) -> None:
         """Never waits and never fails: what cannot be sent is lost."""
         if self._inside is not None and self._inside.put(to, message):
@@ -279,9 +286,9 @@ class FabricTransport:
     async def _deliver(self, process: str, to: str, message: Message) -> None:
         try:
             remote = await self._remote(process)
-            limit = None if isinstance(message, Forward | Backward | SumPart | SumChunk | StateChunk) else _SMALL_SECONDS
-            letter = Letter(to, cast(AnyMessage, await self._coded(process, message)))
-            await asyncio.wrap_future(remote.call_soon(SwarmService.deliver, letter, timeout_seconds=limit))
+            limit = None if isinstance(message, self.large) else _SMALL_SECONDS
+            method, letter = self.call(to, await self._coded(process, message))
+            await asyncio.wrap_future(remote.call_soon(method, letter, timeout_seconds=limit))
         except FabricError:
             self.lost += 1
         finally:

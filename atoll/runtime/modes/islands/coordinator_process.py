@@ -1,0 +1,249 @@
+"""The process that keeps the journal of rounds, names what each is made of, and writes the events of a run of several sites.
+
+It may be killed at any moment and started again on the same directory: sites train on meanwhile and find it at the same address.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from atoll.control.journal import FencedError
+from atoll.control.messages import Message
+from atoll.control.rounds import RoundCoordinator, RoundTerms
+from atoll.control.rounds.messages import RoundRecord
+from atoll.control.world import SwarmProcess
+from atoll.errors import JobFailedError
+from atoll.events import (
+    AnyEvent,
+    EventLog,
+    MemberChanged,
+    Note,
+    Observer,
+    OuterChosen,
+    PeerRefused,
+    RoundFinished,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+    StopTraining,
+    Warned,
+    read_events,
+)
+from atoll.fabric.security import Authority, serve
+from atoll.fabric.shaped import LinkChoice
+from atoll.job import Job
+from atoll.plan.modes.islands import ISLANDS
+from atoll.runtime.modes.islands.gateway_thread import SiteAccount, SiteService
+from atoll.runtime.modes.islands.spec import IslandsSpec
+from atoll.runtime.modes.islands.transport import RoundService, RoundTransport
+from atoll.runtime.modes.swarm.files import FileJournal
+from atoll.runtime.modes.swarm.spec import JOURNAL, Start, read_start, since_start
+from atoll.runtime.modes.swarm.transport import COORDINATOR, Directory, LoopClock
+from atoll.runtime.run_directory import RunDirectory
+
+__all__ = ["coordinate_rounds"]
+
+_LOOK_SECONDS = 0.05
+_RECORDS: "msgspec.json.Decoder[RoundRecord]" = msgspec.json.Decoder(RoundRecord)
+
+
+def coordinate_rounds(
+    directory: RunDirectory,
+    spec: IslandsSpec,
+    job: Job,
+    address: str,
+    *,
+    observers: tuple[Observer, ...] = (),
+    recall: Callable[[Sequence[AnyEvent]], None] = lambda events: None,
+    links: LinkChoice | None = None,
+) -> bool:
+    """Until all sites have ended. False: they were asked to before the last round."""
+    try:
+        return asyncio.run(_Rounds(directory, spec, job, observers, recall, links).run(address))
+    except FencedError:
+        raise JobFailedError(f"{directory.path}: another coordinator runs on the same directory; this one stops") from None
+
+
+class _Rounds:
+    def __init__(
+        self,
+        directory: RunDirectory,
+        spec: IslandsSpec,
+        job: Job,
+        observers: tuple[Observer, ...],
+        recall: Callable[[Sequence[AnyEvent]], None],
+        links: LinkChoice | None,
+    ) -> None:
+        self.directory, self.spec, self.job, self.observers, self._recall, self._links = directory, spec, job, observers, recall, links
+        self._start = read_start(directory) or Start(directory.last_moment(), time.time(), "")
+        self._errors: list[BaseException] = []
+        self._accounts: dict[str, SiteAccount] = {}  # by the sites' processes
+        self._step = self._samples = 0
+        self._losses: list[float] = []
+        self._told_at = time.monotonic()
+        self._there: frozenset[str] = frozenset()
+
+    async def run(self, address: str) -> bool:
+        loop = asyncio.get_running_loop()
+        clock = LoopClock(self._errors.append)
+        inbox, places = clock.mailbox(), Directory()
+
+        def arrived(message: Message) -> None:
+            loop.call_soon_threadsafe(inbox.put, message)
+
+        def heard(name: str, account: SiteAccount) -> None:
+            loop.call_soon_threadsafe(self._accounts.__setitem__, name, account)
+
+        def tell_refusal(event: AnyEvent) -> None:
+            if isinstance(event, PeerRefused) and event.what == "call":
+                loop.call_soon_threadsafe(self._emit, event)
+
+        authority = await asyncio.to_thread(Authority.open, self.directory.path)
+        journal = FileJournal(self.directory.path / JOURNAL, _RECORDS)
+        with EventLog.join(self.directory.path) as log:
+            self._log = log
+            self._begin()
+            services = [RoundService(arrived, self.spec.settings), SiteService(heard), places]
+            member, _ = await asyncio.to_thread(
+                lambda: serve(
+                    authority, address, services=services, observer=tell_refusal, fingerprint=self.spec.fingerprint, links=self._links
+                )
+            )
+            try:
+                node = SwarmProcess(
+                    COORDINATOR, clock, RoundTransport(member, None, places), inbox, 0, random.Random(time.time_ns()), self._observe
+                )
+                coordinator = RoundCoordinator(node, journal, self.spec.settings, self._terms)
+                await self._until_over(asyncio.ensure_future(coordinator.run()), coordinator)
+                done = coordinator.finished and not coordinator.deposed
+                self._tell(self._finished(done))
+                return done
+            finally:
+                await clock.close()
+                await asyncio.to_thread(member.close)
+
+    def _terms(self, round: int) -> RoundTerms:
+        return self.spec.choice.terms()
+
+    async def _until_over(self, task: "asyncio.Future[None]", coordinator: RoundCoordinator) -> None:
+        """Until every site that is heard has ended: after the last round, or because it was asked to."""
+        while not self._is_over(coordinator):
+            await asyncio.wait([task], timeout=_LOOK_SECONDS)
+            if task.done():
+                await task
+                raise FencedError("another coordinator has taken over")
+            if self._errors:
+                task.cancel()
+                raise self._errors[0]
+            self._tell_of_sites(coordinator)
+        task.cancel()
+
+    def _is_over(self, coordinator: RoundCoordinator) -> bool:
+        """Sites that have ended are still heard, until this process leaves."""
+        now = time.monotonic()
+        live = [place.beat.process for place in coordinator.places.values() if coordinator.is_live(place, now)]
+        return bool(live) and all(name in self._accounts and self._accounts[name].ended for name in live)
+
+    def _tell_of_sites(self, coordinator: RoundCoordinator) -> None:
+        """Who came, and who is not heard any more."""
+        now = time.monotonic()
+        there = frozenset(site for site, place in coordinator.places.items() if coordinator.is_live(place, now))
+        for site in sorted(there - self._there):
+            self._emit(MemberChanged(name=site, state="active", role="site", reason="it takes part in the rounds"))
+        for site in sorted(self._there - there):
+            ended = self._accounts.get(coordinator.places[site].beat.process, SiteAccount()).ended
+            state, reason = ("left", "") if ended else ("dead", "it is not heard any more; the others go on")
+            self._emit(MemberChanged(name=site, state=state, before="active", role="site", reason=reason))  # type: ignore[arg-type]
+        self._there = there
+
+    # ---- events
+
+    def _now(self) -> float:
+        return self._start.at_seconds + max(0.0, time.time() - self._start.unix_seconds)
+
+    def _begin(self) -> None:
+        """The first coordinator since `atoll run` was started says so in the run's events; one in its place only to those who watch."""
+        events = tuple(read_events(self.directory.events))
+        steps = [event for event in events if isinstance(event, StepFinished)]
+        self._step = steps[-1].step if steps else 0
+        self._losses = [event.loss for event in steps]
+        self._samples = sum(event.samples for event in steps)
+        told = since_start(events, self._start)
+        if told:
+            self._show(self._started())
+            self._recall(told)
+            return
+        self._tell(self._started())
+        for remark in self.job.remarks(0):
+            self._emit(Note(message=remark))
+        choice = self.spec.choice
+        self._emit(
+            OuterChosen(
+                inner_steps=choice.inner_steps, delay_steps=choice.delay_steps, codec=choice.codec, learning_rate=choice.learning_rate,
+                momentum=choice.momentum, quorum=self.spec.settings.quorum, reasons=self.spec.reasons,
+            )
+        )  # fmt: skip
+
+    def _tell(self, event: AnyEvent) -> None:
+        self._log(event)
+        self._show(event)
+
+    def _show(self, event: AnyEvent) -> None:
+        for observer in self.observers:
+            try:
+                observer(event)
+            except StopTraining:
+                self._emit(Warned(message="a callback asked to stop, which sites that train together do not hear; Ctrl-C ends the run"))
+
+    def _emit(self, event: AnyEvent) -> None:
+        self._tell(msgspec.structs.replace(event, at_seconds=self._now()))
+
+    def _observe(self, event: AnyEvent) -> None:
+        """What the protocol says. Of a round its steps are told one by one: the mean over the sites that made each, by weight."""
+        if not isinstance(event, RoundFinished):
+            self._emit(event)
+            return
+        now = time.monotonic()
+        longest = max(len(site.losses) for site in event.sites)
+        seconds, self._told_at = (now - self._told_at) / max(1, longest), now
+        for index in range(longest):
+            made = [(site.site, *site.losses[index]) for site in event.sites if index < len(site.losses)]
+            weight = sum(each for _, _, each in made)
+            loss = sum(loss * each for _, loss, each in made) / weight if weight else 0.0
+            samples = sum(self.spec.site(site).stop - self.spec.site(site).start for site, _, _ in made)
+            self._step += 1
+            self._samples += samples
+            self._losses.append(loss)
+            self._emit(StepFinished(step=self._step, loss=loss, samples=samples, weight=weight, seconds=seconds, learning_rate=None))
+        sites = tuple(msgspec.structs.replace(site, losses=()) for site in event.sites)
+        self._emit(msgspec.structs.replace(event, sites=sites))
+
+    def _started(self) -> RunStarted:
+        job = self.job
+        return RunStarted(
+            at_seconds=self._start.at_seconds,
+            name=job.name,
+            mode=ISLANDS.name,
+            steps=job.total_steps,
+            batch_size=job.batch_size,
+            samples=job.samples.length,
+            num_workers=job.num_workers,
+            parameters=self.spec.elements,
+            devices=(),
+            precision=job.precision,
+            seed=job.seed,
+            unix_seconds=time.time(),
+        )
+
+    def _finished(self, done: bool) -> RunFinished:
+        return RunFinished(
+            at_seconds=self._now(),
+            reason="done" if done else "interrupted",
+            steps=self._step,
+            samples=self._samples,
+            seconds=self._now() - self._start.at_seconds,
+            loss=self._losses[-1] if self._losses else None,
+        )

@@ -1,0 +1,152 @@
+"""A site's gateway in rank 0's process: a thread with an event loop of its own, on the fabric."""
+
+import asyncio
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+
+from atoll.control.messages import Message
+from atoll.control.rounds import Gateway
+from atoll.control.world import SwarmProcess
+from atoll.errors import AtollError, FabricError
+from atoll.events import Observer
+from atoll.fabric import Remote
+from atoll.fabric.deadline import Backoff
+from atoll.fabric.security import Credentials, RunMember
+from atoll.fabric.service import CallingPeer, allowed
+from atoll.fabric.shaped import LinkChoice
+from atoll.runtime.modes.islands.exchange import SiteExchange
+from atoll.runtime.modes.islands.spec import IslandsSpec
+from atoll.runtime.modes.islands.transport import RoundService, RoundTransport
+from atoll.runtime.modes.swarm.member_process import own_hosts
+from atoll.runtime.modes.swarm.transport import COORDINATOR, Directory, LoopClock, PeerAddress
+
+__all__ = ["GatewayThread", "SiteAccount", "SiteService"]
+
+_PATIENT = Backoff(attempts=1 << 30)
+_PEERS = Backoff(attempts=1 << 30, largest_seconds=2.0)
+_REGISTER_SECONDS = 5.0
+_ANSWER_SECONDS = 20.0
+_LINGER_SECONDS = 600.0  # at the end, for those who are behind
+_LOOK_SECONDS = 0.05
+
+
+class SiteAccount(msgspec.Struct, frozen=True, kw_only=True):
+    """What a site tells of itself when it has ended, and from time to time."""
+
+    ended: str = ""  # why no step follows; empty: one does
+    steps: int = 0
+    waited_seconds: float = 0.0
+    seconds: float = 0.0  # of training
+    received_bytes: int = 0  # from other sites
+
+
+class SiteService:
+    """What sites tell the coordinator. `heard` is called in the fabric's loop."""
+
+    def __init__(self, heard: Callable[[str, SiteAccount], None]) -> None:
+        self._heard = heard
+
+    @allowed("worker")
+    async def account(self, account: SiteAccount, peer: CallingPeer) -> None:
+        """What the caller's site did."""
+        self._heard(peer.name, account)
+
+
+class GatewayThread:
+    """Runs from `start` to `close`; what goes wrong in it, the exchange is told."""
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        address: str,
+        spec: IslandsSpec,
+        exchange: SiteExchange,
+        observer: Observer,
+        links: LinkChoice | None,
+    ) -> None:
+        self._credentials, self._address, self._spec, self._exchange = credentials, address, spec, exchange
+        self._observer, self._links = observer, links
+        self._closing, self._over = threading.Event(), threading.Event()
+        self._account = SiteAccount()
+        self._thread = threading.Thread(target=self._run, name="atoll-gateway", daemon=True)
+
+    def start(self) -> None:
+        """Returns at once."""
+        self._thread.start()
+
+    def tell(self, account: SiteAccount) -> None:
+        """How the site is."""
+        self._account = account
+
+    def close(self, seconds: float = _LINGER_SECONDS) -> None:
+        """Serves the others until the run is over, but no longer than that, and ends."""
+        until = time.monotonic() + seconds
+        while self._thread.is_alive() and time.monotonic() < until and not self._over.is_set():
+            self._thread.join(_LOOK_SECONDS)
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except (AtollError, OSError) as error:
+            self._exchange.fail(error)
+
+    async def _serve(self) -> None:
+        errors: list[BaseException] = []
+        loop, clock = asyncio.get_running_loop(), LoopClock(errors.append)
+        inbox = clock.mailbox()
+
+        def arrived(message: Message) -> None:
+            loop.call_soon_threadsafe(inbox.put, message)
+
+        spec = self._spec
+        member = await asyncio.to_thread(
+            RunMember,
+            self._credentials,
+            services=[RoundService(arrived, spec.settings, self._exchange.form.why_unfit)],
+            fingerprint=spec.fingerprint,
+            observer=self._observer,
+            backoff=_PEERS,
+            links=self._links,
+        )
+        try:
+            host, told = own_hosts(self._address) if self._links is None else (self._links.source,) * 2
+            listening = await asyncio.to_thread(member.fabric.listen, f"{host}:0")
+            coordinator = await asyncio.to_thread(member.join, self._address, _PATIENT)
+            clock.spawn(self._keep_told(coordinator, PeerAddress(f"{told}:{listening.rpartition(':')[2]}")))
+            transport = RoundTransport(member, coordinator)
+            node = SwarmProcess(
+                self._credentials.name, clock, transport, inbox, time.time_ns(), random.Random(secrets.randbits(64)), self._observer
+            )
+            gateway = Gateway(node, self._exchange.site, self._exchange, spec.settings, (COORDINATOR,))
+            self._exchange.attach(loop, gateway.wake)
+            clock.spawn(gateway.run())
+            while not self._closing.is_set() and not errors:
+                await asyncio.sleep(_LOOK_SECONDS)
+                if gateway.finished:
+                    self._exchange.finish()
+                if coordinator.state == "dead" and " left: " in coordinator.lost_because:
+                    self._over.set()
+            if errors:
+                self._exchange.fail(errors[0])
+        finally:
+            await clock.close()
+            await asyncio.to_thread(member.close)
+
+    async def _keep_told(self, coordinator: Remote, place: PeerAddress) -> None:
+        """Where this site listens, and how it is."""
+        while True:
+            account = self._account
+            with suppress(FabricError):
+                await asyncio.wrap_future(coordinator.call_soon(Directory.register, place, timeout_seconds=_ANSWER_SECONDS))
+                await asyncio.wrap_future(coordinator.call_soon(SiteService.account, account, timeout_seconds=_ANSWER_SECONDS))
+            until = time.monotonic() + _REGISTER_SECONDS
+            while account is self._account and time.monotonic() < until:
+                await asyncio.sleep(_LOOK_SECONDS)

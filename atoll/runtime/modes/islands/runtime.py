@@ -1,0 +1,185 @@
+"""Islands as a mode: a coordinator, and the ranks of every site, each site a lockstep world of its own."""
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from atoll.errors import AtollError, JobError
+from atoll.events import EventLog, EventStream
+from atoll.plan.modes.islands import IslandsOptions
+from atoll.plan.sites import SitePart, site_parts
+from atoll.runtime.mode import CapturedJob, ResumePoint, RunContext, RunOutcome
+from atoll.runtime.report import ModeReport, RunSummary, read_prediction
+from atoll.runtime.run_directory import RunDirectory
+from atoll.units import plural
+
+if TYPE_CHECKING:
+    from atoll.fabric.security import Authority
+    from atoll.graph.capture import Captured
+    from atoll.graph.eager import Uncaptured
+    from atoll.job import Job
+    from atoll.runtime.modes.islands.spec import IslandsSpec
+
+__all__ = ["IslandsRuntime"]
+
+_INTERRUPTED = 130
+
+
+class IslandsRuntime:
+    """Lockstep inside each site, the protocol of `control/rounds` between them."""
+
+    def check_options(self, options: msgspec.Struct) -> None:
+        """Numbers of the outer update that cannot be."""
+        own = _own(options)
+        if own.outer_learning_rate is not None and not own.outer_learning_rate > 0:
+            raise JobError(f"--outer-learning-rate: must be positive, got {own.outer_learning_rate}")
+        if own.outer_momentum is not None and not 0 <= own.outer_momentum < 1:
+            raise JobError(f"--outer-momentum: at least 0 and less than 1, got {own.outer_momentum}")
+
+    def check(self, run: RunContext) -> None:
+        """A plan that sites cannot train by themselves, data that cannot be shared out, callbacks that nobody could obey."""
+        from atoll.callbacks import EarlyStopping, takes_run
+        from atoll.data import StreamSamples
+        from atoll.graph.capture import Captured
+        from atoll.runtime.modes.lockstep.layout import Layout
+        from atoll.runtime.modes.lockstep.parallelize import check_lane_sizes
+        from atoll.runtime.stage.sizes import Sizes
+
+        for part in _parts(run):
+            layout = Layout(part.plan)
+            if isinstance(run.captured, Captured):
+                check_lane_sizes(layout, run.captured, Sizes(run.captured))
+        if isinstance(run.job.samples, StreamSamples):
+            raise JobError(
+                "mode islands: each site reads its own part of the data by its place, which a stream has not; give data with a length"
+            )
+        for callback in run.job.callbacks:
+            name = getattr(callback, "__name__", type(callback).__name__)
+            if takes_run(callback) or isinstance(callback, EarlyStopping):
+                raise JobError(
+                    f"mode islands: the callback {name} needs all sites to stop for it, which they do not; use lockstep, or leave it out"
+                )
+        if run.resumed:
+            raise JobError("mode islands: a run cannot be resumed in this mode yet; begin a new one")
+        _spec(run)
+
+    def resume(self, run: RunContext) -> ResumePoint | None:
+        """Nothing yet."""
+        return None
+
+    def hand_over(self, job: "Job", captured: "Captured | Uncaptured") -> CapturedJob:
+        """As to ranks of a lockstep run."""
+        from atoll.runtime.evaluated_programs import capture_evaluated
+        from atoll.runtime.modes.islands import coordinator_process, site_process  # noqa: F401 - for those who are forked from this process
+
+        if captured.graph.eager:
+            return CapturedJob(job, captured, {})
+        try:
+            return CapturedJob(job, captured, capture_evaluated(job))
+        except AtollError:  # ranks find the same, and tell it
+            return CapturedJob(job, captured)
+
+    def launch(self, run: RunContext) -> RunOutcome:
+        """Starts the coordinator and all sites, and waits for their end."""
+        from atoll.runtime.modes.islands.spec import write_islands, write_site
+        from atoll.runtime.modes.islands.supervisor import IslandProcesses, SiteProcesses
+        from atoll.runtime.modes.swarm.spec import write_start
+        from atoll.runtime.modes.swarm.supervisor import free_address
+
+        spec, parts, directory = _spec(run), _parts(run), run.directory
+        hosts = list(dict.fromkeys(_host(device) for part in parts for device in _devices(part)))
+        placement = run.place(hosts, True)
+        address = free_address(placement.address)
+        write_islands(directory, spec)
+        for part in parts:
+            write_site(directory, part, part.site == spec.first, run.settings)
+        _authority(directory)
+        EventLog(directory.path, resume=True).close()  # the run's time goes on from here
+        start = write_start(directory, address, len(parts))
+        _say(run, spec, parts, placement.where)
+        sites = [
+            SiteProcesses(part.site, _devices(part), [placement.hosts[_host(device)] for device in _devices(part)], placement.scripts)
+            for part in parts
+        ]
+        with EventLog.join(directory.path) as log:
+            processes = IslandProcesses(
+                directory,
+                address,
+                sites,
+                store_address=placement.address,
+                here=placement.here,
+                max_restarts=run.max_restarts,
+                observer=EventStream(log, *run.observers, seconds=log.seconds),
+                number=start.number,
+            )
+            code = processes.run()
+        return RunOutcome(code)
+
+    def is_listening(self, directory: RunDirectory) -> bool | None:
+        """Its last event tells."""
+        return None
+
+    def report(self, directory: RunDirectory, summary: RunSummary) -> ModeReport:
+        """What each site gave to the rounds."""
+        from atoll.runtime.modes.islands.report import report_islands
+
+        return report_islands(directory, read_prediction(directory))
+
+
+def _own(options: msgspec.Struct) -> IslandsOptions:
+    assert isinstance(options, IslandsOptions)
+    return options
+
+
+def _parts(run: RunContext) -> tuple[SitePart, ...]:
+    if run.cluster is None:
+        raise JobError("mode islands: the cluster file says which devices are at which site; give it with --cluster")
+    return site_parts(run.plan, run.cluster)
+
+
+def _spec(run: RunContext) -> "IslandsSpec":
+    from atoll.runtime.modes.islands.spec import islands_spec
+
+    assert run.cluster is not None  # or there were no parts
+    model = run.job.build_model("meta")
+    elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    predicted = None if run.captured is None else _step_seconds(run)
+    return islands_spec(run.settings, run.job, run.plan, run.cluster, _own(run.options), elements, predicted)
+
+
+def _step_seconds(run: RunContext) -> float | None:
+    from atoll.cost import Evaluator
+
+    assert run.cluster is not None and run.captured is not None  # noqa: PT018
+    return Evaluator(run.captured.graph, run.cluster).cost(run.plan).step_seconds
+
+
+def _host(device: str) -> str:
+    return device.rpartition("/")[0]
+
+
+def _devices(part: SitePart) -> tuple[str, ...]:
+    from atoll.runtime.modes.lockstep.layout import Layout
+
+    return tuple(Layout(part.plan).devices)
+
+
+def _authority(directory: RunDirectory) -> "Authority":
+    from atoll.fabric.security import Authority
+
+    known = (directory.path / "authority" / "authority.key").exists()
+    return Authority.open(directory.path) if known else Authority.create(directory.path)
+
+
+def _say(run: RunContext, spec: "IslandsSpec", parts: tuple[SitePart, ...], where: str) -> None:
+    choice = spec.choice
+    counted = ", ".join(
+        f"{part.site} ({plural(len(_devices(part)), 'process', 'processes')}, {part.stop - part.start} samples)" for part in parts
+    )
+    run.say(f"starting a coordinator and {plural(len(parts), 'site')} {where}: {counted}; the run is in {run.directory.path}")
+    run.say(
+        f"an update in {choice.codec} every {plural(choice.inner_steps, 'step')}, applied {plural(choice.delay_steps, 'step')} later; "
+        f"outer learning rate {choice.learning_rate:g}, momentum {choice.momentum:g}; quorum {spec.settings.quorum}"
+    )
+    for reason in spec.reasons:
+        run.say(f"  {reason}")

@@ -1,0 +1,96 @@
+"""A rank of a site: lockstep with the site's other ranks; on rank 0 a gateway beside it speaks with the other sites."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from atoll.errors import AtollError
+from atoll.events import Note, Observer
+from atoll.fabric.security import Credentials
+from atoll.fabric.shaped import LinkChoice
+from atoll.job import Job
+from atoll.runtime.mode import CapturedJob
+from atoll.runtime.modes.islands.chunks import ChunkForm
+from atoll.runtime.modes.islands.exchange import SiteExchange
+from atoll.runtime.modes.islands.gateway_thread import GatewayThread, SiteAccount
+from atoll.runtime.modes.islands.site_training import SiteSteps, site_weights
+from atoll.runtime.modes.islands.spec import IslandsSpec, directory_of_site
+from atoll.runtime.modes.islands.weights import SiteWeights
+from atoll.runtime.modes.lockstep.role import Role
+from atoll.runtime.modes.lockstep.worker import RankTraining, training_rank
+from atoll.runtime.run_directory import RunDirectory
+from atoll.runtime.training import train
+
+__all__ = ["train_site"]
+
+
+def train_site(
+    run: RunDirectory,
+    spec: IslandsSpec,
+    site: str,
+    role: Role,
+    job: Job,
+    *,
+    known: CapturedJob | None,
+    credentials: Credentials | None,
+    address: str,
+    observer: Observer,
+    links: LinkChoice | None = None,
+) -> None:
+    """From meeting the site's other ranks to the end of the run. `credentials` are rank 0's, at `address` is the coordinator."""
+    own = spec.site(site)
+    share = job.share(own.start, own.stop, evaluates=site == spec.first)
+    directory = directory_of_site(run, site, site == spec.first)
+    settings = directory.settings()
+    captured = CapturedJob(share, known.captured, known.evaluated if site == spec.first else {}) if known is not None else None
+    gateway: GatewayThread | None = None
+    began = time.monotonic()
+    with training_rank(
+        share, directory.plan(), role, directory=directory, settings=settings, observers=(), own=observer, notes_shown=True,
+        known=captured, cluster=run.load_cluster(),
+    ) as training:  # fmt: skip
+        weights = site_weights(training)
+        exchange = None
+        if credentials is not None:
+            exchange = _exchange(spec, site, weights, training)
+            gateway = GatewayThread(credentials, address, spec, exchange, observer, links)
+            gateway.start()
+        else:
+            weights.gather()
+        with _telling(gateway, training):
+            steps = SiteSteps(training, weights, exchange)
+            if steps.begin():
+                steps.finish()
+                train(training)
+            reason = training.reason or "stopped"
+    if gateway is not None:
+        assert exchange is not None
+        gateway.tell(
+            SiteAccount(ended=reason, steps=exchange.steps, waited_seconds=exchange.times.waited_seconds, seconds=time.monotonic() - began)
+        )
+        gateway.close()
+
+
+def _exchange(spec: IslandsSpec, site: str, weights: SiteWeights, training: RankTraining) -> SiteExchange:
+    row = weights.gather()
+    assert row is not None
+    if row.numel() != spec.elements:
+        raise AtollError(
+            f"{site}: {row.numel()} numbers are trained here, and {spec.elements} elsewhere; the model must be the same at all sites"
+        )
+    form = ChunkForm(spec.elements, spec.settings.chunks)
+    training.trainer.tell(
+        Note(at_seconds=training.trainer.moment(), message=f"{site} exchanges {spec.elements:,} numbers with the other sites")
+    )
+    return SiteExchange(site, row, form, training.job.total_steps)
+
+
+@contextmanager
+def _telling(gateway: GatewayThread | None, training: RankTraining) -> Iterator[None]:
+    """An error ends the gateway at once."""
+    try:
+        yield
+    except BaseException:
+        if gateway is not None:
+            gateway.close(0.0)
+        raise

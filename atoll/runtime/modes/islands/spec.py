@@ -1,0 +1,223 @@
+"""What the processes of sites that train together must know of the run: the sites, their plans, and how rounds are made."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from atoll.cluster import Cluster
+from atoll.cluster.cluster import device_index
+from atoll.codec.registry import make_codec
+from atoll.control.rounds import RoundSettings, RoundTerms
+from atoll.errors import CodecError, JobError
+from atoll.fabric.fingerprint import job_fingerprint
+from atoll.job import Job
+from atoll.plan import Plan
+from atoll.plan.modes.islands import IslandsOptions
+from atoll.plan.sites import SitePart, site_parts
+from atoll.planner.outer_choice import SiteLinks, choose_outer
+from atoll.runtime.outer_update import OuterTerms
+from atoll.runtime.run_directory import RunDirectory, RunSettings, with_checksum
+
+__all__ = [
+    "IslandsSpec",
+    "RoundChoice",
+    "choose_rounds",
+    "directory_of_site",
+    "islands_spec",
+    "links_of",
+    "read_islands",
+    "write_islands",
+    "write_site",
+]
+
+_SPEC = "islands.json"
+_CHUNK_ELEMENTS = 1 << 20  # 4 MB of state, half a megabyte of an update in int4
+_MOST_CHUNKS = 1024
+_GRACE_STEPS = 0.5  # of a round, for which the others are waited
+_START_SECONDS = 120.0  # for all sites to be there before the first round
+
+
+class RoundChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """How a round is made: in `RoundTerms.choice`, as JSON."""
+
+    inner_steps: int  # H
+    delay_steps: int  # τ
+    codec: str
+    learning_rate: float  # η
+    momentum: float  # μ
+    feedback: float = 1.0  # β
+    equal_steps: bool = False  # every site makes all of them
+
+    @property
+    def outer(self) -> OuterTerms:
+        """The numbers of the outer update."""
+        return OuterTerms(learning_rate=self.learning_rate, momentum=self.momentum, feedback=self.feedback)
+
+    def terms(self) -> RoundTerms:
+        """What a coordinator says of a round."""
+        return RoundTerms(0.0, msgspec.json.encode(self).decode())
+
+    @classmethod
+    def of(cls, terms: RoundTerms) -> "RoundChoice":
+        """What was said."""
+        return msgspec.json.decode(terms.choice, type=cls)
+
+
+class SiteSpec(msgspec.Struct, frozen=True):
+    """One site."""
+
+    name: str
+    start: int  # of its samples in every global batch
+    stop: int
+
+
+class IslandsSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The run between sites."""
+
+    sites: tuple[SiteSpec, ...]
+    settings: RoundSettings
+    choice: RoundChoice
+    reasons: tuple[str, ...]
+    elements: int  # numbers that are exchanged
+    steps: int
+    batch_size: int
+    fingerprint: dict[str, str]
+
+    def site(self, name: str) -> SiteSpec:
+        """The one of that name."""
+        return next(site for site in self.sites if site.name == name)
+
+    @property
+    def first(self) -> str:
+        """The site that evaluates, and whose checkpoint the run's is."""
+        return self.sites[0].name
+
+
+def islands_spec(
+    settings: RunSettings, job: Job, plan: Plan, cluster: Cluster, options: IslandsOptions, elements: int, step_seconds: float | None
+) -> IslandsSpec:
+    """What a plan and options mean for a job; JobError for options that mean nothing together."""
+    parts = site_parts(plan, cluster)
+    choice, reasons = choose_rounds(options, links_of(parts, cluster, elements, step_seconds, frugal=options.frugal))
+    quorum = options.quorum if options.quorum is not None else (len(parts) if choice.equal_steps else 1)
+    if quorum > len(parts):
+        raise JobError(f"--quorum {quorum}: there are {len(parts)} sites")
+    rounds = RoundSettings(
+        rounds=math.ceil(job.total_steps / choice.inner_steps),
+        chunks=min(_MOST_CHUNKS, max(1, math.ceil(elements / _CHUNK_ELEMENTS))),
+        quorum=quorum,
+        sites=len(parts),
+        start_seconds=_START_SECONDS,
+        listen_seconds=1.0,
+        grace_seconds=_grace(choice, step_seconds),
+    )
+    sites = tuple(SiteSpec(part.site, part.start, part.stop) for part in parts)
+    config = {"sites": msgspec.to_builtins(sites), "choice": msgspec.to_builtins(choice), "arguments": list(settings.arguments)}
+    return IslandsSpec(
+        sites=sites,
+        settings=rounds,
+        choice=choice,
+        reasons=reasons,
+        elements=elements,
+        steps=job.total_steps,
+        batch_size=job.batch_size,
+        fingerprint=job_fingerprint([Path(settings.script)], config),
+    )
+
+
+def _grace(choice: RoundChoice, step_seconds: float | None) -> float:
+    """How long others are waited for once there is a quorum: where all make all steps, as long as they are heard."""
+    if choice.equal_steps:
+        return 1e9
+    return max(10.0, _GRACE_STEPS * choice.inner_steps * (step_seconds or 0.0))
+
+
+def links_of(parts: Sequence[SitePart], cluster: Cluster, elements: int, step_seconds: float | None, *, frugal: bool) -> SiteLinks | None:
+    """What the choice is made from: the slowest link between two of the sites. None where no step time is known."""
+    if not step_seconds:
+        return None
+    places, names = device_index(cluster), [part.site for part in parts]
+    one = {part.site: places[part.plan.stages[0].devices[0]] for part in parts}
+    links = [cluster.link_between(one[a], one[b]) for a in names for b in names if a < b]
+    return SiteLinks(
+        bytes_per_s=min(link.bytes_per_s for link in links),
+        round_trip_s=2 * max(link.latency_s for link in links),
+        step_s=step_seconds,
+        parameters=elements,
+        sites=len(parts),
+        frugal=frugal,
+        gradients=False,
+    )
+
+
+def choose_rounds(options: IslandsOptions, links: SiteLinks | None) -> tuple[RoundChoice, tuple[str, ...]]:
+    """What was asked for, and for the rest what the links say, with the reasons."""
+    chosen = choose_outer(links) if links is not None else None
+    reasons: tuple[str, ...] = (
+        chosen.reasons
+        if chosen is not None
+        else ("nothing is known of a step's time: H 20, int4, as links of the internet mostly ask for",)
+    )
+    steps = options.inner_steps or (chosen.inner_steps if chosen is not None else 20)
+    few = steps <= 4  # where momentum harms, by the trials
+    delay = options.delay_steps if options.delay_steps is not None else (min(steps, chosen.delay_steps) if chosen is not None else 0)
+    if delay > steps:
+        raise JobError(
+            f"--delay-steps {delay}: an update must be there before the next is made, after {steps} inner steps; give {steps} or fewer"
+        )
+    codec = options.outer_codec or (chosen.codec if chosen is not None else "int4")
+    try:
+        make_codec(codec)
+    except CodecError as error:
+        raise JobError(f"--outer-codec: {error}") from None
+    rate, momentum = (chosen.learning_rate, chosen.momentum) if chosen is not None else (0.6, 0.9)
+    if few:
+        rate, momentum = 1.0, 0.0
+    rate = options.outer_learning_rate if options.outer_learning_rate is not None else rate
+    momentum = options.outer_momentum if options.outer_momentum is not None else momentum
+    asked = [
+        f"{name} {value} as asked for"
+        for name, value in (
+            ("inner steps", options.inner_steps), ("delay steps", options.delay_steps), ("codec", options.outer_codec),
+            ("outer learning rate", options.outer_learning_rate), ("outer momentum", options.outer_momentum),
+        )
+        if value is not None
+    ]  # fmt: skip
+    found = RoundChoice(
+        inner_steps=steps, delay_steps=delay, codec=codec, learning_rate=rate, momentum=momentum, equal_steps=options.equal_steps
+    )
+    return found, (*reasons, *asked)
+
+
+def write_islands(directory: RunDirectory, spec: IslandsSpec) -> None:
+    """For the processes of the run."""
+    directory.write(_SPEC, with_checksum(msgspec.json.format(msgspec.json.encode(spec), indent=1)))
+
+
+def read_islands(path: Path) -> IslandsSpec:
+    """What was written."""
+    return RunDirectory(path).read_as(_SPEC, IslandsSpec)
+
+
+class _SiteDirectory(RunDirectory):
+    """Of a site whose checkpoints are the run's."""
+
+    def __init__(self, path: Path, checkpoints: Path) -> None:
+        super().__init__(path)
+        self.checkpoints = checkpoints
+
+
+def directory_of_site(run: RunDirectory, site: str, first: bool) -> RunDirectory:
+    """Where a site writes what concerns it alone. The first site's checkpoints are the run's own."""
+    path = run.path / "sites" / site
+    return _SiteDirectory(path, run.checkpoints) if first else RunDirectory(path)
+
+
+def write_site(run: RunDirectory, part: SitePart, first: bool, settings: RunSettings) -> None:
+    """What a site's processes find in its directory."""
+    own = directory_of_site(run, part.site, first)
+    own.path.mkdir(parents=True, exist_ok=True)
+    own.write_settings(msgspec.structs.replace(settings, mode=part.plan.mode, options={}))
+    own.write_plan(part.plan)

@@ -1,0 +1,59 @@
+"""A small job for sites that train together: a loss with a token-like weight, so that unequal sites must be weighed exactly.
+
+The first argument is the optimizer. With a file as second argument, no sample of step s is read before the number in the file allows it.
+"""
+
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import atoll
+
+STEPS, BATCH = 12, 10
+OPTIMIZERS = {"sgd": partial(torch.optim.SGD, lr=0.05), "adamw": partial(torch.optim.AdamW, lr=0.01, eps=1e-3)}
+given = [argument for argument in sys.argv[1:] if argument in OPTIMIZERS]  # a test that imports this has arguments of its own
+allowed = Path(sys.argv[2]) if given and len(sys.argv) > 2 else None
+optimizer = OPTIMIZERS[given[0] if given else "sgd"]
+
+
+class Data:
+    def __init__(self) -> None:
+        self.first: dict[int, int] = {}  # the steps that begin with a sample
+
+    def __len__(self) -> int:
+        return STEPS * BATCH
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        while allowed is not None and self.first.get(index, 0) > int(allowed.read_text() or 0):
+            time.sleep(0.02)
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(6, generator=generator), torch.randn(3, generator=generator), torch.rand((), generator=generator) + 0.5
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 24)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(2))
+        self.last = nn.Linear(24, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+def loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    inputs, wanted, weights = batch
+    return (weights[:, None] * (model(inputs) - wanted) ** 2).sum(), weights.sum()
+
+
+data = Data()
+job = atoll.Job(model=Model, loss=loss, data=data, optimizer=optimizer, steps=STEPS, batch_size=BATCH, name="island job")
+data.first = {job.samples.index(step * BATCH + place): step + 1 for step in range(STEPS) for place in range(BATCH)}

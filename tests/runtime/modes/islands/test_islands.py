@@ -1,0 +1,200 @@
+"""Sites as a user starts them: real processes, real TLS, against the formula written down in plain PyTorch and NumPy."""
+
+import json
+import sys
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from atoll.runtime.checkpoint.trained import load_trained
+from tests.warm import run_warm
+
+from . import island_job
+
+pytestmark = pytest.mark.timeout(300)
+
+ATOLL = [sys.executable, "-c", "from atoll.cli import main; main()"]
+SITE = """[[site]]
+name = "{name}"
+network = {{ bandwidth = "1 Gbit/s", latency = "0.1 ms" }}
+  [[site.host]]
+  name = "{host}"
+  devices = [{{ kind = "T4", count = {count} }}]
+"""
+LINK = '[[link]]\nbetween = ["{a}", "{b}"]\nbandwidth = "100 Mbit/s"\nlatency = "10 ms"\n'
+ALONE = ["--outer-codec", "none", "--outer-learning-rate", "1", "--outer-momentum", "0"]
+
+
+def cluster(path: Path, counts: Sequence[int]) -> Path:
+    """A file of sites with so many devices each."""
+    names = ["oslo", "rome", "kyiv", "bern"][: len(counts)]
+    sites = [SITE.format(name=name, host=name[0], count=count) for name, count in zip(names, counts, strict=True)]
+    links = [LINK.format(a=a, b=b) for i, a in enumerate(names) for b in names[i + 1 :]]
+    path.write_text('name = "sites"\n' + "".join(sites) + "".join(links))
+    return path
+
+
+def trained(
+    tmp_path: Path, counts: Sequence[int], options: Sequence[str], optimizer: str, plan: str = ""
+) -> tuple[Path, dict[str, Tensor]]:
+    """A run to its end: its directory, and the weights it leaves."""
+    (tmp_path / "p.plan").write_text(plan)
+    given = ["--plan", str(tmp_path / "p.plan")] if plan else []
+    run, file = tmp_path / "run", cluster(tmp_path / "c.toml", counts)
+    command = [
+        *ATOLL,
+        "run",
+        island_job.__file__,
+        "-c",
+        str(file),
+        *given,
+        "--mode",
+        "islands",
+        "--equal-steps",
+        *options,
+        "--out",
+        str(run),
+    ]
+    done = run_warm([*command, "--", optimizer])
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    model, _ = load_trained(replace(island_job.job, optimizer=island_job.OPTIMIZERS[optimizer]), run)
+    assert model is not None
+    return run, model.state_dict()
+
+
+def losses_of(run: Path) -> list[float]:
+    lines = (json.loads(line) for line in (run / "events.jsonl").read_text("utf-8").splitlines())
+    return [line["loss"] for line in lines if line["event"] == "step_finished"]
+
+
+def samples_of(step: int, start: int, stop: int) -> Any:
+    """Of a site, by hand: its part of the global batch."""
+    places = range(step * island_job.BATCH + start, step * island_job.BATCH + stop)
+    rows = [island_job.data[island_job.job.samples.index(place)] for place in places]
+    return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+
+def int4(values: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    """What arrives of a row of numbers: blocks of 256, each in fifteenths of twice its largest magnitude."""
+    found = np.zeros_like(values)
+    for start in range(0, len(values), 256):
+        block = values[start : start + 256]
+        peak = np.abs(block).max().astype(np.float32)
+        found[start : start + 256] = np.round(block * (np.float32(7) / peak)) * (peak / np.float32(7))
+    return found
+
+
+class Site:
+    """One site of the reference."""
+
+    def __init__(self, start: int, stop: int, optimizer: str) -> None:
+        self.start, self.stop = start, stop
+        self.model = island_job.job.build_model("cpu")
+        self.optimizer = island_job.OPTIMIZERS[optimizer](self.model.parameters())
+        self.names = sorted(name for name, _ in self.model.named_parameters())
+        self.owed = np.zeros(len(self.row()), np.float32)
+
+    def row(self) -> "np.ndarray[Any, Any]":
+        named = dict(self.model.named_parameters())
+        return np.concatenate([named[name].detach().numpy().ravel() for name in self.names]).copy()
+
+    def take(self, row: "np.ndarray[Any, Any]") -> None:
+        named, place = dict(self.model.named_parameters()), 0
+        for name in self.names:
+            count = named[name].numel()
+            named[name].data = torch.from_numpy(row[place : place + count].reshape(named[name].shape).copy())
+            place += count
+
+    def step(self, step: int) -> tuple[float, float]:
+        total, weight = island_job.loss(self.model, samples_of(step, self.start, self.stop))
+        self.optimizer.zero_grad()
+        (total / weight).backward()
+        self.optimizer.step()
+        return float(total.detach()), float(weight)
+
+
+def formula(
+    shares: Sequence[int], optimizer: str, *, steps: int, delay: int, rate: float, momentum: float, coded: bool
+) -> tuple[list[float], dict[str, Tensor]]:
+    """The outer update by hand: losses of all steps, and the common weights after the last round."""
+    bounds = np.cumsum([0, *shares])
+    sites = [Site(int(a), int(b), optimizer) for a, b in pairwise(bounds)]
+    common, moving = sites[0].row(), np.zeros(len(sites[0].row()), np.float32)
+    losses, weights = [], np.zeros(len(sites))
+    pending: list[Any] | None = None
+    for step in range(1, island_job.STEPS + 1):
+        made = [site.step(step - 1) for site in sites]
+        losses.append(sum(total for total, _ in made) / sum(weight for _, weight in made))
+        weights += [weight for _, weight in made]
+        for what in ("finish", "begin", "finish"):
+            last = step == island_job.STEPS
+            if what == "begin" and (step % steps == 0 or last):
+                pending = [step, [site.row() for site in sites], [], weights / weights.sum()]
+                for site, sent in zip(sites, pending[1], strict=True):
+                    whole = (common - sent) + site.owed
+                    arrived = int4(whole) if coded else whole
+                    pending[2].append((arrived, whole - arrived))
+                weights = np.zeros(len(sites))
+            if what == "finish" and pending is not None and (step >= pending[0] + delay or last):
+                mean = sum(share * arrived for share, (arrived, _) in zip(pending[3], pending[2], strict=True)).astype(np.float32)
+                moving = np.float32(momentum) * moving + mean
+                common = common - np.float32(rate) * (mean + np.float32(momentum) * moving)
+                for site, sent, (_, rest) in zip(sites, pending[1], pending[2], strict=True):
+                    site.owed = rest
+                    site.take(common + (site.row() - sent))
+                pending = None
+    sites[0].take(common)
+    return losses, sites[0].model.state_dict()
+
+
+def one_process() -> tuple[list[float], dict[str, Tensor]]:
+    """The same global batches in a loop as anybody writes it."""
+    model: nn.Module = deepcopy(island_job.job.build_model("cpu"))
+    optimizer = island_job.OPTIMIZERS["sgd"](model.parameters())
+    losses = []
+    for step in range(island_job.STEPS):
+        total, weight = island_job.loss(model, samples_of(step, 0, island_job.BATCH))
+        optimizer.zero_grad()
+        (total / weight).backward()
+        optimizer.step()
+        losses.append(float(total.detach() / weight))
+    return losses, model.state_dict()
+
+
+def check_equal(run: Path, found: dict[str, Tensor], losses: list[float], weights: dict[str, Tensor]) -> None:
+    assert losses_of(run) == pytest.approx(losses, rel=1e-5)
+    for name, value in weights.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (2, 2)], ids=str)
+def test_sites_that_average_every_step_are_one_process_on_the_same_batches(counts: tuple[int, ...], tmp_path: Path) -> None:
+    run, found = trained(tmp_path, counts, ["--inner-steps", "1", "--delay-steps", "0", *ALONE], "sgd")
+    check_equal(run, found, *one_process())
+
+
+def test_an_outer_update_in_four_bits_applied_later_is_the_formula(tmp_path: Path) -> None:
+    """Unequal sites; a last round that is shorter."""
+    plan = 'plan v1 graph="island job" cluster=sites mode=islands batch=10 micro_batch=4\nstage 0: layers 0-3: o/0=4 r/0=6\n'
+    options = [
+        "--inner-steps",
+        "5",
+        "--delay-steps",
+        "2",
+        "--outer-codec",
+        "int4",
+        "--outer-learning-rate",
+        "0.6",
+        "--outer-momentum",
+        "0.9",
+    ]
+    run, found = trained(tmp_path, (1, 1), options, "adamw", plan)
+    check_equal(run, found, *formula((4, 6), "adamw", steps=5, delay=2, rate=0.6, momentum=0.9, coded=True))

@@ -14,6 +14,7 @@ that was asked for; then every part that trains makes its step. `docs/parts.md` 
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -33,6 +34,7 @@ from atoll.randomness import mix, own_randomness
 __all__ = ["Collaboration", "Part", "Receive", "TrainedTogether", "check_not_divided", "collaborate", "top_k"]
 
 PartFunction: TypeAlias = Callable[..., Any]
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,31}")
 _SHARED = (
     *("data", "batch_size", "steps", "epochs", "collate_fn", "num_workers", "sampler", "drop_last", "seed"),
     *("eval_data", "eval_every", "callbacks", "name"),
@@ -252,7 +254,9 @@ class Collaboration(Job):
 def check_not_divided(job: Job) -> None:
     """JobError for a collaboration, where one model is to be divided among devices."""
     if isinstance(job, Collaboration):
-        raise JobError("collaborate: parts are computed whole, each in one process; `--alone` trains them all in one")
+        raise JobError(
+            "collaborate: parts are computed whole; train them with --mode parts, each in a process of its own, or --alone, all in one"
+        )
 
 
 def collaborate(*, optimizer: OptimizerBuilder | None = None, **arguments: Any) -> Collaboration:
@@ -284,6 +288,8 @@ def _check_arguments(parts: Mapping[str, Part], rest: Mapping[str, Any]) -> None
     for name in parts:
         if name in known or hasattr(nn.Module, name) or name in ("training", "parts"):
             _wrong(name, "a part cannot be called that; give it another name")
+        if not _NAME.fullmatch(name):
+            _wrong(name, "a part's name is a letter, then up to 31 letters, digits and underscores")
     for name in rest:
         if name not in _SHARED:
             near = difflib.get_close_matches(name, _SHARED, n=1, cutoff=0.6)
@@ -355,6 +361,8 @@ def _check_frozen(name: str, part: Part) -> None:
             _wrong(f"{name}: {argument}", "it does not train (trains=False); leave it out")
     if part.wanted:
         _wrong(f"{name}: receives", "a part that does not train receives nothing: it only teaches others")
+    if part.eval_loss is not None:
+        _wrong(f"{name}: eval_loss", "it does not train (trains=False), and is the same after every step; leave it out")
     if not part.codecs:
         _wrong(name, "it neither trains nor sends anything")
 

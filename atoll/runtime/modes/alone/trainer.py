@@ -86,8 +86,9 @@ def training_alone(
     device: torch.device,
     observers: Sequence[Callback],
     saved_in: tuple[RunDirectory, RunSettings] | None = None,
+    make: "Callable[..., AloneTrainer] | None" = None,
 ) -> Iterator["AloneTrainer"]:
-    """The job on one device, ready for its first step; leaving the block ends the run.
+    """The job on one device, ready for its first step; leaving the block ends the run. `make` is in place of the usual trainer's class.
 
     Whatever ends it — the last step, Ctrl-C, `StopTraining`, a loss that is not finite — the weights are those after a whole step.
     With `saved_in`, a run's directory that this process holds, it goes on from the checkpoint there, if there is one, and saves into it:
@@ -96,7 +97,7 @@ def training_alone(
     if device.type == "cpu":
         keep_freed_memory()
     with _polite_interrupt() as interrupt:
-        trainer = _trainer_class(job)(job, device, observers, saved_in, interrupt)
+        trainer = (make or _trainer_class(job))(job, device, observers, saved_in, interrupt)
         try:
             trainer.begin()
             yield trainer
@@ -198,8 +199,12 @@ class AloneTrainer:
             self.mode = settings.mode
             self.seconds_before = directory.last_moment()
             checkpoints = _checkpointer(directory, settings, job, self.model, self.optimizers)
-            self._resume(checkpoints.load(held_tensors(self.model), optimizers=self.optimizers))
+            self._resume(self.load_checkpoint(checkpoints))
             self.saving = checkpoints, SavePolicy(settings.checkpoint_every, step=len(self.losses), moment=self.moment())
+
+    def load_checkpoint(self, checkpoints: Checkpointer) -> Loaded | None:
+        """What the run goes on from; None where it begins."""
+        return checkpoints.load(held_tensors(self.model), optimizers=self.optimizers)
 
     def _resume(self, loaded: Loaded | None) -> None:
         """Go on where the run's checkpoint is, if it has one."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from atoll.callbacks import BestCheckpoint, EarlyStopping, RunHandle, Snapshot
     from atoll.cluster import Cluster, load_cluster
+    from atoll.collaboration import Part, Receive, collaborate, top_k
     from atoll.errors import AtollError
     from atoll.events import StopTraining
     from atoll.graph import Graph, default, pipeline, replica, split, stage
@@ -27,12 +28,15 @@ __all__ = [
     "EarlyStopping",
     "Graph",
     "Job",
+    "Part",
     "Plan",
+    "Receive",
     "RunHandle",
     "RunResult",
     "Snapshot",
     "StopTraining",
     "capture",
+    "collaborate",
     "default",
     "from_trainer",
     "load_cluster",
@@ -42,6 +46,7 @@ __all__ = [
     "split",
     "stage",
     "step",
+    "top_k",
 ]
 
 _HOME = {
@@ -51,12 +56,15 @@ _HOME = {
     "EarlyStopping": "atoll.callbacks",
     "Graph": "atoll.graph",
     "Job": "atoll.job",
+    "Part": "atoll.collaboration",
     "Plan": "atoll.plan",
+    "Receive": "atoll.collaboration",
     "RunHandle": "atoll.callbacks",
     "RunResult": "atoll.job",
     "Snapshot": "atoll.callbacks",
     "StopTraining": "atoll.events",
     "capture": "atoll.graph.capture",
+    "collaborate": "atoll.collaboration",
     "default": "atoll.graph",
     "from_trainer": "atoll.hugging_face.trainer",
     "load_cluster": "atoll.cluster",
@@ -66,6 +74,7 @@ _HOME = {
     "split": "atoll.graph",
     "stage": "atoll.graph",
     "step": "atoll.loop",
+    "top_k": "atoll.collaboration",
 }
 
 

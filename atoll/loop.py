@@ -25,6 +25,7 @@ from atoll.blame import SentenceIfUncaught, in_words, showing_lines
 from atoll.built_optimizer import UntouchedOptimizer, built_anew
 from atoll.callbacks import Callback
 from atoll.cluster import Cluster
+from atoll.collaboration import check_not_divided
 from atoll.data import Batch, Dataset
 from atoll.errors import AtollError, JobError, JobFailedError
 from atoll.events import Evaluated, EventLog
@@ -129,6 +130,7 @@ def _opened_alone(job: Job, arguments: RunArguments, own_loop: bool) -> Iterator
 def _opened_among_others(job: Job, arguments: RunArguments, role: Role) -> Iterator[Training]:
     from atoll.runtime.modes.lockstep.worker import training_among_others  # what one process alone need not load
 
+    check_not_divided(job)
     with Progress(quiet=not arguments.progress) as shown:
         observers: list[Callback] = [shown] if arguments.progress and role.rank == 0 else []
         with training_among_others(

@@ -14,7 +14,8 @@ from atoll.plan.modes import mode_names
 ROOT = Path(atoll.__file__).parent
 ROAD = (
     "errors", "blame", "units", "randomness", "events", "data", "callbacks", "model_identity", "weights", "built_optimizer", "job",
-    "script", "hugging_face", "graph", "cluster", "codec", "privacy", "plan", "cost", "planner", "fabric", "control", "runtime",
+    "script", "hugging_face", "graph", "cluster", "codec", "privacy", "collaboration", "plan", "cost", "planner", "fabric", "control",
+     "runtime",
     "simulate", "lab", "watch", "loop", "cli",
 )  # fmt: skip
 """A file or folder imports only from those before it: docs/layout.md."""
@@ -137,10 +138,12 @@ def test_docs_and_road_agree() -> None:
 
 def test_the_public_names_change_on_purpose() -> None:
     assert atoll.__all__ == [
-        *["AtollError", "BestCheckpoint", "Cluster", "EarlyStopping", "Graph", "Job", "Plan", "RunHandle", "RunResult", "Snapshot"],
+        *["AtollError", "BestCheckpoint", "Cluster", "EarlyStopping", "Graph", "Job", "Part", "Plan"],
+        *["Receive", "RunHandle", "RunResult", "Snapshot"],
         *[
             "StopTraining",
             "capture",
+            "collaborate",
             "default",
             "from_trainer",
             "load_cluster",
@@ -150,6 +153,7 @@ def test_the_public_names_change_on_purpose() -> None:
             "split",
             "stage",
             "step",
+            "top_k",
         ],
     ]
 

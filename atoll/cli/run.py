@@ -1,5 +1,6 @@
 """`atoll run SCRIPT --cluster FILE`: plan the job, show the plan, and have its mode train it."""
 
+import ast
 import os
 import shlex
 import time
@@ -27,12 +28,13 @@ from atoll.errors import AtollError, ClusterError, JobError, PlanError
 from atoll.events import EventLog, PhaseFinished, PlanChosen, Warned
 from atoll.plan import Plan, load_plan, validate
 from atoll.plan.link_codecs import PlanCodecs
-from atoll.plan.modes import ModeRules, default_rules, mode_rules
+from atoll.plan.modes import ModeRules, collaboration_rules, default_rules, mode_rules
 from atoll.plan.modes.alone import ALONE
+from atoll.plan.modes.parts import PartLoad, place_parts
 from atoll.runtime.mode import ModeRuntime, RunContext, mode_runtime
 from atoll.runtime.run_directory import SPEEDS, RunDirectory, RunSettings, run_lock, with_checksum
 from atoll.runtime.supervise.placement import Placement, place_processes
-from atoll.units import format_seconds
+from atoll.units import format_seconds, plural
 
 if TYPE_CHECKING:
     from atoll.job import Job
@@ -71,7 +73,7 @@ def run(
     """Plan the job and train it: a process for every device of the plan, here or over ssh. What follows `--` is the script's own."""
     arguments = tuple(context.obj or ())
     before = RunDirectory(resume).settings() if resume is not None else None
-    rules = _mode(mode, alone, plan, before)
+    rules = _mode(mode, alone, plan, before, script)
     own, runtime = chosen_options(rules, options, before), mode_runtime(rules.name)
     runtime.check_options(own)
     directory, settings = _directory(script, arguments, out, resume, checkpoint_every, keep_last)
@@ -178,8 +180,8 @@ class _Prepared:
     phases: tuple[PhaseFinished, ...] = ()  # what it took to prepare
 
 
-def _mode(mode: str | None, alone: bool, plan: Path | None, before: RunSettings | None) -> ModeRules:
-    """The mode asked for; else the given plan's, that of the run before, or the usual one."""
+def _mode(mode: str | None, alone: bool, plan: Path | None, before: RunSettings | None, script: str) -> ModeRules:
+    """The mode asked for; else the given plan's, that of the run before, or the usual one for such a script."""
     if alone:
         if mode not in (None, ALONE.name):
             raise JobError(f"--alone: short for `--mode {ALONE.name}`, but --mode {mode} is given; leave one of them out")
@@ -188,7 +190,21 @@ def _mode(mode: str | None, alone: bool, plan: Path | None, before: RunSettings 
         mode = load_plan(plan).mode
     if mode is None and before is not None:
         mode = before.mode
-    return mode_rules(mode) if mode is not None else default_rules()
+    if mode is not None:
+        return mode_rules(mode)
+    return collaboration_rules() if _collaborates(script) else default_rules()
+
+
+def _collaborates(script: str) -> bool:
+    """Whether a script says `atoll.collaborate`; it is read, not run, which would take PyTorch."""
+    try:
+        tree = ast.parse(Path(script).read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):  # whoever loads it says what is wrong
+        return False
+    return any(isinstance(node, ast.Attribute) and node.attr == "collaborate" for node in ast.walk(tree)) or any(
+        isinstance(node, ast.ImportFrom) and node.module == "atoll" and any(name.name == "collaborate" for name in node.names)
+        for node in ast.walk(tree)
+    )
 
 
 def _prepare(
@@ -200,6 +216,8 @@ def _prepare(
     constants: Calibration | None,
     start: ForkableStart,
 ) -> _Prepared:
+    if rules.for_collaborations:
+        return _prepare_parts(script, arguments, options, given)
     if not rules.needs_devices and given.plan is None and given.cluster_file is None:
         return _prepare_here(script, arguments, rules, options)
     plan = given.plan or given.plan_before(rules)
@@ -251,6 +269,31 @@ def _prepare_here(script: str, arguments: tuple[str, ...], rules: ModeRules, opt
     job = found.job
     plan = rules.plan_here(job.name, job.batch_size, job.micro_batch_size or job.batch_size)
     return _Prepared(plan, options, job, reasons=("one process on this machine, as asked for",), own_loop=found.own_loop)
+
+
+def _prepare_parts(script: str, arguments: tuple[str, ...], options: msgspec.Struct, given: _Given) -> _Prepared:
+    """Parts are not captured: each is computed whole. What decides where is how large they are."""
+    from atoll.collaboration import Collaboration
+    from atoll.script import load_job
+
+    if given.codec != "none":
+        raise JobError(f"--codec {given.codec}: every part says how what it sends is sent (sends={{…}}); leave it out")
+    job = load_job(script, arguments)
+    if not isinstance(job, Collaboration):
+        raise JobError(f"{script}: mode parts trains what atoll.collaborate makes, and this job is one model; leave --mode out")
+    cluster = given.cluster(needed=False)
+    sizes = {name: sum(p.numel() for p in one.build_model("meta").parameters()) for name, one in job.part_jobs.items()}
+    loads = [PartLoad(name, sizes[name], part.trains, part.site, part.precision) for name, part in job.parts.items()]
+    plan, reasons = place_parts(loads, cluster, job.name, job.batch_size)
+    if given.plan is not None:
+        if len(given.plan.stages) != len(job.parts):
+            raise PlanError(f"{given.plan_file}: it has {plural(len(given.plan.stages), 'stage')}, and the job {len(job.parts)} parts")
+        plan, reasons = given.plan, ("given with --plan",)
+    for reason in reasons:
+        say(reason)
+    return _Prepared(
+        plan, options, job, cluster, cluster if cluster is not None and cluster.name == plan.cluster else None, reasons=reasons
+    )
 
 
 def _validate(plan: Plan, model: Target, cluster: Cluster | None, file: Path | None) -> None:

@@ -63,7 +63,8 @@ def load_target(name: str, batch_size: int | None = None, arguments: Sequence[st
 def _from_script(path: str, batch_size: int | None, arguments: Sequence[str]) -> Target:
     """Import the script and capture its job. What the script prints goes to stderr, so that `--json` stays JSON."""
     with working(f"capturing {path}"), stdout_to_stderr():
-        from atoll.graph.eager import capture_or_run  # PyTorch takes seconds to load, and presets do without it
+        from atoll.collaboration import check_not_divided  # PyTorch takes seconds to load, and presets do without it
+        from atoll.graph.eager import capture_or_run
         from atoll.script import load_script, seen_arguments
 
         started = time.perf_counter()
@@ -71,6 +72,7 @@ def _from_script(path: str, batch_size: int | None, arguments: Sequence[str]) ->
         script_seconds = time.perf_counter() - started
         job = found.job
         with located(path), seen_arguments(path, arguments):
+            check_not_divided(job)
             captured = capture_or_run(job, check=True, most_bytes=memory_to_try())
             seconds = time.perf_counter() - started
             size = batch_size or job.batch_size

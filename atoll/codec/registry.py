@@ -8,21 +8,26 @@ import torch
 from atoll.codec.base import Codec, Encoded, EncodedPart, Header, NoCodec, dtype_of, one_thread
 from atoll.codec.blocks import BLOCK, Bf16, BlockCodec, Fp16, Int4, Int8
 from atoll.codec.top_k import TopK
+from atoll.codec.top_logits import TopLogits
 from atoll.codec.two_bit import SparseTwoBit, TwoBit
 from atoll.errors import CodecError
 
 __all__ = ["FixedSizeCodec", "decode", "encoded_from", "make_codec", "parts_of", "relative_error"]
 
-_FORMATS: Mapping[str, type[Codec]] = {codec.name: codec for codec in (NoCodec, Bf16, Fp16, Int8, Int4, TwoBit, TopK, SparseTwoBit)}
+_FORMATS: Mapping[str, type[Codec]] = {
+    codec.name: codec for codec in (NoCodec, Bf16, Fp16, Int8, Int4, TwoBit, TopK, SparseTwoBit, TopLogits)
+}
 
 
 def make_codec(text: str) -> Codec:
-    """The codec a text names: `none`, `bf16`, `fp16`, `int8`, `int4`, `2-bit`, `top-k:0.01` (the share kept) or `top-k-2-bit:64`."""
+    """The codec a text names: `none`, `bf16`, `fp16`, `int8`, `int4`, `2-bit`, `top-k:0.01` (the share kept), `top-k-2-bit:64` (of every
+    4,096) or `top-logits:16` (of every row)."""
     name, colon, strength = text.partition(":")
     if colon and name in _WITH_STRENGTH:
         return _WITH_STRENGTH[name](strength)
     if colon or name not in _FORMATS or name in _WITH_STRENGTH:
-        raise CodecError(f"there is no codec {text!r}; write none, bf16, fp16, int8, int4, 2-bit, top-k:0.01 or top-k-2-bit:64")
+        known = "none, bf16, fp16, int8, int4, 2-bit, top-k:0.01, top-k-2-bit:64 or top-logits:16"
+        raise CodecError(f"there is no codec {text!r}; write {known}")
     return _FORMATS[name]()
 
 
@@ -35,12 +40,24 @@ def _make_top_k(strength: str) -> Codec:
 
 
 def _make_sparse_two_bit(strength: str) -> Codec:
+    return SparseTwoBit(_whole("top-k-2-bit", strength, "64"))
+
+
+def _make_top_logits(strength: str) -> Codec:
+    return TopLogits(_whole("top-logits", strength, "16"))
+
+
+def _whole(name: str, strength: str, example: str) -> int:
     if not (strength.isascii() and strength.isdecimal()):
-        raise CodecError(f"codec 'top-k-2-bit:{strength}': {strength!r} is not a whole number; write top-k-2-bit:64")
-    return SparseTwoBit(int(strength))
+        raise CodecError(f"codec '{name}:{strength}': {strength!r} is not a whole number; write {name}:{example}")
+    return int(strength)
 
 
-_WITH_STRENGTH: Mapping[str, Callable[[str], Codec]] = {"top-k": _make_top_k, "top-k-2-bit": _make_sparse_two_bit}
+_WITH_STRENGTH: Mapping[str, Callable[[str], Codec]] = {
+    "top-k": _make_top_k,
+    "top-k-2-bit": _make_sparse_two_bit,
+    "top-logits": _make_top_logits,
+}
 
 
 def parts_of(header: Header) -> tuple[EncodedPart, ...]:

@@ -12,17 +12,19 @@ from atoll.errors import PlanError
 from atoll.plan.modes.rules import Failures, ModeRules, hosts_of
 
 __all__ = [
-    "Failures", "ModeRules", "default_rules", "find_rules", "hosts_of", "installed_modes", "mode_names", "mode_rules",
-    "starts_in_first_step",
+    "Failures", "ModeRules", "collaboration_rules", "default_rules", "find_rules", "hosts_of", "installed_modes", "mode_names",
+    "mode_rules", "starts_in_first_step",
 ]  # fmt: skip
 
 _GROUP = "atoll.modes"
 _DEFAULT = "lockstep"
+_COLLABORATION = "parts"
 _OWN = {
     "lockstep": "atoll.plan.modes.lockstep:LOCKSTEP",
     "swarm": "atoll.plan.modes.swarm:SWARM",
     "islands": "atoll.plan.modes.islands:ISLANDS",
     "alone": "atoll.plan.modes.alone:ALONE",
+    "parts": "atoll.plan.modes.parts:PARTS",
 }
 
 
@@ -69,6 +71,11 @@ def starts_in_first_step(mode: str) -> bool:
 def default_rules() -> ModeRules:
     """Of the mode that is meant where none is named, and that others must be better than to be chosen."""
     return mode_rules(_DEFAULT)
+
+
+def collaboration_rules() -> ModeRules:
+    """Of the mode that is meant where a script makes a collaboration and no mode is named."""
+    return mode_rules(_COLLABORATION)
 
 
 def installed_modes() -> tuple[ModeRules, ...]:

@@ -53,6 +53,7 @@ class ModeRules:
     schedules: ClassVar[tuple[Schedule, ...]] = ("1f1b", "gpipe")  # that are searched
     most_staleness: ClassVar[int] = 0  # steps by which a reduction may lag
     reduces_after_all_stages: ClassVar[bool] = False  # no backward hides reductions: they begin when all stages have ended
+    for_collaborations: ClassVar[bool] = False  # it trains what atoll.collaborate makes, part by part, and nothing else
     runs_loops: ClassVar[bool] = False  # scripts may make the steps themselves (`atoll.step`)
     sites_apart: ClassVar[bool] = False  # each site trains the whole model by itself, in a plan of its own (`plan/sites.py`)
     others_join: ClassVar[bool] = False  # while it runs, over links that no plan names

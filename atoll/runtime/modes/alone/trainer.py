@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from atoll.blame import in_words, users_code
 from atoll.callbacks import Callback, Snapshot, callback_states, logged, restore_callbacks, with_run
 from atoll.cluster.memory import keep_freed_memory
+from atoll.collaboration import Collaboration
 from atoll.data import Batch, Dataset, to_device
 from atoll.errors import JobError, JobFailedError
 from atoll.events import (
@@ -62,7 +63,7 @@ from atoll.runtime.training import Reason, train
 from atoll.runtime.turns import optimizer_names, schedule_of, training_only
 from atoll.runtime.whole_program import OwnCounts, PieceCounts, WholeProgram, divided_program
 
-__all__ = ["AloneTrainer", "train_alone", "training_alone"]
+__all__ = ["AloneTrainer", "TakenTurn", "train_alone", "training_alone"]
 
 
 def train_alone(
@@ -85,8 +86,9 @@ def training_alone(
     device: torch.device,
     observers: Sequence[Callback],
     saved_in: tuple[RunDirectory, RunSettings] | None = None,
+    make: "Callable[..., AloneTrainer] | None" = None,
 ) -> Iterator["AloneTrainer"]:
-    """The job on one device, ready for its first step; leaving the block ends the run.
+    """The job on one device, ready for its first step; leaving the block ends the run. `make` is in place of the usual trainer's class.
 
     Whatever ends it — the last step, Ctrl-C, `StopTraining`, a loss that is not finite — the weights are those after a whole step.
     With `saved_in`, a run's directory that this process holds, it goes on from the checkpoint there, if there is one, and saves into it:
@@ -95,7 +97,7 @@ def training_alone(
     if device.type == "cpu":
         keep_freed_memory()
     with _polite_interrupt() as interrupt:
-        trainer = AloneTrainer(job, device, observers, saved_in, interrupt)
+        trainer = (make or _trainer_class(job))(job, device, observers, saved_in, interrupt)
         try:
             trainer.begin()
             yield trainer
@@ -109,6 +111,14 @@ def training_alone(
         finally:
             trainer.close()
         trainer.finish(trainer.reason or "stopped", "")
+
+
+def _trainer_class(job: Job) -> "type[AloneTrainer]":
+    if not isinstance(job, Collaboration):
+        return AloneTrainer
+    from atoll.runtime.modes.alone.collaboration import CollaborationTrainer  # it is one of these
+
+    return CollaborationTrainer
 
 
 class _Handle:
@@ -189,8 +199,12 @@ class AloneTrainer:
             self.mode = settings.mode
             self.seconds_before = directory.last_moment()
             checkpoints = _checkpointer(directory, settings, job, self.model, self.optimizers)
-            self._resume(checkpoints.load(held_tensors(self.model), optimizers=self.optimizers))
+            self._resume(self.load_checkpoint(checkpoints))
             self.saving = checkpoints, SavePolicy(settings.checkpoint_every, step=len(self.losses), moment=self.moment())
+
+    def load_checkpoint(self, checkpoints: Checkpointer) -> Loaded | None:
+        """What the run goes on from; None where it begins."""
+        return checkpoints.load(held_tensors(self.model), optimizers=self.optimizers)
 
     def _resume(self, loaded: Loaded | None) -> None:
         """Go on where the run's checkpoint is, if it has one."""
@@ -410,9 +424,10 @@ class AloneTrainer:
         self.data_seconds = self.loading_seconds = 0.0
         self.kept = []
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        made = [self._take(step, turn) for turn in self.turns]
+        made = self.take_turns(step)
         self._whole = True
-        loss, norms = sum(one.loss for one in made), [one.norm for one in made if one.norm is not None]
+        losses = {turn.name: one.loss for turn, one in zip(self.turns, made, strict=True) if one.loss is not None}
+        loss, norms = sum(losses.values()), [one.norm for one in made if one.norm is not None]
         self.losses.append(loss)
         return StepFinished(
             at_seconds=self.moment(),
@@ -427,10 +442,14 @@ class AloneTrainer:
             applied=made[0].applied,
             data_seconds=self.data_seconds,
             loading_seconds=self.loading_seconds,
-            losses={turn.name: one.loss for turn, one in zip(self.turns, made, strict=True) if turn.name},
+            losses={name: value for name, value in losses.items() if name},
         )
 
-    def _take(self, step: int, turn: "_Turn") -> "_Taken":
+    def take_turns(self, step: int) -> "list[TakenTurn]":
+        """All that the step's turns do, one after another."""
+        return [self._take(step, turn) for turn in self.turns]
+
+    def _take(self, step: int, turn: "_Turn") -> "TakenTurn":
         """One loss, its gradient and the step of its optimizer."""
         self.key.step, self.key.turn = step, turn.number
         turn.optimizer.zero_grad()
@@ -438,7 +457,7 @@ class AloneTrainer:
             loss, weight = self._accumulate_gradient(step, turn)
         overflowed = turn.updater.unscale()
         norm = self._clip(step, turn, overflowed)
-        return _Taken(loss, weight, norm, turn.updater.apply(Update(step, overflowed=overflowed)))
+        return TakenTurn(loss, weight, norm, turn.updater.apply(Update(step, overflowed=overflowed)))
 
     def _accumulate_gradient(self, step: int, turn: "_Turn") -> tuple[float, float]:
         """The gradient of the global batch's loss, left in `.grad`; returns the loss and what it was divided by."""
@@ -582,9 +601,9 @@ class AloneTrainer:
 
     def _clip(self, step: int, turn: "_Turn", overflowed: bool) -> float | None:
         """By PyTorch's own function, as anyone would. In fp16 overflow is ordinary: the step is skipped."""
-        if self.job.max_grad_norm is None or overflowed:
+        if turn.job.max_grad_norm is None or overflowed:
             return None
-        norm = float(nn.utils.clip_grad_norm_(turn.updater.parameters, self.job.max_grad_norm))
+        norm = float(nn.utils.clip_grad_norm_(turn.updater.parameters, turn.job.max_grad_norm))
         if not math.isfinite(norm) and not self.scale.enabled:
             self._not_finite(step, "gradient", norm)
         return norm if math.isfinite(norm) else None
@@ -605,18 +624,21 @@ class AloneTrainer:
 
     def _evaluate(self, dataset: Dataset, *, planned: bool = False) -> None:
         """A schedule that waits for a plateau hears of evaluations that the job planned."""
-        if self.evaluator is None or self.evaluator.dataset is not dataset:
-            if self.evaluator is not None:
-                self.evaluator.close()
-            self.evaluator = ModelEvaluator(self.job, self.model, self.device, dataset, self.compiler)
-        with self._averaged_weights() if self.job.eval_ema else nullcontext():
-            found = self.evaluator.run(len(self.losses))
+        found = self._evaluated(dataset)
         if planned:
             for turn in self.turns:
                 turn.updater.evaluated(len(self.losses), found.loss)
             self._unevaluated = False
         self.evaluations.append(msgspec.structs.replace(found, at_seconds=self.moment()))
         self.emit(self.evaluations[-1])
+
+    def _evaluated(self, dataset: Dataset) -> Evaluated:
+        if self.evaluator is None or self.evaluator.dataset is not dataset:
+            if self.evaluator is not None:
+                self.evaluator.close()
+            self.evaluator = ModelEvaluator(self.job, self.model, self.device, dataset, self.compiler)
+        with self._averaged_weights() if self.job.eval_ema else nullcontext():
+            return self.evaluator.run(len(self.losses))
 
     @contextmanager
     def _averaged_weights(self) -> Iterator[None]:
@@ -648,10 +670,10 @@ class _Turn:
         return f"the loss of {self.name!r}" if self.name else "the loss"
 
 
-class _Taken(NamedTuple):
+class TakenTurn(NamedTuple):
     """What a turn found and did."""
 
-    loss: float
+    loss: float | None  # None: of a collaboration's part that others train
     weight: float
     norm: float | None
     applied: bool

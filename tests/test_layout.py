@@ -15,7 +15,7 @@ ROOT = Path(atoll.__file__).parent
 ROAD = (
     "errors", "blame", "units", "randomness", "events", "data", "callbacks", "model_identity", "weights", "built_optimizer", "job",
     "script", "hugging_face", "graph", "cluster", "codec", "privacy", "collaboration", "plan", "cost", "planner", "fabric", "control",
-     "runtime",
+    "runtime",
     "simulate", "lab", "watch", "loop", "cli",
 )  # fmt: skip
 """A file or folder imports only from those before it: docs/layout.md."""

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from atoll.blame import users_code
 from atoll.collaboration import Collaboration
 from atoll.errors import JobFailedError
 from atoll.events import AnyEvent, MemberChanged, Restarted, StopRequested, StopTraining, Warned
@@ -106,10 +107,16 @@ class PartsProcesses:
             if part in self._ending:
                 continue  # it is made again
             for told in self._events.add(part, event):
-                try:
-                    self._emit(told)
-                except StopTraining:
+                if self._asks_to_stop(told):
                     self._stop("a callback stops the run after the next steps")
+
+    def _asks_to_stop(self, event: AnyEvent) -> bool:
+        with users_code(f"step {self._events.step}: a callback, told of {event.kind},", JobFailedError):
+            try:
+                self._emit(event)
+            except StopTraining:
+                return True
+        return False
 
     def _stop(self, message: str) -> None:
         self._emit(StopRequested(source="run", message=message))

@@ -124,7 +124,7 @@ class PartsProcesses:
 
     def ended(self, spec: ProcessSpec, code: int, how: str) -> None:
         """Starts it again, or all that train, or goes on without it, or fails."""
-        part = spec.role
+        part = spec.name
         if part in self._ending:
             self._supervisor.tell_end(spec, code, how, "restart")
             self._ending.discard(part)
@@ -134,7 +134,7 @@ class PartsProcesses:
         self._hear()  # what it said before
         if code > 0:
             self._supervisor.tell_end(spec, code, how, "stop")
-            raise JobFailedError("")  # it has said why
+            raise JobFailedError(f"{part} failed, and the run with it; what it said is above")
         again = self._restarts_left > 0 and code < 0
         if self._job.parts[part].trains:
             self._trained_died(spec, code, how, again)
@@ -142,7 +142,7 @@ class PartsProcesses:
             self._teacher_died(spec, code, how, again)
 
     def _trained_died(self, spec: ProcessSpec, code: int, how: str, again: bool) -> None:
-        part = spec.role
+        part = spec.name
         self._supervisor.tell_end(spec, code, how, "restart" if again else "stop")
         if not again:
             advice = "--max-restarts has all parts started again from the last checkpoint"
@@ -167,7 +167,7 @@ class PartsProcesses:
             self._start(name)
 
     def _teacher_died(self, spec: ProcessSpec, code: int, how: str, again: bool) -> None:
-        part = spec.role
+        part = spec.name
         waiting = [name for name in self._trained if self._needs(name, part)]
         self._supervisor.tell_end(spec, code, how, "restart" if again else "stop" if waiting else "continue")
         self._emit(MemberChanged(name=part, state="dead", role="part", host=spec.host.name, reason=how))
@@ -191,7 +191,7 @@ class PartsProcesses:
         self._supervisor.start(
             ProcessSpec(
                 name=name,
-                role=name,
+                role="part",
                 host=place.host,
                 command=(place.host.python, "-m", "atoll.cli.part_process", place.source, self._address, called),
                 environment={TOKEN: self._authority.issue_token("worker", lifetime_seconds=_TOKEN_SECONDS, own=True)},

@@ -166,11 +166,25 @@ class Collaboration(Job):
             _check_parts(self.parts)
         super().__post_init__()
         with SentenceIfUncaught():
-            self._check_evaluation()
+            self._check_shared()
             for name in self.parts:
                 _ = self.part_jobs[name]  # a wrong figure is told now
 
-    def _check_evaluation(self) -> None:
+    def _check_shared(self) -> None:
+        for argument in (
+            "micro_batch_size",
+            "max_grad_norm",
+            "scheduler",
+            "weights",
+            "ema_decay",
+            "parameter_groups",
+            "metrics",
+            "compile",
+        ):
+            if getattr(self, argument):
+                _wrong(argument, "is not for all parts together; a part may have its own scheduler, max_grad_norm, weights and metrics")
+        if self.precision != "fp32":
+            _wrong("precision", "every part has its own; give it to the parts")
         evaluated = any(part.eval_loss is not None for part in self.parts.values())
         if self.eval_data is not None and not evaluated:
             _wrong("eval_data", "no part says what to evaluate: give one an eval_loss")

@@ -11,7 +11,7 @@ from atoll.plan import modes as registry
 from atoll.plan.modes import default_rules, find_rules, installed_modes, mode_names, mode_rules
 
 HEAD = "plan v1 graph=g cluster=c mode={mode} batch=4 micro_batch=2\nstage 0: layers 0-1: a/0=4\n"
-OWN = ("lockstep", "swarm", "islands", "alone")
+OWN = ("lockstep", "swarm", "islands", "alone", "parts")
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ __all__ = ["HubLink", "Peers", "Source"]
 
 Result = TypeVar("Result")
 _ANSWER_SECONDS = POLL_SECONDS + 40.0
+_FETCH_SECONDS = 600.0  # a large tensor over a slow link takes its time; that a peer is gone is noticed otherwise
 _CONNECT_SECONDS = 20.0
 _AGAIN_SECONDS = 0.2
 _LOOK_SECONDS = 0.5
@@ -117,7 +118,7 @@ class Peers:
         while True:
             try:
                 remote = await self._remote(part)
-                found = await remote.call(ExchangeService.fetch, wanted, timeout_seconds=_ANSWER_SECONDS)
+                found = await remote.call(ExchangeService.fetch, wanted, timeout_seconds=_FETCH_SECONDS)
                 if found.header is not None:
                     return found
             except (PeerLostError, DeadlineError):

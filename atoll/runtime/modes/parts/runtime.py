@@ -110,7 +110,7 @@ class PartsRuntime:
             try:
                 processes.run()
             except BaseException as error:
-                stream(_finished(job, events, "failed", in_words(error), time.monotonic() - began))
+                stream(_finished(job, events, "failed", str(error) or in_words(error), time.monotonic() - began))
                 raise
             finally:
                 write_measured_parts(run.directory, events.measured(devices))

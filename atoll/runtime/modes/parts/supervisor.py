@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from atoll.blame import users_code
 from atoll.collaboration import Collaboration
 from atoll.errors import JobFailedError
 from atoll.events import AnyEvent, MemberChanged, Restarted, StopRequested, StopTraining, Warned
@@ -106,10 +107,16 @@ class PartsProcesses:
             if part in self._ending:
                 continue  # it is made again
             for told in self._events.add(part, event):
-                try:
-                    self._emit(told)
-                except StopTraining:
+                if self._asks_to_stop(told):
                     self._stop("a callback stops the run after the next steps")
+
+    def _asks_to_stop(self, event: AnyEvent) -> bool:
+        with users_code(f"step {self._events.step}: a callback, told of {event.kind},", JobFailedError):
+            try:
+                self._emit(event)
+            except StopTraining:
+                return True
+        return False
 
     def _stop(self, message: str) -> None:
         self._emit(StopRequested(source="run", message=message))
@@ -117,7 +124,7 @@ class PartsProcesses:
 
     def ended(self, spec: ProcessSpec, code: int, how: str) -> None:
         """Starts it again, or all that train, or goes on without it, or fails."""
-        part = spec.role
+        part = spec.name
         if part in self._ending:
             self._supervisor.tell_end(spec, code, how, "restart")
             self._ending.discard(part)
@@ -127,7 +134,7 @@ class PartsProcesses:
         self._hear()  # what it said before
         if code > 0:
             self._supervisor.tell_end(spec, code, how, "stop")
-            raise JobFailedError("")  # it has said why
+            raise JobFailedError(f"{part} failed, and the run with it; what it said is above")
         again = self._restarts_left > 0 and code < 0
         if self._job.parts[part].trains:
             self._trained_died(spec, code, how, again)
@@ -135,7 +142,7 @@ class PartsProcesses:
             self._teacher_died(spec, code, how, again)
 
     def _trained_died(self, spec: ProcessSpec, code: int, how: str, again: bool) -> None:
-        part = spec.role
+        part = spec.name
         self._supervisor.tell_end(spec, code, how, "restart" if again else "stop")
         if not again:
             advice = "--max-restarts has all parts started again from the last checkpoint"
@@ -160,7 +167,7 @@ class PartsProcesses:
             self._start(name)
 
     def _teacher_died(self, spec: ProcessSpec, code: int, how: str, again: bool) -> None:
-        part = spec.role
+        part = spec.name
         waiting = [name for name in self._trained if self._needs(name, part)]
         self._supervisor.tell_end(spec, code, how, "restart" if again else "stop" if waiting else "continue")
         self._emit(MemberChanged(name=part, state="dead", role="part", host=spec.host.name, reason=how))
@@ -184,7 +191,7 @@ class PartsProcesses:
         self._supervisor.start(
             ProcessSpec(
                 name=name,
-                role=name,
+                role="part",
                 host=place.host,
                 command=(place.host.python, "-m", "atoll.cli.part_process", place.source, self._address, called),
                 environment={TOKEN: self._authority.issue_token("worker", lifetime_seconds=_TOKEN_SECONDS, own=True)},

@@ -57,13 +57,20 @@ class ForkableStart:
         if model.own_loop:
             self.why_not = "the script makes the steps itself"  # so every rank executes it
         else:
-            self.why_not = (
-                "a lab without namespaces tells its hosts apart by how they start" if LINKS in os.environ else unsafe(self._opened)
-            )
+            lab = "a lab without namespaces tells its hosts apart by how they start"
+            self.why_not = lab if LINKS in os.environ else self._unsafe(model)
         if not self.why_not:
             programs = {"atoll.cli.worker": self._rank, "atoll.cli.swarm_process": self._member, "atoll.cli.island_process": self._island}
             self.server = ForkServer(programs, lambda: self._load(model))
         self._restore()
+
+    def _unsafe(self, model: Target) -> str:
+        """Why processes cannot be forked; a stream whose first samples were looked at is no reason, since each process reads it anew."""
+        why = unsafe(self._opened)
+        if why and model.job is not None:
+            model.job.samples.forget()
+            why = unsafe(self._opened)
+        return why
 
     def _load(self, model: Target) -> None:
         assert model.job is not None

@@ -134,6 +134,9 @@ class Samples:
     def go_on_from(self, state: dict[str, Any]) -> None:
         """The state of a stream that a run is to go on with; data with a length needs none."""
 
+    def forget(self) -> None:
+        """Let go of what reading has open: nothing, of data with a length, but what its own code opened."""
+
     def reads_before(self, position: int) -> int:
         """How many samples must be read before the one at a position: none, of data with a length."""
         return 0

@@ -60,6 +60,10 @@ class StreamReader:
         """As a worker process gets it: nothing was read there."""
         return {**vars(self), "_kept": {}, "_iterator": None, "_next": None, "reading": None}
 
+    def forget(self) -> None:
+        """As if nothing was read yet: the stream's iterator, and so what it has open, is let go."""
+        vars(self).update(self.__getstate__())
+
     def go_on_from(self, place: StreamState) -> None:
         """A place to begin from that another process has come to."""
         self._given = [*(known for known in self._given if known.position != place.position), place]
@@ -192,6 +196,10 @@ class StreamSamples(Samples):
     def count(self) -> None:
         """Find out how many samples an epoch has, by reading it if need be."""
         self.length = len(self.dataset) if hasattr(self.dataset, "__len__") else sum(1 for _ in self.dataset)
+
+    def forget(self) -> None:
+        """Let go of what reading has open; what is asked for next is read anew."""
+        self.reader.forget()
 
     def index(self, position: int) -> int:
         """The place in the row itself."""

@@ -1,6 +1,7 @@
 """Streams are read in order, by whoever needs some of their samples; a run goes on in one where it was, exactly."""
 
 import random
+import weakref
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
@@ -146,6 +147,34 @@ def test_random_samples_are_the_same_whoever_reads_them() -> None:
     again = Job(**{**JOB, "data": noisy, "collate_fn": list}).samples
     assert again.batch(2, 1, 3) == whole[2][1:3]
     assert len(set(chain.from_iterable(whole))) == 12
+
+
+class Lines(IterableDataset[int]):
+    """Of a file that is open while it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.opened: list[Any] = []
+
+    def __iter__(self) -> Iterator[int]:
+        with self.path.open() as file:
+            self.opened.append(weakref.ref(file))
+            for line in file:
+                yield int(line)
+
+
+def test_a_stream_that_is_let_go_of_has_nothing_open_and_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "numbers.txt"
+    path.write_text("\n".join(map(str, range(30))))
+    lines = Lines(path)
+    samples = StreamSamples(lines, torch.tensor, 0, 4)
+    assert samples.batch(1).tolist() == [4, 5, 6, 7]
+    (file,) = lines.opened
+    assert file() is not None
+    samples.forget()
+    assert file() is None
+    assert samples.batch(0).tolist() == [0, 1, 2, 3]
+    assert samples.batch(2).tolist() == [8, 9, 10, 11]
 
 
 class Once:

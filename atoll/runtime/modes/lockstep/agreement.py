@@ -54,7 +54,8 @@ _WORDS = {
     "evaluated": "the captured programs of what is evaluated",
 }
 _ADVICE = {
-    "weights": "give Job a callable that builds the model; it is called with the job's seed on every rank",
+    "weights": "give Job a callable that builds the model, which is called with the job's seed on every rank, or call "
+    "torch.manual_seed before building it",
     "code": "give every host the same files and the same versions of libraries",
     "evaluated": "give every host the same versions of the script's libraries, and let nothing depend on the host, the time or chance",
 }

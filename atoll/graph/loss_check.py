@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from atoll.errors import DividedLossError
@@ -73,6 +76,7 @@ UNCHECKED = "whether the losses of a batch's pieces add up was not checked"
 _TOLERANCES = {"fp32": 5e-5, "fp16": 3e-3, "bf16": 2e-2, "bf16-true": 2e-2}  # of the loss: products are as exact as that
 _NOTHING, _NOTHING_COUNTS = 1e-9, f"{UNCHECKED}: nothing of the first samples counts"
 _DRAWS = frozenset({"rand", "randn", "rand_like", "randn_like", "randint", "bernoulli", "multinomial", "normal", "uniform", "randperm"})
+_BATCH_NORM = signature(functional.batch_norm)
 _FEW = 4  # samples that are always compared
 _SEEN = 16  # samples whose lengths are looked at: as many as capture looks at
 _ZERO = 1e-3  # a parameter whose numbers are all smaller begins at zero, as it were
@@ -191,7 +195,8 @@ def _eagerly(job: CheckedJob, model: nn.Module) -> _Runs:
 
     def loss(leaves: list[Any]) -> tuple[LossValue, bool]:
         before = generator_states()
-        value = read_loss(job.loss(model, pytree.tree_unflatten(leaves, tree)))
+        with _WithoutBatchStatistics():
+            value = read_loss(job.loss(model, pytree.tree_unflatten(leaves, tree)))
         return value, generator_states() != before
 
     def found(leaves: list[Any]) -> _Found:
@@ -206,6 +211,22 @@ def _eagerly(job: CheckedJob, model: nn.Module) -> _Runs:
         return _Found(float(value.detach()), None if weight is None else float(weight), gradient)
 
     return _Runs(found, lambda batches, samples: [found(leaves) for leaves in batches], parameters, lambda batch: batch)
+
+
+class _WithoutBatchStatistics(TorchFunctionMode):
+    """Batch normalisation does not look at the batch, though it keeps no statistics of others."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func is functional.batch_norm:
+            call = _BATCH_NORM.bind(*args, **given)
+            call.apply_defaults()
+            if call.arguments["training"]:
+                channels = call.arguments["input"].shape[1]
+                zeros = call.arguments["input"].new_zeros(channels)
+                call.arguments.update(running_mean=zeros, running_var=zeros + 1, training=False)
+            return func(*call.args, **call.kwargs)
+        return func(*args, **given)
 
 
 def _gradient(value: Tensor, parameters: Sequence[Tensor]) -> Tensor:

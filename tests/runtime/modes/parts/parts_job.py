@@ -125,7 +125,7 @@ RECEIVES = {
 }
 job = atoll.collaborate(
     teacher=part("teacher", forward=lambda model, batch: model(batch)[0], trains=False, sends=["logits"]),
-    generator=part("generator", forward=generate, optimizer=ADAM, scheduler=SCHEDULE, sends=SENDS, eval_loss=own_loss),
+    generator=part("generator", site="oslo", forward=generate, optimizer=ADAM, scheduler=SCHEDULE, sends=SENDS, eval_loss=own_loss),
     learner=part("learner", loss=learn, optimizer=SGD, max_grad_norm=0.5, receives=RECEIVES, eval_loss=own_loss, metrics={"twice": twice}),
     data=Sentences(),
     batch_size=BATCH,

@@ -118,7 +118,7 @@ def stop_when_it_is_back(event: Any) -> None:
 
 SENDS = {"sampled": "none", "features": "none", "said": "none"}
 RECEIVES = {
-    "logits": atoll.Receive(optional=FOLDER is not None),
+    "logits": atoll.Receive(optional=VICTIM == "teacher"),
     "sampled": atoll.Receive(),
     "features": atoll.Receive(gradient=True),
     "said": atoll.Receive(gradient=fool),

@@ -37,11 +37,12 @@ def job_of(steps: int) -> Collaboration:
 
 
 def test_parts_at_two_sites_are_one_process_though_one_of_them_is_killed(tmp_path: Path) -> None:
-    """Frozen, sampled, with a gradient and with another's gradient: everything crosses. Then the run goes on in one process."""
+    """Frozen, sampled, with a gradient and with another's gradient: everything crosses. It begins and ends in one process."""
     (tmp_path / "who").mkdir()
     whole = job_of(STEPS + 2).run(progress=False)
+    job_of(1).run(out=tmp_path / "run", progress=False)
     told = ["--", str(STEPS), str(tmp_path / "who"), "generator", "5"]
-    saving = ["--checkpoint-every", "2", "--max-restarts", "1", "--out", "run"]
+    saving = ["--checkpoint-every", "2", "--max-restarts", "1", "--resume", "run", "--mode", "parts"]
     cluster = str(JOB.parents[4] / "examples" / "clusters" / "two_sites.toml")
     said = atoll("run", str(JOB), "--cluster", cluster, *saving, *told, folder=tmp_path)
     assert "generator: on oslo-0/0 at oslo, as it says" in said

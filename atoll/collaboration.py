@@ -298,9 +298,9 @@ def collaborate(*, optimizer: OptimizerBuilder | None = None, **arguments: Any) 
 
 
 def _check_arguments(parts: Mapping[str, Part], rest: Mapping[str, Any]) -> None:
-    known = {field.name for field in fields(Job)} | {"optimizer"}
+    known = {field.name for field in fields(Collaboration)} | {"training"}
     for name in parts:
-        if name in known or hasattr(nn.Module, name) or name in ("training", "parts"):
+        if name in known or hasattr(nn.Module, name):
             _wrong(name, "a part cannot be called that; give it another name")
         if not _NAME.fullmatch(name):
             _wrong(name, "a part's name is a letter, then up to 31 letters, digits and underscores")

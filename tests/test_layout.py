@@ -213,7 +213,7 @@ def test_the_test_of_names_sees_a_comparison(source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ['started(mode="alone")', 'extra["swarm"] = 1', "plan.mode == ALONE.name", 'x == "parts"', 'names = {"swarm": "a:b"}']
+    "source", ['started(mode="alone")', 'extra["swarm"] = 1', "plan.mode == ALONE.name", 'x == "tables"', 'names = {"swarm": "a:b"}']
 )
 def test_naming_a_mode_is_not_comparing(source: str) -> None:
     assert not name_comparisons(ast.parse(source))

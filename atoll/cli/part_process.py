@@ -33,7 +33,7 @@ def _compute(source: Path, address: str, name: str) -> None:
     from atoll.fabric.security import RunMember, enrol
     from atoll.fabric.shaped import imposed_links
     from atoll.runtime.modes.parts.hub import PartsHub
-    from atoll.runtime.modes.parts.messages import Nothing
+    from atoll.runtime.modes.parts.messages import HubQuestion
     from atoll.runtime.modes.parts.part_process import run_part
     from atoll.runtime.modes.parts.supervisor import TOKEN
     from atoll.runtime.run_directory import RunDirectory
@@ -42,7 +42,7 @@ def _compute(source: Path, address: str, name: str) -> None:
     credentials = enrol(address, os.environ.pop(TOKEN), name, patience_seconds=_PATIENCE_SECONDS)
     with RunMember(credentials) as member:
         hub = member.join(address)
-        spec = hub.call_sync(PartsHub.describe, Nothing(), timeout_seconds=_PATIENCE_SECONDS)
+        spec = hub.call_sync(PartsHub.describe, HubQuestion(), timeout_seconds=_PATIENCE_SECONDS)
     script, run = (source, Path(spec.directory)) if source.is_file() else (Path(RunDirectory(source).settings().script), source)
     with showing_lines():
         job = load_job(script, spec.arguments)

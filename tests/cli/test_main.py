@@ -50,7 +50,7 @@ BAD_INPUT = {
     "plan bert-large -c tiny.toml --check wrong.plan": "error: wrong.plan: stage 0: its replicas take 6 samples, but the batch has 8",
     "plan bert-large -c tiny.toml --calibration none.json": "error: none.json: cannot read",
     "plan bert-large -c tiny.toml --mode lockstap": "lockstep",
-    "plan bert-large -c tiny.toml --mode parts": "'parts' is not one of",
+    "plan bert-large -c tiny.toml --mode tables": "'tables' is not one of",
     "run . -c tiny.toml": "error: .: is a directory; `atoll run` needs a training script",
     "run script.py -c tiny.toml --rate 3": "The script's own arguments come last, after `--`",
     "run script.py --alone --resume script.py": "error: script.py: is a file, not a run's directory",

@@ -139,5 +139,5 @@ def valid_cases(draw: st.DrawFn) -> tuple[Plan, Graph, Cluster]:
         schedule=draw(st.sampled_from(get_args(Schedule))),
         codecs={link.name: draw(st.sampled_from(get_args(CodecName))) for link in cluster.links if draw(st.booleans())},
     )
-    modes: list[Mode] = [rules.name for rules in installed_modes() if rules.why_not(plan) is None]
+    modes: list[Mode] = [rules.name for rules in installed_modes() if not rules.for_collaborations and rules.why_not(plan) is None]
     return replace(plan, mode=draw(st.sampled_from(modes))), make_graph(layers), cluster

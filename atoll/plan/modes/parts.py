@@ -12,10 +12,11 @@ from msgspec import Meta
 from atoll.cluster import Cluster
 from atoll.cluster.cluster import Device
 from atoll.errors import PlanError
+from atoll.graph import Graph
 from atoll.plan.modes.rules import HERE, ModeRules
 from atoll.plan.plan import Mark, Plan, Problem, Replica, Stage
 
-__all__ = ["PARTS", "PartLoad", "Parts", "PartsOptions", "place_parts"]
+__all__ = ["PARTS", "PartLoad", "PartsMode", "PartsOptions", "place_parts"]
 
 _TRAINING = 3.0  # forward and backward, in forwards
 
@@ -32,7 +33,7 @@ class PartsOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = 4
 
 
-class Parts(ModeRules):
+class PartsMode(ModeRules):
     """For models at different sites."""
 
     name = "parts"
@@ -43,6 +44,10 @@ class Parts(ModeRules):
     for_collaborations = True
     limits = "Mode parts trains what atoll.collaborate makes. "
 
+    def why_not_graph(self, graph: Graph) -> str | None:
+        """A graph is of one model."""
+        return f"mode {self.name} trains what atoll.collaborate makes, each part whole; {graph.name} is one model"
+
     def problems(self, plan: Plan) -> Iterator[Problem]:
         """What is in a plan beside one device for every part."""
         for number, stage in enumerate(plan.stages):
@@ -51,7 +56,7 @@ class Parts(ModeRules):
         yield from super().problems(plan)
 
 
-PARTS = Parts()
+PARTS = PartsMode()
 
 
 class PartLoad(NamedTuple):

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from atoll.errors import RefusedError
 from atoll.fabric.service import CallingPeer, allowed
-from atoll.runtime.modes.parts.messages import Crossing, Wanted
+from atoll.runtime.modes.parts.messages import SentTensor, Wanted
 
-__all__ = ["POLL_SECONDS", "ExchangeService", "Outbox", "Thing", "part_of"]
+__all__ = ["POLL_SECONDS", "ExchangeService", "Outbox", "Thing", "computed_part"]
 
 POLL_SECONDS = 20.0  # how long who is asked thinks about it before it says "not yet"
 
@@ -26,7 +26,7 @@ class Thing(NamedTuple):
     gradient: bool = False
 
 
-def part_of(member: str) -> str:
+def computed_part(member: str) -> str:
     """The part that a member of the run computes: its name without what tells one start from the next."""
     return member.rpartition("-")[0]
 
@@ -39,7 +39,7 @@ class Outbox:
 
     def __init__(self, readers: Mapping[Thing, Sequence[str]], most: int, *, on_demand: bool = False) -> None:
         self._readers, self._most, self._on_demand = readers, most, on_demand
-        self._values: dict[int, dict[Thing, Crossing]] = {}
+        self._values: dict[int, dict[Thing, SentTensor]] = {}
         self._waiting: Counter[int] = Counter()
         self._taken = {(thing, reader): 0 for thing, names in readers.items() for reader in names}
         self._changed = asyncio.Condition()
@@ -50,7 +50,7 @@ class Outbox:
             self._taken = dict.fromkeys(self._taken, step)
             self._changed.notify_all()
 
-    async def put(self, step: int, values: Mapping[Thing, Crossing]) -> None:
+    async def put(self, step: int, values: Mapping[Thing, SentTensor]) -> None:
         """A step's values."""
         async with self._changed:
             self._values.setdefault(step, {}).update(values)
@@ -59,7 +59,7 @@ class Outbox:
                     del self._values[old]
             self._changed.notify_all()
 
-    async def get(self, wanted: Wanted, reader: str, seconds: float) -> Crossing:
+    async def get(self, wanted: Wanted, reader: str, seconds: float) -> SentTensor:
         """What is wanted, as soon as it is there; an empty one if that takes longer. RefusedError: it is not this reader's to have."""
         thing = Thing(wanted.name, wanted.gradient)
         if reader not in self._readers.get(thing, ()):
@@ -72,7 +72,7 @@ class Outbox:
                 async with asyncio.timeout(seconds):
                     await self._changed.wait_for(lambda: thing in self._values.get(wanted.step, {}))
             except TimeoutError:
-                return Crossing()
+                return SentTensor()
             finally:
                 self._waiting[wanted.step] -= 1
             return self._values[wanted.step][thing]
@@ -114,6 +114,6 @@ class ExchangeService:
         self._outbox = outbox
 
     @allowed("worker")
-    async def fetch(self, wanted: Wanted, peer: CallingPeer) -> Crossing:
+    async def fetch(self, wanted: Wanted, peer: CallingPeer) -> SentTensor:
         """What is wanted; an empty one: not yet."""
-        return await self._outbox.get(wanted, part_of(peer.name), POLL_SECONDS)
+        return await self._outbox.get(wanted, computed_part(peer.name), POLL_SECONDS)

@@ -10,8 +10,8 @@ from typing import Any
 
 from atoll.errors import RefusedError
 from atoll.fabric.service import CallingPeer, allowed
-from atoll.runtime.modes.parts.exchange import POLL_SECONDS, part_of
-from atoll.runtime.modes.parts.messages import Entry, Instruction, Nothing, PartEvent, PartsSpec, PartStep, Place, Start, Told
+from atoll.runtime.modes.parts.exchange import POLL_SECONDS, computed_part
+from atoll.runtime.modes.parts.messages import Begin, HubQuestion, Instruction, PartEntry, PartEvent, PartsSpec, PartStep, Place, Told
 
 __all__ = ["HubState", "PartsHub"]
 
@@ -25,7 +25,7 @@ class HubState:
         self._trained, self._steps = trained, steps
         self.heard: queue.SimpleQueue[tuple[str, PartEvent]] = queue.SimpleQueue()
         self._members: dict[str, str] = {}
-        self._entries: dict[str, tuple[str, Entry]] = {}
+        self._entries: dict[str, tuple[str, PartEntry]] = {}
         self._last: dict[str, int] = {}  # step of each part that trains
         self._start: int | None = None
         self._stop_after: int | None = None
@@ -65,7 +65,7 @@ class HubState:
             self._over = True
             self._changed.notify_all()
 
-    def entries(self) -> Mapping[str, Entry]:
+    def entries(self) -> Mapping[str, PartEntry]:
         """Of the parts that are there."""
         return {part: entry for part, (_, entry) in dict(self._entries).items()}
 
@@ -74,7 +74,7 @@ class HubState:
         """The step after which the parts that train began, or went on; None while they are not all there."""
         return self._start
 
-    async def enter(self, part: str, entry: Entry, member: str) -> Start:
+    async def enter(self, part: str, entry: PartEntry, member: str) -> Begin:
         """A part is ready. Those who train begin together, after the newest step that all of them have a checkpoint of."""
         async with self._changed:
             self._entries[part] = (member, entry)
@@ -84,9 +84,9 @@ class HubState:
                 self._last = dict.fromkeys(self._trained, self._start)
             self._changed.notify_all()
             if part not in self._trained:
-                return Start(0)
+                return Begin(0)
             await self._until(lambda: self._start is not None)
-            return Start(-1 if self._start is None else self._start)
+            return Begin(-1 if self._start is None else self._start)
 
     async def find(self, part: str) -> Place:
         """Where a part is reached, once it is ready."""
@@ -113,7 +113,7 @@ class HubState:
 
     def part(self, peer: CallingPeer) -> str:
         """The part that a member computes; RefusedError unless it is the one that was started last for it."""
-        part = part_of(peer.name)
+        part = computed_part(peer.name)
         if self._members.get(part) != peer.name:
             raise RefusedError(f"{peer.name} is not the process that was started last for its part")
         return part
@@ -133,12 +133,12 @@ class PartsHub:
         self._spec, self._state = spec, state
 
     @allowed("worker")
-    async def describe(self, request: Nothing, peer: CallingPeer) -> PartsSpec:
+    async def describe(self, request: HubQuestion, peer: CallingPeer) -> PartsSpec:
         """The run."""
         return self._spec
 
     @allowed("worker")
-    async def enter(self, entry: Entry, peer: CallingPeer) -> Start:
+    async def enter(self, entry: PartEntry, peer: CallingPeer) -> Begin:
         """The caller is ready: when to begin."""
         return await self._state.enter(self._state.part(peer), entry, peer.name)
 
@@ -154,7 +154,7 @@ class PartsHub:
         return self._state.tell(self._state.part(peer), told)
 
     @allowed("worker")
-    async def over(self, request: Nothing, peer: CallingPeer) -> bool:
+    async def over(self, request: HubQuestion, peer: CallingPeer) -> bool:
         """Whether the run is over."""
         self._state.part(peer)
         return await self._state.over()

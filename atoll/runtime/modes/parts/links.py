@@ -19,9 +19,9 @@ from atoll.fabric.remote import Remote
 from atoll.fabric.security import RunMember
 from atoll.runtime.modes.parts.exchange import POLL_SECONDS, ExchangeService, Thing
 from atoll.runtime.modes.parts.hub import PartsHub
-from atoll.runtime.modes.parts.messages import Crossing, Entry, Missed, Nothing, PartEvent, Told, Use, Wanted, opened
+from atoll.runtime.modes.parts.messages import HubQuestion, Missed, PartEntry, PartEvent, SentTensor, Told, Use, Wanted, opened
 
-__all__ = ["HubLink", "Peers", "Source"]
+__all__ = ["HubLink", "PartPeers", "Source"]
 
 Result = TypeVar("Result")
 _ANSWER_SECONDS = POLL_SECONDS + 40.0
@@ -50,7 +50,7 @@ class HubLink:
         """A call that is answered within a few seconds of the longest poll."""
         return self.remote.call_sync(method, request, timeout_seconds=_ANSWER_SECONDS)
 
-    def enter(self, entry: Entry) -> int:
+    def enter(self, entry: PartEntry) -> int:
         """Says that this part is ready; the step to go on after, once the others are, too."""
         while (start := self.ask(PartsHub.enter, entry)).step < 0:
             pass
@@ -58,7 +58,7 @@ class HubLink:
 
     def is_over(self) -> bool:
         """Whether the run is, waiting for a while."""
-        return self.ask(PartsHub.over, Nothing())
+        return self.ask(PartsHub.over, HubQuestion())
 
     def tell(self, event: PartEvent) -> None:
         """Never waits; events arrive in order."""
@@ -94,7 +94,7 @@ class HubLink:
                 self._guard.notify_all()
 
 
-class Peers:
+class PartPeers:
     """The other parts, found through the hub by their names."""
 
     def __init__(self, hub: HubLink) -> None:
@@ -113,7 +113,7 @@ class Peers:
         remote = self._remotes.get(part)
         return 0 if remote is None else remote.received_bytes
 
-    async def fetch(self, part: str, wanted: Wanted) -> Crossing:
+    async def fetch(self, part: str, wanted: Wanted) -> SentTensor:
         """What is wanted of a part, however long that takes and however often it is lost meanwhile."""
         while True:
             try:
@@ -159,11 +159,21 @@ class Source:
     """What a part receives under one name from another, in the order of steps, asked for some steps ahead."""
 
     def __init__(
-        self, hub: HubLink, peers: Peers, thing: Thing, sender: str, receiver: str, *, codec: str, window: int, last: int, optional: bool
+        self,
+        hub: HubLink,
+        peers: PartPeers,
+        thing: Thing,
+        sender: str,
+        receiver: str,
+        *,
+        codec: str,
+        window: int,
+        last: int,
+        optional: bool,
     ) -> None:
         self._hub, self._peers, self._thing, self._sender, self._codec = hub, peers, thing, sender, codec
         self._window, self._last, self._optional = window, last, optional
-        self._futures: dict[int, concurrent.futures.Future[Crossing]] = {}
+        self._futures: dict[int, concurrent.futures.Future[SentTensor]] = {}
         self._taken = 0
         self._missing = False
         self.use = Use(name=thing.name, gradient=thing.gradient, sender=sender, receiver=receiver)
@@ -190,7 +200,7 @@ class Source:
         self.loss = found.loss
         return opened(self._thing.name, found, self._codec)
 
-    def _wait(self, step: int) -> Crossing | None:
+    def _wait(self, step: int) -> SentTensor | None:
         for ahead in range(step, min(step + self._window, self._last + 1)):
             if ahead not in self._futures:
                 wanted = Wanted(name=self._thing.name, gradient=self._thing.gradient, step=ahead, taken=self._taken)
@@ -211,7 +221,7 @@ class Source:
             if self._hub.remote.given_up is not None:
                 raise AtollError("the process that started this one is gone")
 
-    def _count(self, found: Crossing | None, seconds: float) -> None:
+    def _count(self, found: SentTensor | None, seconds: float) -> None:
         now = self._peers.received_bytes(self._sender)
         if now < self._link_bytes[1]:  # another connection
             self._link_bytes[0] += self._link_bytes[1]

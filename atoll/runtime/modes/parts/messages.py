@@ -11,27 +11,27 @@ from atoll.errors import CodecError, RefusedError
 from atoll.events import CheckpointFailed, CheckpointSaved, Evaluated, NonFinite, Note, RunFinished, Warned
 
 __all__ = [
-    "Crossing",
-    "Entry",
+    "SentTensor",
+    "PartEntry",
     "Instruction",
     "Missed",
-    "Nothing",
+    "HubQuestion",
     "PartEvent",
     "PartStep",
     "PartsSpec",
     "Place",
-    "Start",
+    "Begin",
     "Told",
     "Use",
     "Wanted",
-    "crossing",
+    "sent_tensor",
     "opened",
 ]
 
 _MOST_BYTES = 1 << 32  # that a tensor which arrives may take
 
 
-class Nothing(msgspec.Struct, frozen=True):
+class HubQuestion(msgspec.Struct, frozen=True):
     """A request that asks for all there is."""
 
 
@@ -48,7 +48,7 @@ class PartsSpec(msgspec.Struct, frozen=True, kw_only=True):
     directory: str  # the run's name
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class PartEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A part is ready: where it is reached, and what it could go on from."""
 
     address: str
@@ -59,7 +59,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     samples: int = 0  # of its training data
 
 
-class Start(msgspec.Struct, frozen=True):
+class Begin(msgspec.Struct, frozen=True):
     """After which step it goes on; -1: not all are ready yet, ask again."""
 
     step: int
@@ -82,7 +82,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     taken: int = 0  # all of steps up to this one have arrived
 
 
-class Crossing(msgspec.Struct, frozen=True, kw_only=True):
+class SentTensor(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor on its way; without a header it is not there yet."""
 
     header: Header | None = None
@@ -143,16 +143,16 @@ class Instruction(msgspec.Struct, frozen=True):
     stop_after: int | None = None
 
 
-def crossing(value: Tensor, codec: str, loss: float | None = None) -> Crossing:
+def sent_tensor(value: Tensor, codec: str, loss: float | None = None) -> SentTensor:
     """A tensor as it travels; a copy, so that the sender may go on."""
     encoded = make_codec(codec).encode(value)
     parts = encoded.parts
     if encoded.header.codec == "none":  # it may be the tensor's own memory
         parts = tuple(part.clone() for part in parts)
-    return Crossing(header=encoded.header, parts=parts, loss=loss)
+    return SentTensor(header=encoded.header, parts=parts, loss=loss)
 
 
-def opened(name: str, found: Crossing, codec: str) -> Tensor:
+def opened(name: str, found: SentTensor, codec: str) -> Tensor:
     """The tensor that arrived; RefusedError where it is not what the sender may send."""
     header = found.header
     assert header is not None

@@ -15,9 +15,9 @@ from atoll.randomness import mix, own_randomness
 from atoll.runtime.batch_loader import BatchLoader
 from atoll.runtime.checkpoint.directory import steps as saved_steps
 from atoll.runtime.modes.alone.trainer import training_alone
-from atoll.runtime.modes.parts.exchange import ExchangeService, Outbox, Thing, part_of
-from atoll.runtime.modes.parts.links import HubLink, Peers, Source
-from atoll.runtime.modes.parts.messages import Entry, PartsSpec, crossing
+from atoll.runtime.modes.parts.exchange import ExchangeService, Outbox, Thing, computed_part
+from atoll.runtime.modes.parts.links import HubLink, PartPeers, Source
+from atoll.runtime.modes.parts.messages import PartEntry, PartsSpec, sent_tensor
 from atoll.runtime.modes.parts.trainer import PartConnections, PartTrainer
 from atoll.runtime.modes.swarm.member_process import own_hosts
 from atoll.runtime.part_executor import PartExecutor
@@ -54,7 +54,7 @@ class _PartProcess:
     links: LinkChoice | None
 
     def __post_init__(self) -> None:
-        self.name = part_of(self.credentials.name)
+        self.name = computed_part(self.credentials.name)
         self.part, self.device = self.job.parts[self.name], local_device()
         trains, credits = self.part.trains, self.spec.credits
         self.outbox = Outbox(self._readers(), credits if trains else 2 * credits + 2, on_demand=not trains)
@@ -111,7 +111,7 @@ class _PartProcess:
         self.hub.wait_until_told(self.hub.sent)
 
     def _connections(self) -> PartConnections:
-        peers, job, name = Peers(self.hub), self.job, self.name
+        peers, job, name = PartPeers(self.hub), self.job, self.name
 
         def source(thing: Thing, sender: str, optional: bool = False) -> Source:
             codec = job.parts[job.senders[thing.name]].codecs[thing.name]
@@ -127,8 +127,8 @@ class _PartProcess:
         }
         return PartConnections(self.hub, self.outbox, received, gradients)
 
-    def _entry(self, steps: tuple[int, ...], sizes: tuple[int, int]) -> Entry:
-        return Entry(
+    def _entry(self, steps: tuple[int, ...], sizes: tuple[int, int]) -> PartEntry:
+        return PartEntry(
             address=self.listening,
             steps=steps,
             parameters=sizes[0],
@@ -160,14 +160,14 @@ class _PartProcess:
                     continue
                 batch = to_device(loader.load(self.job.samples.part(step - 1, 0, self.job.batch_size, last=True)).batch, self.device)
                 sent = executor.forward(step, batch, {})
-                values = {Thing(name): crossing(value, self.part.codecs[name]) for name, value in sent.items()}
+                values = {Thing(name): sent_tensor(value, self.part.codecs[name]) for name, value in sent.items()}
                 self.member.fabric.run(self.outbox.put(step, values))
             loader.close()
             over.result()
 
     async def _over(self) -> None:
         from atoll.runtime.modes.parts.hub import PartsHub
-        from atoll.runtime.modes.parts.messages import Nothing
+        from atoll.runtime.modes.parts.messages import HubQuestion
 
-        while not await self.hub.remote.call(PartsHub.over, Nothing(), timeout_seconds=60.0):
+        while not await self.hub.remote.call(PartsHub.over, HubQuestion(), timeout_seconds=60.0):
             pass

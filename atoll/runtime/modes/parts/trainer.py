@@ -17,7 +17,7 @@ from atoll.runtime.executor import Update
 from atoll.runtime.modes.alone.trainer import AloneTrainer, TakenTurn
 from atoll.runtime.modes.parts.exchange import Outbox, Thing
 from atoll.runtime.modes.parts.links import HubLink, Source
-from atoll.runtime.modes.parts.messages import PartEvent, PartStep, crossing
+from atoll.runtime.modes.parts.messages import PartEvent, PartStep, sent_tensor
 from atoll.runtime.part_executor import PartExecutor, Returned, added
 
 __all__ = ["PartConnections", "PartTrainer"]
@@ -58,7 +58,7 @@ class PartConnections:
     def send(self, step: int, values: Mapping[str, Tensor], codecs: Mapping[str, str]) -> None:
         """To all who receive it."""
         if values:
-            self._put(step, {Thing(name): crossing(value, codecs[name]) for name, value in values.items()})
+            self._put(step, {Thing(name): sent_tensor(value, codecs[name]) for name, value in values.items()})
 
     def returned(self, step: int) -> tuple[dict[str, Tensor], float | None]:
         """The gradients of what was sent, and the sum of the losses they are of, where these train this part alone."""
@@ -77,7 +77,7 @@ class PartConnections:
     def give_back(self, step: int, gradients: Mapping[str, Returned], codecs: Mapping[str, str]) -> None:
         """Gradients, to those whose tensors they are of."""
         if gradients:
-            self._put(step, {Thing(name, True): crossing(one.gradient, codecs[name], one.loss) for name, one in gradients.items()})
+            self._put(step, {Thing(name, True): sent_tensor(one.gradient, codecs[name], one.loss) for name, one in gradients.items()})
 
     def _put(self, step: int, values: Mapping[Thing, Any]) -> None:
         self.hub.member.fabric.submit(self._outbox.put(step, values))

@@ -118,14 +118,14 @@ def stop_when_it_is_back(event: Any) -> None:
 
 SENDS = {"sampled": "none", "features": "none", "said": "none"}
 RECEIVES = {
-    "logits": atoll.Receive(optional=FOLDER is not None),
+    "logits": atoll.Receive(optional=VICTIM == "teacher"),
     "sampled": atoll.Receive(),
     "features": atoll.Receive(gradient=True),
     "said": atoll.Receive(gradient=fool),
 }
 job = atoll.collaborate(
     teacher=part("teacher", forward=lambda model, batch: model(batch)[0], trains=False, sends=["logits"]),
-    generator=part("generator", forward=generate, optimizer=ADAM, scheduler=SCHEDULE, sends=SENDS, eval_loss=own_loss),
+    generator=part("generator", site="oslo", forward=generate, optimizer=ADAM, scheduler=SCHEDULE, sends=SENDS, eval_loss=own_loss),
     learner=part("learner", loss=learn, optimizer=SGD, max_grad_norm=0.5, receives=RECEIVES, eval_loss=own_loss, metrics={"twice": twice}),
     data=Sentences(),
     batch_size=BATCH,

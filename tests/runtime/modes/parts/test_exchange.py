@@ -10,7 +10,7 @@ from atoll.codec.base import Header
 from atoll.errors import RefusedError
 from atoll.events import CheckpointSaved, Evaluated, RunFinished, StepFinished, Warned
 from atoll.runtime.modes.parts.exchange import Outbox, Thing
-from atoll.runtime.modes.parts.messages import Crossing, Missed, PartStep, Use, Wanted, crossing, opened
+from atoll.runtime.modes.parts.messages import Missed, PartStep, SentTensor, Use, Wanted, opened, sent_tensor
 from atoll.runtime.modes.parts.run_events import RunEvents
 
 IDS = Thing("ids")
@@ -21,8 +21,8 @@ def wanted(step: int, taken: int = 0) -> Wanted:
     return Wanted(name="ids", step=step, taken=taken)
 
 
-def value(number: int) -> Crossing:
-    return crossing(torch.tensor([number]), "none")
+def value(number: int) -> SentTensor:
+    return sent_tensor(torch.tensor([number]), "none")
 
 
 def test_a_sender_waits_for_the_slowest_receiver_and_keeps_what_it_lacks() -> None:
@@ -71,14 +71,14 @@ def test_on_demand_values_are_made_for_who_waits_and_made_again() -> None:
 
 def test_what_arrives_is_what_was_declared() -> None:
     given = torch.randn(8, 300)
-    assert torch.equal(opened("x", crossing(given, "none"), "bf16"), given)  # it may always travel exactly
-    assert torch.allclose(opened("x", crossing(given, "bf16"), "bf16"), given, rtol=0.01)
+    assert torch.equal(opened("x", sent_tensor(given, "none"), "bf16"), given)  # it may always travel exactly
+    assert torch.allclose(opened("x", sent_tensor(given, "bf16"), "bf16"), given, rtol=0.01)
     with pytest.raises(RefusedError, match="'x' arrived and cannot be meant: it is sent as 'bf16'"):
-        opened("x", crossing(given, "bf16"), "none")
+        opened("x", sent_tensor(given, "bf16"), "none")
     with pytest.raises(RefusedError, match="other sizes than it says"):
-        opened("x", Crossing(header=Header(codec="none", dtype="float32", shape=(3,)), parts=(torch.zeros(2),)), "none")
+        opened("x", SentTensor(header=Header(codec="none", dtype="float32", shape=(3,)), parts=(torch.zeros(2),)), "none")
     with pytest.raises(RefusedError, match="cannot be meant"):
-        opened("x", Crossing(header=Header(codec="none", dtype="float32", shape=(1 << 20, 1 << 20)), parts=(torch.zeros(2),)), "none")
+        opened("x", SentTensor(header=Header(codec="none", dtype="float32", shape=(1 << 20, 1 << 20)), parts=(torch.zeros(2),)), "none")
 
 
 def step(number: int, loss: float | None, norm: float | None = None) -> PartStep:

@@ -151,3 +151,18 @@ def test_a_resumed_run_that_is_planned_anew_keeps_its_staleness(folder: Path) ->
         with pytest.raises(ProcessStarted):
             run(["run", "train.py", "--mode", "swarm", "-c", "here.toml", *options])
         assert json.loads(Path("out/plan.json").read_text())["staleness"] == staleness
+
+
+@pytest.mark.parametrize("mode", ["swarm", "lockstep", "islands"])
+def test_a_site_that_says_what_may_leave_it_is_not_run_with_another_by_a_mode_that_does_not_look(
+    mode: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rule that is read and not kept would be worse than none."""
+    site = '[[site]]\nname = "{0}"\nmay_send = ["updates"]\n[[site.host]]\nname = "{0}-0"\ndevices = [{{ kind = "T4" }}]\n'
+    link = '[default_link]\nbandwidth = "100 Mbit/s"\nlatency = "20 ms"\n'
+    Path("two.toml").write_text('name = "two"\n' + link + site.format("a") + site.format("b"))
+    plan = TWO.format(mode=mode).replace("cluster=here", "cluster=two").replace("h-0/0", "a-0/0").replace("h-1/0", "b-0/0")
+    Path("p.plan").write_text(plan)
+    assert run(["run", "train.py", "--mode", mode, "--plan", "p.plan", "--cluster", "two.toml", "--out", "out"]) == 2
+    assert f"site 'a' says what may leave it (may_send), and mode {mode} does not check what its processes send" in capsys.readouterr().err
+    assert not Path("out").exists()

@@ -3,6 +3,7 @@
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from atoll.codec.registry import make_codec
 from atoll.errors import ClusterError, FabricError, RefusedError
 from atoll.events import AnyEvent, PeerRefused
 from atoll.fabric import CallingPeer, Fabric, Remote
-from atoll.fabric.service import carries
+from atoll.fabric.security import Authority, RunMember, serve
+from atoll.fabric.service import allowed, carries
 from atoll.plan.modes import mode_rules
 from atoll.privacy.audit_log import AuditLog, AuditRecord, check_log
 from atoll.privacy.border import BorderRules, Content, SiteBorder
@@ -107,6 +109,7 @@ class Exchange:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
+    @allowed("worker")
     @carries(request=_content, reply=_content)
     async def give(self, request: Named, peer: CallingPeer) -> Named:
         self.seen.append(request.name)
@@ -286,6 +289,12 @@ def test_who_sends_without_asking_is_refused_at_the_other_end(tmp_path: Path) ->
             wired.remote.call_sync(Exchange.give, Named("logits:l.7", [PATTERN]))
         assert wired.service.seen == []
         assert wired.crossed("oslo") == [("in", "logits", "l.7", "refused")]
+
+        async def requests() -> AsyncIterator[Named]:
+            yield Named("features:f", [PATTERN])
+
+        with pytest.raises(RefusedError, match="f from rome: site 'rome' may send only updates"):
+            wired.rome.run(wired.remote.call(Exchange.take, requests()))
         assert any(isinstance(event, PeerRefused) and event.peer == "rome" for event in wired.events)
     finally:
         wired.close()
@@ -326,3 +335,42 @@ def test_peers_of_the_same_site_are_neither_asked_nor_logged(tmp_path: Path) -> 
         assert a.connect(b.listen()).call_sync(Exchange.undeclared, Named("", [PATTERN])) == 1
     log.close()
     assert not check_log(tmp_path, "a").records
+
+
+class Members:
+    """A hub that relays, and two members that reach each other only through it, each at a site of its own."""
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        authority = Authority.create(directory / "authority")
+        rules = BorderRules({"oslo": ("updates",), "rome": ("updates",), "hub": ()})
+        self.logs = {name: AuditLog(directory, name) for name in ("oslo", "rome", "coordinator")}
+        sites = {"oslo": "oslo", "rome": "rome", "coordinator": "hub"}
+        guards = {name: SiteBorder(rules, sites[name], sites.get, log) for name, log in self.logs.items()}
+        self.service = Exchange()
+        hub, address = serve(authority, "127.0.0.1:0", border=guards["coordinator"])
+        stack.enter_context(hub)
+        rome = stack.enter_context(RunMember(authority.credentials("rome", "worker"), services=[self.service], border=guards["rome"]))
+        oslo = stack.enter_context(RunMember(authority.credentials("oslo", "worker"), border=guards["oslo"]))
+        rome.fabric.run(rome.join(address).connected())
+        self.rome = oslo.reach("rome", oslo.join(address))
+
+
+def test_members_keep_borders_through_a_relay_that_may_send_nothing_itself(tmp_path: Path) -> None:
+    """What is relayed is checked and logged at the two ends of the connection; whoever relays it can read none of it."""
+    with ExitStack() as stack:
+        members = Members(tmp_path, stack)
+        reply = members.rome.call_sync(Exchange.give, Named("updates:u.1", [PATTERN]), timeout_seconds=60)
+        assert torch.equal(reply.tensors[0], PATTERN)
+        with pytest.raises(RefusedError, match="site 'oslo' may send only updates"):
+            members.rome.call_sync(Exchange.give, Named("logits:l.7", [PATTERN]))
+        assert members.service.seen == ["updates:u.1"]
+    for log in members.logs.values():
+        log.close()
+    found = {name: check_log(tmp_path, name).records for name in members.logs}
+    assert [(one.direction, one.peer, one.kind, bool(one.refused)) for one in found["oslo"]] == [
+        ("out", "rome", "updates", False),
+        ("in", "rome", "updates", False),
+        ("out", "rome", "logits", True),
+    ]
+    assert [one.direction for one in found["rome"]] == ["in", "out"]
+    assert found["coordinator"] == ()

@@ -300,6 +300,7 @@ def serve(
     fingerprint: dict[str, str] | None = None,
     relay: Relay | None = None,
     links: LinkChoice | None = None,
+    border: BorderGuard | None = None,
 ) -> tuple[RunMember, str]:
     """The run's coordinator, accepting members and those with tokens at one address; returns it and the address to dial.
 
@@ -313,6 +314,7 @@ def serve(
         relay=relay or Relay(),
         authority=authority,
         links=links,
+        border=border,
     )
     try:
         listening = member.fabric.listen(address)

@@ -25,6 +25,7 @@ from atoll.control.rounds.messages import Offer, Position, UpdateId
 from atoll.control.rounds.site import Kept
 from atoll.errors import JobFailedError
 from atoll.runtime.modes.islands.chunks import ChunkForm, digest_of_tensors, packed, unpacked
+from atoll.runtime.modes.islands.saved import SavedExchange
 from atoll.runtime.modes.islands.spec import RoundChoice
 from atoll.runtime.outer_update import Border, OuterState, outer_step, reach_border, weighted_mean
 
@@ -42,6 +43,7 @@ class SiteOrder:
     weights: Tensor | None = None  # the new common ones
     base: Tensor | None = None  # since which progress is kept; None: since the border
     fresh: bool = False  # there is no progress to keep
+    cursor: int = 0  # of the new state
 
 
 @dataclass
@@ -77,15 +79,26 @@ class _Border:
 class SiteExchange:
     """`atoll.control.rounds.SiteTraining`, and what the training's own thread calls."""
 
-    def __init__(self, site: str, weights: Tensor, form: ChunkForm, total_steps: int) -> None:
-        """`weights` are those that training begins with, the same at all sites."""
+    def __init__(
+        self,
+        site: str,
+        beginning: OuterState,
+        form: ChunkForm,
+        total_steps: int,
+        *,
+        owed: Tensor | None = None,
+        restored: Callable[[], SavedExchange | None] = lambda: None,
+    ) -> None:
+        """`beginning` is the state before the first round, the same at all sites, and `owed` what the site's codec left out by then;
+        `restored` is what the site has on its disk of these rounds.
+        """
         self.site, self.form, self.total_steps = site, form, total_steps
         self.times = SiteTimes()
         self.finished = False  # the last round is made
         self.position: Position | None = None
         self.cursor = self.steps = 0
         self.offer: Offer | None = None
-        self._initial = weights
+        self._initial, self._owed, self._restored = beginning, owed, restored
         self._state: OuterState | None = None
         self._residual: list[Tensor] | None = None
         self._choice: RoundChoice | None = None
@@ -151,7 +164,7 @@ class SiteExchange:
     def _order_to_change(self, change: _Change) -> SiteOrder:
         fresh = self._border is not None and change.kept == "since sent" and self._border.step == self.steps
         assert self._state is not None
-        return SiteOrder("change", change.state.weights, self._state.weights if change.kept == "all" else None, fresh)
+        return SiteOrder("change", change.state.weights, self._state.weights if change.kept == "all" else None, fresh, change.cursor)
 
     def _is_border(self, step: int, over: bool) -> bool:
         choice = self._choice
@@ -252,12 +265,29 @@ class SiteExchange:
         return self._border is not None and self._change is None
 
     async def restore(self) -> None:
-        """A process begins with what the others have."""
+        """From the site's own disk."""
+        saved = await asyncio.to_thread(self._restored)
+        if saved is not None and self.position is None and saved.state.weights.numel() == self.form.elements:
+            self._residual = self._cut(saved.residual)
+            self._begin_with(saved.position, saved.state, saved.cursor)
+
+    def _cut(self, row: Tensor | None) -> list[Tensor] | None:
+        return None if row is None else [part.clone() for part in self.form.parts(row)]
+
+    def saved(self) -> SavedExchange:
+        """What is to be kept of the present state."""
+        assert self._state is not None and self.position is not None  # noqa: PT018
+        owed = torch.cat(self._residual) if self._residual is not None else None
+        return SavedExchange(self.position, self.cursor, self._state, owed)
 
     async def begin(self, position: Position) -> None:
         """The state before the first round."""
         if self.position is None:
-            self._begin_with(position, OuterState.beginning(self._initial), 0)
+            self._residual = self._cut(self._owed)
+            self._begin_with(position, self._first(), 0)
+
+    def _first(self) -> OuterState:
+        return OuterState(self._initial.weights.clone(), self._initial.momentum.clone())
 
     def _begin_with(self, position: Position, state: OuterState, cursor: int) -> bool:
         """If the training has not begun, it does with this."""
@@ -334,6 +364,8 @@ class SiteExchange:
         await self._bring((epoch, round + 1), state, kept, cursor)
 
     async def _bring(self, position: Position, state: OuterState, kept: Kept, cursor: int) -> None:
+        if kept == "nothing" and not self._begun:
+            self._residual = None
         if self._begin_with(position, state, cursor):
             return
         if kept == "nothing":
@@ -368,7 +400,7 @@ class SiteExchange:
     async def adopt(self, incarnation: int, position: Position, chunks: Sequence[Any], kept: Kept, cursor: int) -> None:
         """What others gave; nothing stands for the state before the first round."""
         self._check(incarnation)
-        state = OuterState.beginning(self._initial)
+        state = self._first()
         if chunks:
             state = OuterState(torch.cat([chunk[0] for chunk in chunks]), torch.cat([chunk[1] for chunk in chunks]))
         await self._bring(position, state, kept, cursor)

@@ -15,7 +15,7 @@ import pytest
 from . import island_job
 from .test_islands import ATOLL, cluster
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(150)
 STEPS = island_job.STEPS
 
 

@@ -48,6 +48,7 @@ name = "core"
 cpu = true
 memory = "4 GB"
 memory_bandwidth = "10 GB/s"
+link = {{ bandwidth = "5 GB/s", latency = "10 us" }}
 flops = {{ fp32 = "{gigaflops:g} GFLOPS" }}
 """
 LAN_MEGABITS, LAN_MS, LINK_MS = 10_000.0, 0.1, 10.0

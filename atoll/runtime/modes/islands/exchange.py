@@ -5,8 +5,8 @@ The gateway (`atoll.control.rounds`) has it done: it waits in `make_offer`, `adv
 that the protocol sees changes in its own event loop.
 
 Which steps these are is said by the round's choice, so that runs can be repeated: the border comes `inner_steps` after the one before, and
-the new state `delay_steps` after the border, waited for where the exchange is late, and not before where it is early. A site that others
-wait for offers what it has (`hurry`), unless every site is to make all steps.
+the new state `delay_steps` after the border, and not before where the exchange is early. Where it is late it is waited for if every site is
+to make all steps; else the site trains on, for a round's steps at most, and a site that others wait for offers what it has (`hurry`).
 """
 
 import asyncio
@@ -159,7 +159,13 @@ class SiteExchange:
             return SiteOrder("interrupted")
         if border is None and self._change is None and self._is_border(step, over):
             return SiteOrder("border")
-        return None if due or over else SiteOrder("go on")
+        return None if over or (due and self._waits(step)) else SiteOrder("go on")
+
+    def _waits(self, step: int) -> bool:
+        """Whether nothing is trained while a round is late: where runs are to be repeated, and after a round's steps in any case."""
+        choice, border = self._choice, self._border
+        assert choice is not None and border is not None  # noqa: PT018
+        return choice.equal_steps or step >= border.step + choice.inner_steps
 
     def _order_to_change(self, change: _Change) -> SiteOrder:
         fresh = self._border is not None and change.kept == "since sent" and self._border.step == self.steps
@@ -243,6 +249,11 @@ class SiteExchange:
         self._loop.call_soon_threadsafe(call)
 
     # ---- SiteTraining, in the gateway's loop
+
+    @property
+    def done(self) -> bool:
+        """Of the steps that this site was to make."""
+        return self.position is not None and self.cursor >= self.total_steps
 
     def claim(self, incarnation: int) -> None:
         """The newest counts."""

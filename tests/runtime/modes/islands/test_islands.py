@@ -32,6 +32,7 @@ network = {{ bandwidth = "1 Gbit/s", latency = "0.1 ms" }}
 LINK = '[[link]]\nbetween = ["{a}", "{b}"]\nbandwidth = "100 Mbit/s"\nlatency = "10 ms"\n'
 ISLANDS = ["--mode", "islands", "--equal-steps"]
 EVERY_STEP = ["--inner-steps", "1", "--delay-steps", "0", "--outer-codec", "none", "--outer-learning-rate", "1", "--outer-momentum", "0"]
+HEAD = 'plan v1 graph="island job" cluster=sites mode=islands batch=10 micro_batch=5'
 INT4 = ["--outer-codec", "int4", "--outer-learning-rate", "0.6", "--outer-momentum", "0.9"]
 
 
@@ -162,17 +163,28 @@ def check_equal(run: Path, optimizer: str, losses: list[float], weights: dict[st
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("counts", [(1, 1), (2, 2)], ids=str)
-def test_sites_that_average_every_step_are_one_process_on_the_same_batches(counts: tuple[int, ...], tmp_path: Path) -> None:
-    file = cluster(tmp_path / "c.toml", counts)
-    run_job(["-c", str(file), *ISLANDS, *EVERY_STEP, "--out", str(tmp_path / "run")], "sgd")
+@pytest.mark.parametrize(
+    ("count", "stages"),
+    [
+        (1, ()),
+        (2, ()),
+        (2, ("layers 0-1: o/0=5 r/0=5", "layers 2-3: o/1=5 r/1=5")),
+        (2, ("layers 0-3 sharded: o/[0-1]=3,2 r/[0-1]=3,2",)),
+    ],
+    ids=["one process", "data parallel", "pipeline", "sharded"],
+)
+def test_sites_that_average_every_step_are_one_process_on_the_same_batches(count: int, stages: Sequence[str], tmp_path: Path) -> None:
+    file, plan = cluster(tmp_path / "c.toml", (count, count)), tmp_path / "p.plan"
+    plan.write_text("\n".join([HEAD, *(f"stage {number}: {stage}" for number, stage in enumerate(stages)), ""]))
+    given = ["--plan", str(plan)] if stages else []
+    run_job(["-c", str(file), *given, *ISLANDS, *EVERY_STEP, "--out", str(tmp_path / "run")], "sgd")
     check_equal(tmp_path / "run", "sgd", *one_process())
 
 
 def test_an_outer_update_in_four_bits_applied_later_is_the_formula(tmp_path: Path) -> None:
     """Unequal sites; a last round that is shorter."""
     plan = tmp_path / "p.plan"
-    plan.write_text('plan v1 graph="island job" cluster=sites mode=islands batch=10 micro_batch=4\nstage 0: layers 0-3: o/0=4 r/0=6\n')
+    plan.write_text(f"{HEAD}\nstage 0: layers 0-3: o/0=4 r/0=6\n")
     given = ["-c", str(cluster(tmp_path / "c.toml", (1, 1))), "--plan", str(plan), *ISLANDS, "--inner-steps", "5", "--delay-steps", "2"]
     run_job([*given, *INT4, "--out", str(tmp_path / "run")], "adamw")
     check_equal(tmp_path / "run", "adamw", *formula((4, 6), "adamw", steps=5, delay=2, rate=0.6, momentum=0.9, coded=True))

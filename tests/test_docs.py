@@ -23,7 +23,7 @@ def test_make_bench_runs_what_the_readme_of_the_benchmarks_lists() -> None:
     names = re.search(r"^BENCHMARKS := (.*?[^\\])$", (root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert names is not None
     listed = re.findall(r"^\| `(\w+)\.py(.*?)` \|(.*)", (root / "benchmarks" / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    elsewhere = {"swarm_faults", "latency_lab", "swarm_joining_lab", "zoo"}  # these take long, or a machine of their own
+    elsewhere = {"swarm_faults", "latency_lab", "swarm_joining_lab", "islands", "zoo"}  # these take long, or a machine of their own
     needs_nothing = {name for name, arguments, _ in listed if not arguments} - elsewhere
     assert set(names[1].replace("\\", "").split()) == needs_nothing
     assert all((root / "benchmarks" / f"{name}.py").exists() for name, *_ in listed)

@@ -54,13 +54,11 @@ def site_problems(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
                 )
                 yield Problem(sentence, Mark("devices", index, number))
             own[there[0]] += replica.total_samples
+        for site in (site for site, samples in own.items() if not samples):
+            yield Problem(f"stage {index}: {site} has no samples of it; each site needs the whole model", Mark("devices", index))
         for site, samples in own.items():
-            if not samples:
-                yield Problem(f"stage {index}: {site} has no samples of it; each site needs the whole model", Mark("devices", index))
-            elif shares.setdefault(site, samples) != samples:
-                sentence = (
-                    f"stage {index}: {site} takes {samples} samples here and {shares[site]} before; a site's are its own in all stages"
-                )
+            if shares.setdefault(site, samples) != samples:
+                sentence = f"stage {index}: {site} takes {samples} samples here and {shares[site]} before; give it as many in all"
                 yield Problem(sentence, Mark("devices", index))
     if len(sites) < 2:
         yield Problem("sites train together: the plan's devices are all at one site; use another mode there", Mark("devices", 0))

@@ -156,6 +156,10 @@ class RoundCoordinator:
     async def _decide(self, now: float) -> None:
         live = self._live(now)
         here = [place for place in live if place.beat.position == self.history.position]
+        if here and all(place.beat.done for place in live) and len(here) == len(live):
+            self.finished = True  # nobody has anything for another round
+            self._announce()
+            return
         if here:
             self._here_at = now
         elif now - self._here_at > self.settings.lost_seconds:
@@ -179,12 +183,15 @@ class RoundCoordinator:
                 self._barred.clear()  # rather somebody doubtful than no round
             return
         self._quorum_at = now if self._quorum_at is None else self._quorum_at
-        waiting = any(place.beat.site not in self.offers for place in live if place in here or self._is_close(place))
+        waiting = any(place.beat.site not in self.offers for place in live if self._is_waited_for(place, here))
         if not waiting or now - self._quorum_at >= self.settings.grace_seconds:
             self.seq += 1
             self.id, self.named = (self.term, self.seq), tuple(offers)
             self._named_at, self._quorum_at = now, None
             self._announce()
+
+    def _is_waited_for(self, place: _Place, here: list[_Place]) -> bool:
+        return not place.beat.done and (place in here or self._is_close(place))
 
     def _is_close(self, place: _Place) -> bool:
         """Whether a site is behind by so little that it comes by the updates of the last rounds."""

@@ -324,6 +324,7 @@ class Gateway:
             gathered=self._sum[0] if gateway and self._sum is not None else None,
             digest=self._sum[2] if gateway and self._sum is not None else "",
             holds=self.store.whole if gateway else frozenset(),
+            done=training.done if gateway else False,
         )
         for coordinator in self.coordinators:
             self.node.transport.send(coordinator, beat)

@@ -69,6 +69,14 @@ class RoundHistory(msgspec.Struct):
         offer = self.named.get(site)
         return 0 if offer is None else offer.last
 
+    def named_at(self, position: Position) -> dict[str, Offer]:
+        """The last update of each site that is part of the state of a position."""
+        named: dict[str, Offer] = {}
+        for commit in self._before(*position):
+            for offer in commit.named:
+                named.setdefault(offer.update.site, offer)
+        return named
+
     def _before(self, epoch: int, round: int) -> Iterator[RoundCommitted]:
         """The rounds that led to a position, newest first."""
         while round:

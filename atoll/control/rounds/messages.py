@@ -156,6 +156,7 @@ class SiteBeat(Message, frozen=True, gc=False):
     gathered: RoundId | None  # it has what the updates of that naming add up to
     digest: str
     holds: frozenset[UpdateId]
+    done: bool = False  # it makes no more steps, and all that it made are in its state
 
 
 class FetchUpdate(Message, frozen=True, gc=False):

@@ -49,6 +49,10 @@ class SiteTraining(Protocol):
         """The inner steps made so far."""
 
     @property
+    def done(self) -> bool:
+        """Whether it makes no more steps, and all are in that state: no update of it is waited for."""
+
+    @property
     def offer(self) -> Offer | None:
         """The update made on the present state, if there is one."""
 

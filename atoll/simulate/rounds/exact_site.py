@@ -159,6 +159,11 @@ class ExactTraining:
         return self.memory.steps
 
     @property
+    def done(self) -> bool:
+        """Sites here never end."""
+        return False
+
+    @property
     def offer(self) -> Offer | None:
         """Of the memory."""
         return self.memory.offer

@@ -99,7 +99,7 @@ FAULTY: dict[str, tuple[RoundRoles, range]] = {
     "order": (RoundRoles(gateway=FollowsOldWords), range(30)),
     "twice": (RoundRoles(gateway=CountsTwice), range(10)),
     "left out": (RoundRoles(gateway=LosesWhatWasLeftOut), range(20)),
-    "mixed": (RoundRoles(gateway=MixesStates), range(1640, 1660)),
+    "mixed": (RoundRoles(gateway=MixesStates), range(4030, 4040)),
     "epoch": (RoundRoles(gateway=IgnoresEpochs), range(30, 100)),
 }
 """What lacks a guard, and seeds among which it is noticed; where it is rare (one in hundreds), seeds around one that was found."""

@@ -18,6 +18,7 @@ from atoll.control.world import SwarmProcess
 from atoll.errors import JobFailedError
 from atoll.events import (
     AnyEvent,
+    CheckpointRestored,
     EventLog,
     MemberChanged,
     Note,
@@ -36,8 +37,10 @@ from atoll.fabric.security import Authority, serve
 from atoll.fabric.shaped import LinkChoice
 from atoll.job import Job
 from atoll.plan.modes.islands import ISLANDS
+from atoll.runtime.checkpoint.directory import step_path
 from atoll.runtime.modes.islands.gateway_thread import SiteAccount, SiteService
-from atoll.runtime.modes.islands.spec import IslandsSpec
+from atoll.runtime.modes.islands.resume import read_beginning
+from atoll.runtime.modes.islands.spec import ACCOUNTS, IslandsSpec
 from atoll.runtime.modes.islands.transport import RoundService, RoundTransport
 from atoll.runtime.modes.swarm.files import FileJournal
 from atoll.runtime.modes.swarm.spec import JOURNAL, Start, read_start, since_start
@@ -97,6 +100,9 @@ class _Rounds:
         def heard(name: str, account: SiteAccount) -> None:
             loop.call_soon_threadsafe(self._accounts.__setitem__, name, account)
 
+        def told(event: AnyEvent) -> None:
+            loop.call_soon_threadsafe(self._emit, event)
+
         def tell_refusal(event: AnyEvent) -> None:
             if isinstance(event, PeerRefused) and event.what == "call":
                 loop.call_soon_threadsafe(self._emit, event)
@@ -106,7 +112,7 @@ class _Rounds:
         with EventLog.join(self.directory.path) as log:
             self._log = log
             self._begin()
-            services = [RoundService(arrived, self.spec.settings), SiteService(heard), places]
+            services = [RoundService(arrived, self.spec.settings), SiteService(heard, told), places]
             member, _ = await asyncio.to_thread(
                 lambda: serve(
                     authority, address, services=services, observer=tell_refusal, fingerprint=self.spec.fingerprint, links=self._links
@@ -119,11 +125,18 @@ class _Rounds:
                 coordinator = RoundCoordinator(node, journal, self.spec.settings, self._terms)
                 await self._until_over(asyncio.ensure_future(coordinator.run()), coordinator)
                 done = coordinator.finished and not coordinator.deposed
+                self._write_accounts(coordinator)
                 self._tell(self._finished(done))
                 return done
             finally:
                 await clock.close()
                 await asyncio.to_thread(member.close)
+
+    def _write_accounts(self, coordinator: RoundCoordinator) -> None:
+        """Reports read them."""
+        found = {site: self._accounts.get(place.beat.process) for site, place in coordinator.places.items()}
+        known = {site: account for site, account in found.items() if account is not None}
+        self.directory.write(ACCOUNTS, msgspec.json.format(msgspec.json.encode(known), indent=1))
 
     def _terms(self, round: int) -> RoundTerms:
         return self.spec.choice.terms()
@@ -167,18 +180,21 @@ class _Rounds:
     def _begin(self) -> None:
         """The first coordinator since `atoll run` was started says so in the run's events; one in its place only to those who watch."""
         events = tuple(read_events(self.directory.events))
-        steps = [event for event in events if isinstance(event, StepFinished)]
-        self._step = steps[-1].step if steps else 0
+        told, beginning = since_start(events, self._start), read_beginning(self.directory)
+        steps = [event for event in told if isinstance(event, StepFinished)]
+        self._step = steps[-1].step if steps else beginning.step
         self._losses = [event.loss for event in steps]
         self._samples = sum(event.samples for event in steps)
-        told = since_start(events, self._start)
         if told:
             self._show(self._started())
             self._recall(told)
             return
         self._tell(self._started())
-        for remark in self.job.remarks(0):
+        for remark in self.job.remarks(self._step):
             self._emit(Note(message=remark))
+        if self._step:
+            path = f"checkpoints/{step_path(self.directory.checkpoints, self._step).name}"
+            self._emit(CheckpointRestored(step=self._step, path=path, notes=beginning.notes))
         choice = self.spec.choice
         self._emit(
             OuterChosen(

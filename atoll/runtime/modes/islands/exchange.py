@@ -5,8 +5,8 @@ The gateway (`atoll.control.rounds`) has it done: it waits in `make_offer`, `adv
 that the protocol sees changes in its own event loop.
 
 Which steps these are is said by the round's choice, so that runs can be repeated: the border comes `inner_steps` after the one before, and
-the new state `delay_steps` after the border, waited for where the exchange is late, and not before where it is early. A site that others
-wait for offers what it has (`hurry`), unless every site is to make all steps.
+the new state `delay_steps` after the border, and not before where the exchange is early. Where it is late it is waited for if every site is
+to make all steps; else the site trains on, for a round's steps at most, and a site that others wait for offers what it has (`hurry`).
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from atoll.control.rounds.messages import Offer, Position, UpdateId
 from atoll.control.rounds.site import Kept
 from atoll.errors import JobFailedError
 from atoll.runtime.modes.islands.chunks import ChunkForm, digest_of_tensors, packed, unpacked
+from atoll.runtime.modes.islands.saved import SavedExchange
 from atoll.runtime.modes.islands.spec import RoundChoice
 from atoll.runtime.outer_update import Border, OuterState, outer_step, reach_border, weighted_mean
 
@@ -42,6 +43,7 @@ class SiteOrder:
     weights: Tensor | None = None  # the new common ones
     base: Tensor | None = None  # since which progress is kept; None: since the border
     fresh: bool = False  # there is no progress to keep
+    cursor: int = 0  # of the new state
 
 
 @dataclass
@@ -77,15 +79,26 @@ class _Border:
 class SiteExchange:
     """`atoll.control.rounds.SiteTraining`, and what the training's own thread calls."""
 
-    def __init__(self, site: str, weights: Tensor, form: ChunkForm, total_steps: int) -> None:
-        """`weights` are those that training begins with, the same at all sites."""
+    def __init__(
+        self,
+        site: str,
+        beginning: OuterState,
+        form: ChunkForm,
+        total_steps: int,
+        *,
+        owed: Tensor | None = None,
+        restored: Callable[[], SavedExchange | None] = lambda: None,
+    ) -> None:
+        """`beginning` is the state before the first round, the same at all sites, and `owed` what the site's codec left out by then;
+        `restored` is what the site has on its disk of these rounds.
+        """
         self.site, self.form, self.total_steps = site, form, total_steps
         self.times = SiteTimes()
         self.finished = False  # the last round is made
         self.position: Position | None = None
         self.cursor = self.steps = 0
         self.offer: Offer | None = None
-        self._initial = weights
+        self._initial, self._owed, self._restored = beginning, owed, restored
         self._state: OuterState | None = None
         self._residual: list[Tensor] | None = None
         self._choice: RoundChoice | None = None
@@ -146,12 +159,18 @@ class SiteExchange:
             return SiteOrder("interrupted")
         if border is None and self._change is None and self._is_border(step, over):
             return SiteOrder("border")
-        return None if due or over else SiteOrder("go on")
+        return None if over or (due and self._waits(step)) else SiteOrder("go on")
+
+    def _waits(self, step: int) -> bool:
+        """Whether nothing is trained while a round is late: where runs are to be repeated, and after a round's steps in any case."""
+        choice, border = self._choice, self._border
+        assert choice is not None and border is not None  # noqa: PT018
+        return choice.equal_steps or step >= border.step + choice.inner_steps
 
     def _order_to_change(self, change: _Change) -> SiteOrder:
         fresh = self._border is not None and change.kept == "since sent" and self._border.step == self.steps
         assert self._state is not None
-        return SiteOrder("change", change.state.weights, self._state.weights if change.kept == "all" else None, fresh)
+        return SiteOrder("change", change.state.weights, self._state.weights if change.kept == "all" else None, fresh, change.cursor)
 
     def _is_border(self, step: int, over: bool) -> bool:
         choice = self._choice
@@ -231,6 +250,11 @@ class SiteExchange:
 
     # ---- SiteTraining, in the gateway's loop
 
+    @property
+    def done(self) -> bool:
+        """Of the steps that this site was to make."""
+        return self.position is not None and self.cursor >= self.total_steps
+
     def claim(self, incarnation: int) -> None:
         """The newest counts."""
         self._incarnation = max(self._incarnation, incarnation)
@@ -252,12 +276,29 @@ class SiteExchange:
         return self._border is not None and self._change is None
 
     async def restore(self) -> None:
-        """A process begins with what the others have."""
+        """From the site's own disk."""
+        saved = await asyncio.to_thread(self._restored)
+        if saved is not None and self.position is None and saved.state.weights.numel() == self.form.elements:
+            self._residual = self._cut(saved.residual)
+            self._begin_with(saved.position, saved.state, saved.cursor)
+
+    def _cut(self, row: Tensor | None) -> list[Tensor] | None:
+        return None if row is None else [part.clone() for part in self.form.parts(row)]
+
+    def saved(self) -> SavedExchange:
+        """What is to be kept of the present state."""
+        assert self._state is not None and self.position is not None  # noqa: PT018
+        owed = torch.cat(self._residual) if self._residual is not None else None
+        return SavedExchange(self.position, self.cursor, self._state, owed)
 
     async def begin(self, position: Position) -> None:
         """The state before the first round."""
         if self.position is None:
-            self._begin_with(position, OuterState.beginning(self._initial), 0)
+            self._residual = self._cut(self._owed)
+            self._begin_with(position, self._first(), 0)
+
+    def _first(self) -> OuterState:
+        return OuterState(self._initial.weights.clone(), self._initial.momentum.clone())
 
     def _begin_with(self, position: Position, state: OuterState, cursor: int) -> bool:
         """If the training has not begun, it does with this."""
@@ -334,6 +375,8 @@ class SiteExchange:
         await self._bring((epoch, round + 1), state, kept, cursor)
 
     async def _bring(self, position: Position, state: OuterState, kept: Kept, cursor: int) -> None:
+        if kept == "nothing" and not self._begun:
+            self._residual = None
         if self._begin_with(position, state, cursor):
             return
         if kept == "nothing":
@@ -368,7 +411,7 @@ class SiteExchange:
     async def adopt(self, incarnation: int, position: Position, chunks: Sequence[Any], kept: Kept, cursor: int) -> None:
         """What others gave; nothing stands for the state before the first round."""
         self._check(incarnation)
-        state = OuterState.beginning(self._initial)
+        state = self._first()
         if chunks:
             state = OuterState(torch.cat([chunk[0] for chunk in chunks]), torch.cat([chunk[1] for chunk in chunks]))
         await self._bring(position, state, kept, cursor)

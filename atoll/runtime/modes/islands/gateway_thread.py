@@ -5,8 +5,10 @@ import random
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -14,7 +16,7 @@ from atoll.control.messages import Message
 from atoll.control.rounds import Gateway
 from atoll.control.world import SwarmProcess
 from atoll.errors import AtollError, FabricError
-from atoll.events import Observer
+from atoll.events import AnyEvent, CheckpointFailed, CheckpointSaved, Evaluated, EvaluationFailed, Observer
 from atoll.fabric import Remote
 from atoll.fabric.deadline import Backoff
 from atoll.fabric.security import Credentials, RunMember
@@ -46,16 +48,25 @@ class SiteAccount(msgspec.Struct, frozen=True, kw_only=True):
     received_bytes: int = 0  # from other sites
 
 
-class SiteService:
-    """What sites tell the coordinator. `heard` is called in the fabric's loop."""
+SiteEvent: TypeAlias = CheckpointFailed | CheckpointSaved | Evaluated | EvaluationFailed
+"""What a site tells of itself that is the run's."""
 
-    def __init__(self, heard: Callable[[str, SiteAccount], None]) -> None:
-        self._heard = heard
+
+class SiteService:
+    """What sites tell the coordinator. Both are called in the fabric's loop."""
+
+    def __init__(self, heard: Callable[[str, SiteAccount], None], told: Callable[[AnyEvent], None]) -> None:
+        self._heard, self._told = heard, told
 
     @allowed("worker")
     async def account(self, account: SiteAccount, peer: CallingPeer) -> None:
         """What the caller's site did."""
         self._heard(peer.name, account)
+
+    @allowed("worker")
+    async def event(self, event: SiteEvent, peer: CallingPeer) -> None:
+        """Something happened at the caller's site."""
+        self._told(event)
 
 
 class GatewayThread:
@@ -74,6 +85,7 @@ class GatewayThread:
         self._observer, self._links = observer, links
         self._closing, self._over = threading.Event(), threading.Event()
         self._account = SiteAccount()
+        self._events: deque[SiteEvent] = deque()
         self._thread = threading.Thread(target=self._run, name="atoll-gateway", daemon=True)
 
     def start(self) -> None:
@@ -83,6 +95,11 @@ class GatewayThread:
     def tell(self, account: SiteAccount) -> None:
         """How the site is."""
         self._account = account
+
+    def relay(self, event: AnyEvent) -> None:
+        """Has the run hear what concerns it."""
+        if isinstance(event, SiteEvent):
+            self._events.append(event)
 
     def close(self, seconds: float = _LINGER_SECONDS) -> None:
         """Serves the others until the run is over, but no longer than that, and ends."""
@@ -120,7 +137,7 @@ class GatewayThread:
             host, told = own_hosts(self._address) if self._links is None else (self._links.source,) * 2
             listening = await asyncio.to_thread(member.fabric.listen, f"{host}:0")
             coordinator = await asyncio.to_thread(member.join, self._address, _PATIENT)
-            clock.spawn(self._keep_told(coordinator, PeerAddress(f"{told}:{listening.rpartition(':')[2]}")))
+            clock.spawn(self._keep_told(member, coordinator, PeerAddress(f"{told}:{listening.rpartition(':')[2]}")))
             transport = RoundTransport(member, coordinator)
             node = SwarmProcess(
                 self._credentials.name, clock, transport, inbox, time.time_ns(), random.Random(secrets.randbits(64)), self._observer
@@ -140,13 +157,21 @@ class GatewayThread:
             await clock.close()
             await asyncio.to_thread(member.close)
 
-    async def _keep_told(self, coordinator: Remote, place: PeerAddress) -> None:
+    async def _keep_told(self, member: RunMember, coordinator: Remote, place: PeerAddress) -> None:
         """Where this site listens, and how it is."""
         while True:
             account = self._account
             with suppress(FabricError):
-                await asyncio.wrap_future(coordinator.call_soon(Directory.register, place, timeout_seconds=_ANSWER_SECONDS))
-                await asyncio.wrap_future(coordinator.call_soon(SiteService.account, account, timeout_seconds=_ANSWER_SECONDS))
+                await self._ask(coordinator, Directory.register, place)
+                while self._events:
+                    await self._ask(coordinator, SiteService.event, self._events[0])
+                    self._events.popleft()
+                others = [remote.received_bytes for name, remote in member.fabric.peers.items() if name != COORDINATOR]
+                await self._ask(coordinator, SiteService.account, msgspec.structs.replace(account, received_bytes=sum(others)))
             until = time.monotonic() + _REGISTER_SECONDS
-            while account is self._account and time.monotonic() < until:
+            while account is self._account and not self._events and time.monotonic() < until:
                 await asyncio.sleep(_LOOK_SECONDS)
+
+    @staticmethod
+    async def _ask(coordinator: Remote, method: Callable[..., Any], request: object) -> None:
+        await asyncio.wrap_future(coordinator.call_soon(method, request, timeout_seconds=_ANSWER_SECONDS))

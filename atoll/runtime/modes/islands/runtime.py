@@ -8,7 +8,7 @@ from atoll.errors import AtollError, JobError
 from atoll.events import EventLog, EventStream
 from atoll.plan.modes.islands import IslandsOptions
 from atoll.plan.sites import SitePart, site_parts
-from atoll.runtime.mode import CapturedJob, ResumePoint, RunContext, RunOutcome
+from atoll.runtime.mode import CapturedJob, ResumePoint, RunContext, RunOutcome, newest_checkpoint
 from atoll.runtime.report import ModeReport, RunSummary, read_prediction
 from atoll.runtime.run_directory import RunDirectory
 from atoll.units import plural
@@ -59,13 +59,16 @@ class IslandsRuntime:
                 raise JobError(
                     f"mode islands: the callback {name} needs all sites to stop for it, which they do not; use lockstep, or leave it out"
                 )
-        if run.resumed:
-            raise JobError("mode islands: a run cannot be resumed in this mode yet; begin a new one")
         _spec(run)
 
     def resume(self, run: RunContext) -> ResumePoint | None:
-        """Nothing yet."""
-        return None
+        """The newest checkpoint, whichever mode wrote it; rounds are counted anew from there."""
+        from atoll.runtime.modes.islands.resume import prepare_rounds
+
+        found = prepare_rounds(run.directory, [part.site for part in _parts(run)])
+        if found is None:
+            return None
+        return ResumePoint(found.step, "\n".join((f"going on after step {found.step}", *found.notes)))
 
     def hand_over(self, job: "Job", captured: "Captured | Uncaptured") -> CapturedJob:
         """As to ranks of a lockstep run."""
@@ -91,6 +94,9 @@ class IslandsRuntime:
         placement = run.place(hosts, True)
         address = free_address(placement.address)
         write_islands(directory, spec)
+        if not spec.settings.rounds:
+            run.say("all steps were made before")
+            return RunOutcome(0)
         for part in parts:
             write_site(directory, part, part.site == spec.first, run.settings)
         _authority(directory)
@@ -113,7 +119,7 @@ class IslandsRuntime:
                 number=start.number,
             )
             code = processes.run()
-        return RunOutcome(code)
+        return RunOutcome(code, resumable=code == _INTERRUPTED and newest_checkpoint(directory) is not None)
 
     def is_listening(self, directory: RunDirectory) -> bool | None:
         """Its last event tells."""
@@ -138,13 +144,15 @@ def _parts(run: RunContext) -> tuple[SitePart, ...]:
 
 
 def _spec(run: RunContext) -> "IslandsSpec":
+    from atoll.runtime.modes.islands.resume import read_beginning
     from atoll.runtime.modes.islands.spec import islands_spec
 
     assert run.cluster is not None  # or there were no parts
     model = run.job.build_model("meta")
     elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    bases = read_beginning(run.directory).bases if run.resume_point is not None else {}
     predicted = None if run.captured is None else _step_seconds(run)
-    return islands_spec(run.settings, run.job, run.plan, run.cluster, _own(run.options), elements, predicted)
+    return islands_spec(run.settings, run.job, run.plan, run.cluster, _own(run.options), elements, predicted, bases)
 
 
 def _step_seconds(run: RunContext) -> float | None:

@@ -3,9 +3,10 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from atoll.errors import AtollError
-from atoll.events import Note, Observer
+from atoll.events import AnyEvent, Note, Observer, StepFinished, read_events
 from atoll.fabric.security import Credentials
 from atoll.fabric.shaped import LinkChoice
 from atoll.job import Job
@@ -13,11 +14,15 @@ from atoll.runtime.mode import CapturedJob
 from atoll.runtime.modes.islands.chunks import ChunkForm
 from atoll.runtime.modes.islands.exchange import SiteExchange
 from atoll.runtime.modes.islands.gateway_thread import GatewayThread, SiteAccount
+from atoll.runtime.modes.islands.resume import state_to_begin_with
+from atoll.runtime.modes.islands.saved import newest_exchange
 from atoll.runtime.modes.islands.site_training import SiteSteps, site_weights
 from atoll.runtime.modes.islands.spec import IslandsSpec, directory_of_site
 from atoll.runtime.modes.islands.weights import SiteWeights
 from atoll.runtime.modes.lockstep.role import Role
 from atoll.runtime.modes.lockstep.worker import RankTraining, training_rank
+from atoll.runtime.modes.swarm.spec import read_start
+from atoll.runtime.outer_update import OuterState
 from atoll.runtime.run_directory import RunDirectory
 from atoll.runtime.training import train
 
@@ -44,21 +49,29 @@ def train_site(
     settings = directory.settings()
     captured = CapturedJob(share, known.captured, known.evaluated if site == spec.first else {}) if known is not None else None
     gateway: GatewayThread | None = None
+
+    def relay(event: AnyEvent) -> None:
+        if gateway is not None:
+            gateway.relay(event)
+
     began = time.monotonic()
+    told = [relay] if site == spec.first and credentials is not None else []
     with training_rank(
-        share, directory.plan(), role, directory=directory, settings=settings, observers=(), own=observer, notes_shown=True,
+        share, directory.plan(), role, directory=directory, settings=settings, observers=told, own=observer, notes_shown=True,
         known=captured, cluster=run.load_cluster(),
     ) as training:  # fmt: skip
         weights = site_weights(training)
         exchange = None
         if credentials is not None:
-            exchange = _exchange(spec, site, weights, training)
+            exchange = _exchange(run, spec, site, weights, training)
             gateway = GatewayThread(credentials, address, spec, exchange, observer, links)
             gateway.start()
         else:
             weights.gather()
         with _telling(gateway, training):
-            steps = SiteSteps(training, weights, exchange)
+            start = read_start(run)
+            number = start.number if start is not None else 0
+            steps = SiteSteps(training, weights, exchange, own.base, number, _losses(run))
             if steps.begin():
                 steps.finish()
                 train(training)
@@ -71,7 +84,12 @@ def train_site(
         gateway.close()
 
 
-def _exchange(spec: IslandsSpec, site: str, weights: SiteWeights, training: RankTraining) -> SiteExchange:
+def _losses(run: RunDirectory) -> dict[int, float]:
+    """Of the run's steps, as the coordinator has told them."""
+    return {event.step: event.loss for event in read_events(run.events) if isinstance(event, StepFinished)}
+
+
+def _exchange(run: RunDirectory, spec: IslandsSpec, site: str, weights: SiteWeights, training: RankTraining) -> SiteExchange:
     row = weights.gather()
     assert row is not None
     if row.numel() != spec.elements:
@@ -82,7 +100,17 @@ def _exchange(spec: IslandsSpec, site: str, weights: SiteWeights, training: Rank
     training.trainer.tell(
         Note(at_seconds=training.trainer.moment(), message=f"{site} exchanges {spec.elements:,} numbers with the other sites")
     )
-    return SiteExchange(site, row, form, training.job.total_steps)
+    begun = state_to_begin_with(run, site)
+    state = begun.state if begun is not None else OuterState.beginning(row)
+    assert training.directory is not None
+    return SiteExchange(
+        site,
+        state,
+        form,
+        training.job.total_steps - spec.site(site).base,
+        owed=begun.residual if begun is not None else None,
+        restored=partial(newest_exchange, training.directory.path),
+    )
 
 
 @contextmanager

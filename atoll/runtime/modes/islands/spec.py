@@ -1,7 +1,7 @@
 """What the processes of sites that train together must know of the run: the sites, their plans, and how rounds are made."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -10,19 +10,23 @@ from atoll.cluster import Cluster
 from atoll.cluster.cluster import device_index
 from atoll.codec.registry import make_codec
 from atoll.control.rounds import RoundSettings, RoundTerms
+from atoll.control.rounds.messages import Position
 from atoll.errors import CodecError, JobError
 from atoll.fabric.fingerprint import job_fingerprint
 from atoll.job import Job
 from atoll.plan import Plan
 from atoll.plan.modes.islands import IslandsOptions
 from atoll.plan.sites import SitePart, site_parts
-from atoll.planner.outer_choice import SiteLinks, choose_outer
+from atoll.planner.outer_choice import OuterChoice, SiteLinks, choose_outer
 from atoll.runtime.outer_update import OuterTerms
 from atoll.runtime.run_directory import RunDirectory, RunSettings, with_checksum
 
 __all__ = [
+    "ACCOUNTS",
+    "MARK",
     "IslandsSpec",
     "RoundChoice",
+    "RoundMark",
     "choose_rounds",
     "directory_of_site",
     "islands_spec",
@@ -32,8 +36,13 @@ __all__ = [
     "write_site",
 ]
 
+MARK = "islands"
+"""In a checkpoint's `extra`: of which state of which rounds it is (`RoundMark`)."""
+
+ACCOUNTS = "sites.json"  # in a run's directory: what each site did with its time, when it ended
 _SPEC = "islands.json"
-_CHUNK_ELEMENTS = 1 << 20  # 4 MB of state, half a megabyte of an update in int4
+_CHUNK_ELEMENTS = 1 << 18  # 2 MB of state, an eighth of a megabyte of an update in int4
+_IN_FLIGHT = 8  # chunks that a site asks for at once
 _MOST_CHUNKS = 1024
 _GRACE_STEPS = 0.5  # of a round, for which the others are waited
 _START_SECONDS = 120.0  # for all sites to be there before the first round
@@ -60,9 +69,32 @@ class RoundChoice(msgspec.Struct, frozen=True, kw_only=True):
         return RoundTerms(0.0, msgspec.json.encode(self).decode())
 
     @classmethod
+    def chosen(cls, choice: OuterChoice) -> "RoundChoice":
+        """What the links say."""
+        return cls(
+            inner_steps=choice.inner_steps,
+            delay_steps=choice.delay_steps,
+            codec=choice.codec,
+            learning_rate=choice.learning_rate,
+            momentum=choice.momentum,
+        )
+
+    @classmethod
     def of(cls, terms: RoundTerms) -> "RoundChoice":
         """What was said."""
         return msgspec.json.decode(terms.choice, type=cls)
+
+
+_UNKNOWN = RoundChoice(inner_steps=20, delay_steps=0, codec="int4", learning_rate=0.6, momentum=0.9)
+_FEW = 4  # inner steps, at which momentum harms by the trials in docs/islands.md
+_ASKED = ("inner_steps", "delay_steps", "outer_codec", "outer_learning_rate", "outer_momentum", "quorum")
+
+
+class RoundMark(msgspec.Struct, frozen=True):
+    """A state of the rounds of one start of a run."""
+
+    number: int  # how often the run was started before
+    position: Position
 
 
 class SiteSpec(msgspec.Struct, frozen=True):
@@ -71,6 +103,7 @@ class SiteSpec(msgspec.Struct, frozen=True):
     name: str
     start: int  # of its samples in every global batch
     stop: int
+    base: int = 0  # steps it had made before these rounds
 
 
 class IslandsSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,24 +129,36 @@ class IslandsSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def islands_spec(
-    settings: RunSettings, job: Job, plan: Plan, cluster: Cluster, options: IslandsOptions, elements: int, step_seconds: float | None
+    settings: RunSettings,
+    job: Job,
+    plan: Plan,
+    cluster: Cluster,
+    options: IslandsOptions,
+    elements: int,
+    step_seconds: float | None,
+    bases: Mapping[str, int],
 ) -> IslandsSpec:
-    """What a plan and options mean for a job; JobError for options that mean nothing together."""
+    """What a plan and options mean for a job; JobError for options that mean nothing together. `bases` are steps sites have made before."""
     parts = site_parts(plan, cluster)
-    choice, reasons = choose_rounds(options, links_of(parts, cluster, elements, step_seconds, frugal=options.frugal))
+    links = links_of(parts, cluster, elements, step_seconds, frugal=options.frugal)
+    choice, reasons = choose_rounds(options, links)
+    patience = _patience(links)
     quorum = options.quorum if options.quorum is not None else (len(parts) if choice.equal_steps else 1)
     if quorum > len(parts):
         raise JobError(f"--quorum {quorum}: there are {len(parts)} sites")
     rounds = RoundSettings(
-        rounds=math.ceil(job.total_steps / choice.inner_steps),
+        rounds=math.ceil((job.total_steps - max(bases.values(), default=0)) / choice.inner_steps),
         chunks=min(_MOST_CHUNKS, max(1, math.ceil(elements / _CHUNK_ELEMENTS))),
         quorum=quorum,
         sites=len(parts),
         start_seconds=_START_SECONDS,
         listen_seconds=1.0,
+        in_flight=_IN_FLIGHT,
+        patience_seconds=patience,
+        exchange_seconds=_exchange_seconds(links, choice),
         grace_seconds=_grace(choice, step_seconds),
     )
-    sites = tuple(SiteSpec(part.site, part.start, part.stop) for part in parts)
+    sites = tuple(SiteSpec(part.site, part.start, part.stop, bases.get(part.site, 0)) for part in parts)
     config = {"sites": msgspec.to_builtins(sites), "choice": msgspec.to_builtins(choice), "arguments": list(settings.arguments)}
     return IslandsSpec(
         sites=sites,
@@ -125,6 +170,22 @@ def islands_spec(
         batch_size=job.batch_size,
         fingerprint=job_fingerprint([Path(settings.script)], config),
     )
+
+
+def _patience(links: SiteLinks | None) -> float:
+    """After which time a chunk that was asked for is lost: a state's are the largest, and all that are asked for share the link."""
+    if links is None:
+        return 5.0
+    largest = 8 * min(links.parameters, _CHUNK_ELEMENTS) * _IN_FLIGHT
+    return max(5.0, 3 * links.passes * largest / links.bytes_per_s + 2 * links.round_trip_s)
+
+
+def _exchange_seconds(links: SiteLinks | None, choice: RoundChoice) -> float:
+    """After which time a round whose updates did not come is named without the one that most sites lack."""
+    if links is None:
+        return 60.0
+    bits = make_codec(choice.codec).spec.bits or 32.0
+    return max(60.0, 4 * links.exchange_s(bits))
 
 
 def _grace(choice: RoundChoice, step_seconds: float | None) -> float:
@@ -155,40 +216,43 @@ def links_of(parts: Sequence[SitePart], cluster: Cluster, elements: int, step_se
 def choose_rounds(options: IslandsOptions, links: SiteLinks | None) -> tuple[RoundChoice, tuple[str, ...]]:
     """What was asked for, and for the rest what the links say, with the reasons."""
     chosen = choose_outer(links) if links is not None else None
-    reasons: tuple[str, ...] = (
-        chosen.reasons
-        if chosen is not None
-        else ("nothing is known of a step's time: H 20, int4, as links of the internet mostly ask for",)
-    )
-    steps = options.inner_steps or (chosen.inner_steps if chosen is not None else 20)
-    few = steps <= 4  # where momentum harms, by the trials
-    delay = options.delay_steps if options.delay_steps is not None else (min(steps, chosen.delay_steps) if chosen is not None else 0)
-    if delay > steps:
-        raise JobError(
-            f"--delay-steps {delay}: an update must be there before the next is made, after {steps} inner steps; give {steps} or fewer"
-        )
-    codec = options.outer_codec or (chosen.codec if chosen is not None else "int4")
+    base = _UNKNOWN if chosen is None else RoundChoice.chosen(chosen)
+    steps = options.inner_steps or base.inner_steps
+    if steps <= _FEW:
+        base = msgspec.structs.replace(base, learning_rate=1.0, momentum=0.0)
+    given = {
+        "inner_steps": options.inner_steps,
+        "delay_steps": options.delay_steps if options.delay_steps is not None else min(steps, base.delay_steps),
+        "codec": options.outer_codec,
+        "learning_rate": options.outer_learning_rate,
+        "momentum": options.outer_momentum,
+        "equal_steps": options.equal_steps,
+    }
+    found = msgspec.structs.replace(base, **{name: value for name, value in given.items() if value is not None})
+    if found.delay_steps > steps:
+        late = f"an update must be there before the next one is made, {steps} steps later"
+        raise JobError(f"--delay-steps {found.delay_steps}: {late}; give {steps} or fewer")
     try:
-        make_codec(codec)
+        make_codec(found.codec)
     except CodecError as error:
         raise JobError(f"--outer-codec: {error}") from None
-    rate, momentum = (chosen.learning_rate, chosen.momentum) if chosen is not None else (0.6, 0.9)
-    if few:
-        rate, momentum = 1.0, 0.0
-    rate = options.outer_learning_rate if options.outer_learning_rate is not None else rate
-    momentum = options.outer_momentum if options.outer_momentum is not None else momentum
-    asked = [
-        f"{name} {value} as asked for"
-        for name, value in (
-            ("inner steps", options.inner_steps), ("delay steps", options.delay_steps), ("codec", options.outer_codec),
-            ("outer learning rate", options.outer_learning_rate), ("outer momentum", options.outer_momentum),
-        )
-        if value is not None
-    ]  # fmt: skip
-    found = RoundChoice(
-        inner_steps=steps, delay_steps=delay, codec=codec, learning_rate=rate, momentum=momentum, equal_steps=options.equal_steps
+    return found, _reasons(options, chosen)
+
+
+def _reasons(options: IslandsOptions, chosen: OuterChoice | None) -> tuple[str, ...]:
+    """For what was not asked for."""
+    asked = [name.replace("_", " ") for name in _ASKED if getattr(options, name) is not None]
+    own = (f"as asked for: {', '.join(asked)}",) if asked else ()
+    if options.inner_steps is not None and options.outer_codec is not None:
+        return own
+    if chosen is None:
+        return ("nothing is known of a step's time: as links of the internet mostly ask for", *own)
+    few = (
+        (f"no momentum: it harms where there are at most {_FEW} inner steps",)
+        if (options.inner_steps or chosen.inner_steps) <= _FEW
+        else ()
     )
-    return found, (*reasons, *asked)
+    return (*chosen.reasons, *few, *own)
 
 
 def write_islands(directory: RunDirectory, spec: IslandsSpec) -> None:

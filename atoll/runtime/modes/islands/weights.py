@@ -84,6 +84,18 @@ class SiteWeights:
                 since = self._sent[name][number] if before is None else before[part].to(piece.view)
                 piece.view.copy_(whole[part].to(piece.view.device) + (piece.view - since).float())
 
+    @torch.no_grad()
+    def shards_of(self, row: Tensor | None) -> list[LocalShard]:
+        """What this rank would hold if the weights were those of the row, which rank 0 has: for a checkpoint."""
+        found = {shard.name: LocalShard(shard.holding, torch.empty_like(shard.tensor), shard.flat, shard.parameter) for shard in self._held}
+        places: dict[str, list[Piece]] = {name: [] for name in self.shapes}
+        for piece in pieces(list(found.items())):
+            places[piece.key].append(piece)
+        for name, whole in self._spread(row):
+            for piece in places[name]:
+                piece.view.copy_(whole[piece.rectangle.slices()])
+        return list(found.values())
+
     def _spread(self, row: Tensor | None) -> Iterator[tuple[str, Tensor]]:
         """Each parameter as rank 0 has it in the row."""
         empty = ((name, torch.empty(shape)) for name, shape in self.shapes.items())

@@ -386,7 +386,7 @@ class RankTraining:
         """A checkpoint of the last step; a thread writes it."""
         if self.checkpoints is not None and self.trainer.last_step:
             self._begin_save(self.checkpoints, self.trainer.last_step)
-            self._tell_saved(self.checkpoints)
+            self.tell_saved(self.checkpoints)
             self.run.doing(_LOOP)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -427,7 +427,7 @@ class RankTraining:
         if self.trainer.last_step and not checkpoints.tried(self.trainer.last_step):
             self._begin_save(checkpoints, self.trainer.last_step)
             checkpoints.wait()
-            self._tell_saved(checkpoints)
+            self.tell_saved(checkpoints)
             checkpoints.replace_next()
 
     def _keep(self, checkpoints: Checkpointer, name: str) -> None:
@@ -461,7 +461,7 @@ class RankTraining:
             return
         if step != self.job.total_steps and self._due(self.policy, step):
             self._begin_save(checkpoints, step)
-        self._tell_saved(checkpoints)
+        self.tell_saved(checkpoints)
 
     def _begin_save(self, checkpoints: Checkpointer, step: int) -> None:
         self.trainer.tell(CheckpointBegun(at_seconds=self.trainer.moment(), step=step))
@@ -477,10 +477,10 @@ class RankTraining:
         try:
             self._save(checkpoints, step, final=True)
         finally:
-            self._tell_saved(checkpoints)
+            self.tell_saved(checkpoints)
         self.run.saved(step)
 
-    def _tell_saved(self, checkpoints: Checkpointer) -> None:
+    def tell_saved(self, checkpoints: Checkpointer) -> None:
         """What became of saves since the last call."""
         for outcome in checkpoints.finished():
             if self.policy is not None:

@@ -1,8 +1,10 @@
 """A small job for sites that train together: a loss with a token-like weight, so that unequal sites must be weighed exactly.
 
-The first argument is the optimizer. With a file as second argument, no sample of step s is read before the number in the file allows it.
+The first argument is the optimizer, the second how many steps to make or a file: then no rank reads a sample of step s before the
+number in it allows that.
 """
 
+import os
 import sys
 import time
 from functools import partial
@@ -17,7 +19,8 @@ import atoll
 STEPS, BATCH = 12, 10
 OPTIMIZERS = {"sgd": partial(torch.optim.SGD, lr=0.05), "adamw": partial(torch.optim.AdamW, lr=0.01, eps=1e-3)}
 given = [argument for argument in sys.argv[1:] if argument in OPTIMIZERS]  # a test that imports this has arguments of its own
-allowed = Path(sys.argv[2]) if given and len(sys.argv) > 2 else None
+second = sys.argv[2] if given and len(sys.argv) > 2 else str(STEPS)
+allowed = None if second.isdecimal() else Path(second)
 optimizer = OPTIMIZERS[given[0] if given else "sgd"]
 
 
@@ -29,7 +32,7 @@ class Data:
         return STEPS * BATCH
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        while allowed is not None and self.first.get(index, 0) > int(allowed.read_text() or 0):
+        while allowed is not None and "RANK" in os.environ and self.first.get(index, 0) > int(allowed.read_text() or 0):
             time.sleep(0.02)
         generator = torch.Generator().manual_seed(index)
         return torch.randn(6, generator=generator), torch.randn(3, generator=generator), torch.rand((), generator=generator) + 0.5
@@ -55,5 +58,6 @@ def loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 data = Data()
-job = atoll.Job(model=Model, loss=loss, data=data, optimizer=optimizer, steps=STEPS, batch_size=BATCH, name="island job")
+steps = int(second) if second.isdecimal() else STEPS
+job = atoll.Job(model=Model, loss=loss, data=data, optimizer=optimizer, steps=steps, batch_size=BATCH, name="island job")
 data.first = {job.samples.index(step * BATCH + place): step + 1 for step in range(STEPS) for place in range(BATCH)}

@@ -1,11 +1,11 @@
-"""A site whose rank is killed costs the other one nothing, and comes back; so does the coordinator."""
+"""A site whose rank is killed costs the other one nothing, and comes back; so does the coordinator; Ctrl-C leaves a run that goes on."""
 
 import json
 import signal
 import subprocess
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from . import island_job
-from .test_islands import ATOLL, cluster
+from .test_islands import ATOLL, EVERY_STEP, check_equal, cluster, one_process, run_job
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(150)
 STEPS = island_job.STEPS
 
 
@@ -40,43 +40,62 @@ def kill(run: "subprocess.Popen[str]", name: str) -> None:
     assert killed == 1
 
 
+@contextmanager
+def started(tmp_path: Path, *options: str) -> Iterator[tuple["subprocess.Popen[str]", Callable[[Callable[[], bool]], None]]]:
+    """A run of two sites whose steps are let happen by the file `allowed`, and a wait for something in it. Nothing is left of it."""
+    log = tmp_path / "log"
+    command = [*ATOLL, "run", island_job.__file__, "-c", str(cluster(tmp_path / "c.toml", (1, 1))), "--mode", "islands", *options]
+    command += ["--out", str(tmp_path / "run"), "--", "sgd", str(tmp_path / "allowed")]
+    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, text=True) as process:
+
+        def until(condition: Callable[[], bool]) -> None:
+            while not condition():
+                assert process.poll() is None, f"the run ended early:\n{log.read_text()}"
+                time.sleep(0.05)
+
+        try:
+            yield process, until
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
 def test_a_killed_site_comes_back_and_the_other_loses_no_step(tmp_path: Path) -> None:
-    """Steps are let happen one by one, by a file that both sites' data waits for."""
-    run, log, allowed = tmp_path / "run", tmp_path / "log", tmp_path / "allowed"
+    run, allowed = tmp_path / "run", tmp_path / "allowed"
     allowed.write_text("2")
     options = ["--inner-steps", "1", "--delay-steps", "0", "--outer-codec", "int8", "--max-restarts", "1", "--quorum", "1"]
-    command = [*ATOLL, "run", island_job.__file__, "-c", str(cluster(tmp_path / "c.toml", (1, 1))), "--mode", "islands", *options]
-    with (
-        log.open("w") as out,
-        subprocess.Popen([*command, "--out", str(run), "--", "sgd", str(allowed)], stdout=out, stderr=out) as started,
-    ):
-        try:
-
-            def until(condition: Callable[[], bool]) -> None:
-                while not condition():
-                    assert started.poll() is None, f"the run ended early:\n{log.read_text()}"
-                    time.sleep(0.05)
-
-            until(lambda: len(rounds_of(run)) == 2)
-            kill(started, "rome rank 0")
-            allowed.write_text("4")
-            until(lambda: len(rounds_of(run)) >= 4)
-            kill(started, "coordinator")
-            for step in range(5, STEPS + 1):
-                allowed.write_text(str(step))
-                until(lambda step=step: sum(made.get("oslo", 0) for made in rounds_of(run)) >= step)  # type: ignore[misc]
-                if step == STEPS - 3:  # oslo waits for its data; rome makes what it missed, up to here
-                    until(lambda: sum(made.get("rome", 0) for made in rounds_of(run)) > 2)
-            assert started.wait() == 0, log.read_text()
-        finally:
-            if started.poll() is None:
-                started.kill()
+    with started(tmp_path, *options) as (process, until):
+        until(lambda: len(rounds_of(run)) == 2)
+        kill(process, "rome rank 0")
+        allowed.write_text("4")
+        until(lambda: len(rounds_of(run)) >= 4)
+        kill(process, "coordinator")
+        for step in range(5, STEPS + 1):
+            allowed.write_text(str(step))
+            until(lambda step=step: sum(made.get("oslo", 0) for made in rounds_of(run)) >= step)  # type: ignore[misc]
+            if step == STEPS - 3:  # oslo waits for its data; rome makes what it missed, up to here
+                until(lambda: sum(made.get("rome", 0) for made in rounds_of(run)) > 2)
+        assert process.wait() == 0, (tmp_path / "log").read_text()
     rounds = rounds_of(run)
     assert sum(made.get("oslo", 0) for made in rounds) == STEPS
     assert {"oslo": 1, "rome": 1} in rounds[:2]
     assert any("rome" in made for made in rounds[4:])
-    ended = [event["state"] for event in events_of(run / "events.jsonl") if event["event"] == "member_changed" and event["name"] == "rome"]
-    assert ended[:1] == ["active"]
-    assert "dead" in ended
+    states = [event["state"] for event in events_of(run / "events.jsonl") if event["event"] == "member_changed" and event["name"] == "rome"]
+    assert states[:1] == ["active"]
+    assert "dead" in states
     steps = [event["step"] for event in events_of(run / "sites" / "oslo" / "events.jsonl") if event["event"] == "step_finished"]
     assert steps == list(range(1, STEPS + 1))  # none was made again
+
+
+def test_a_run_that_was_asked_to_stop_goes_on(tmp_path: Path) -> None:
+    run, allowed = tmp_path / "run", tmp_path / "allowed"
+    allowed.write_text("4")
+    with started(tmp_path, "--equal-steps", *EVERY_STEP) as (process, until):
+        until(lambda: len(rounds_of(run)) == 4)
+        process.send_signal(signal.SIGINT)
+        until(lambda: any(event["event"] == "stop_requested" for event in events_of(run / "events.jsonl")))
+        allowed.write_text("5")
+        assert process.wait() == 130, (tmp_path / "log").read_text()
+    assert f"--resume {run}" in (tmp_path / "log").read_text()
+    run_job(["--resume", str(run), "--mode", "islands", "--equal-steps", *EVERY_STEP], "sgd")
+    check_equal(run, "sgd", *one_process())

@@ -30,7 +30,10 @@ network = {{ bandwidth = "1 Gbit/s", latency = "0.1 ms" }}
   devices = [{{ kind = "T4", count = {count} }}]
 """
 LINK = '[[link]]\nbetween = ["{a}", "{b}"]\nbandwidth = "100 Mbit/s"\nlatency = "10 ms"\n'
-ALONE = ["--outer-codec", "none", "--outer-learning-rate", "1", "--outer-momentum", "0"]
+ISLANDS = ["--mode", "islands", "--equal-steps"]
+EVERY_STEP = ["--inner-steps", "1", "--delay-steps", "0", "--outer-codec", "none", "--outer-learning-rate", "1", "--outer-momentum", "0"]
+HEAD = 'plan v1 graph="island job" cluster=sites mode=islands batch=10 micro_batch=5'
+INT4 = ["--outer-codec", "int4", "--outer-learning-rate", "0.6", "--outer-momentum", "0.9"]
 
 
 def cluster(path: Path, counts: Sequence[int]) -> Path:
@@ -42,32 +45,16 @@ def cluster(path: Path, counts: Sequence[int]) -> Path:
     return path
 
 
-def trained(
-    tmp_path: Path, counts: Sequence[int], options: Sequence[str], optimizer: str, plan: str = ""
-) -> tuple[Path, dict[str, Tensor]]:
-    """A run to its end: its directory, and the weights it leaves."""
-    (tmp_path / "p.plan").write_text(plan)
-    given = ["--plan", str(tmp_path / "p.plan")] if plan else []
-    run, file = tmp_path / "run", cluster(tmp_path / "c.toml", counts)
-    command = [
-        *ATOLL,
-        "run",
-        island_job.__file__,
-        "-c",
-        str(file),
-        *given,
-        "--mode",
-        "islands",
-        "--equal-steps",
-        *options,
-        "--out",
-        str(run),
-    ]
-    done = run_warm([*command, "--", optimizer])
+def run_job(command: Sequence[str], optimizer: str, steps: int = island_job.STEPS) -> None:
+    """`atoll run` to its end."""
+    done = run_warm([*ATOLL, "run", island_job.__file__, *command, "--", optimizer, str(steps)])
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+
+
+def weights_of(run: Path, optimizer: str) -> dict[str, Tensor]:
+    """What a run leaves."""
     model, _ = load_trained(replace(island_job.job, optimizer=island_job.OPTIMIZERS[optimizer]), run)
-    assert model is not None
-    return run, model.state_dict()
+    return model.state_dict()
 
 
 def losses_of(run: Path) -> list[float]:
@@ -169,32 +156,51 @@ def one_process() -> tuple[list[float], dict[str, Tensor]]:
     return losses, model.state_dict()
 
 
-def check_equal(run: Path, found: dict[str, Tensor], losses: list[float], weights: dict[str, Tensor]) -> None:
+def check_equal(run: Path, optimizer: str, losses: list[float], weights: dict[str, Tensor]) -> None:
+    found = weights_of(run, optimizer)
     assert losses_of(run) == pytest.approx(losses, rel=1e-5)
     for name, value in weights.items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("counts", [(1, 1), (2, 2)], ids=str)
-def test_sites_that_average_every_step_are_one_process_on_the_same_batches(counts: tuple[int, ...], tmp_path: Path) -> None:
-    run, found = trained(tmp_path, counts, ["--inner-steps", "1", "--delay-steps", "0", *ALONE], "sgd")
-    check_equal(run, found, *one_process())
+@pytest.mark.parametrize(
+    ("count", "stages"),
+    [
+        (1, ()),
+        (2, ()),
+        (2, ("layers 0-1: o/0=5 r/0=5", "layers 2-3: o/1=5 r/1=5")),
+        (2, ("layers 0-3 sharded: o/[0-1]=3,2 r/[0-1]=3,2",)),
+    ],
+    ids=["one process", "data parallel", "pipeline", "sharded"],
+)
+def test_sites_that_average_every_step_are_one_process_on_the_same_batches(count: int, stages: Sequence[str], tmp_path: Path) -> None:
+    file, plan = cluster(tmp_path / "c.toml", (count, count)), tmp_path / "p.plan"
+    plan.write_text("\n".join([HEAD, *(f"stage {number}: {stage}" for number, stage in enumerate(stages)), ""]))
+    given = ["--plan", str(plan)] if stages else []
+    run_job(["-c", str(file), *given, *ISLANDS, *EVERY_STEP, "--out", str(tmp_path / "run")], "sgd")
+    check_equal(tmp_path / "run", "sgd", *one_process())
 
 
 def test_an_outer_update_in_four_bits_applied_later_is_the_formula(tmp_path: Path) -> None:
     """Unequal sites; a last round that is shorter."""
-    plan = 'plan v1 graph="island job" cluster=sites mode=islands batch=10 micro_batch=4\nstage 0: layers 0-3: o/0=4 r/0=6\n'
-    options = [
-        "--inner-steps",
-        "5",
-        "--delay-steps",
-        "2",
-        "--outer-codec",
-        "int4",
-        "--outer-learning-rate",
-        "0.6",
-        "--outer-momentum",
-        "0.9",
-    ]
-    run, found = trained(tmp_path, (1, 1), options, "adamw", plan)
-    check_equal(run, found, *formula((4, 6), "adamw", steps=5, delay=2, rate=0.6, momentum=0.9, coded=True))
+    plan = tmp_path / "p.plan"
+    plan.write_text(f"{HEAD}\nstage 0: layers 0-3: o/0=4 r/0=6\n")
+    given = ["-c", str(cluster(tmp_path / "c.toml", (1, 1))), "--plan", str(plan), *ISLANDS, "--inner-steps", "5", "--delay-steps", "2"]
+    run_job([*given, *INT4, "--out", str(tmp_path / "run")], "adamw")
+    check_equal(tmp_path / "run", "adamw", *formula((4, 6), "adamw", steps=5, delay=2, rate=0.6, momentum=0.9, coded=True))
+
+
+def test_a_resumed_run_has_its_momentum_its_debts_and_every_sites_optimizer(tmp_path: Path) -> None:
+    file, run = cluster(tmp_path / "c.toml", (1, 1)), tmp_path / "run"
+    given = [*ISLANDS, "--inner-steps", "3", "--delay-steps", "0", *INT4]
+    run_job(["-c", str(file), *given, "--out", str(run)], "adamw", steps=6)
+    run_job(["--resume", str(run), *given], "adamw")
+    check_equal(run, "adamw", *formula((5, 5), "adamw", steps=3, delay=0, rate=0.6, momentum=0.9, coded=True))
+
+
+def test_sites_go_on_with_one_processs_run_and_one_process_with_theirs(tmp_path: Path) -> None:
+    file, run = cluster(tmp_path / "c.toml", (1, 2)), tmp_path / "run"
+    run_job(["--alone", "--out", str(run)], "sgd", steps=4)
+    run_job(["--resume", str(run), "-c", str(file), *ISLANDS, *EVERY_STEP], "sgd", steps=8)
+    run_job(["--resume", str(run), "--alone"], "sgd")
+    check_equal(run, "sgd", *one_process())

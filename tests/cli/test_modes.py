@@ -40,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--plan", "p.plan", "--listen", "127.0.0.1:1"], "`--listen` needs `--mode swarm`: only a swarm has others join"),
         (["--plan", "p.plan", "--mode", "swarm", "--standby", "h:1"], "--standby: another machine can only coordinate where"),
         (["--plan", "p.plan", "--codec", "bf16"], "--codec bf16: a plan that is there already says its own codecs"),
-        (["--mode", "parts"], "parts"),
+        (["--mode", "tables"], "tables"),
         (["--mode", "islands"], "give the devices with --cluster FILE"),
         (["--alone", "--inner-steps", "5"], "`--inner-steps` needs `--mode islands`: only sites that train by themselves exchange updates"),
         (["--mode", "islands", "--outer-momentum", "1"], "--outer-momentum: at least 0 and less than 1"),

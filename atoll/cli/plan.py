@@ -216,7 +216,13 @@ def _document(
     return {
         "capture_seconds": model.capture_seconds,
         "plan_seconds": plan_seconds,
-        "graph": {"name": graph.name, "layers": len(graph.layers), "parameters": graph.parameters, "precision": graph.precision},
+        "graph": {
+            "name": graph.name,
+            "layers": len(graph.layers),
+            "parameters": graph.parameters,
+            "frozen_parameters": graph.frozen_parameters,
+            "precision": graph.precision,
+        },
         "cluster": {"name": cluster.name, "sites": len(cluster.sites), "hosts": len(cluster.hosts), "devices": len(cluster.devices)},
         "batch_size": plans[0]["batch_size"],
         "notes": model.notes,

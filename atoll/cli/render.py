@@ -54,8 +54,7 @@ def _precision(graph: Graph) -> str:
 
 
 def _frozen(graph: Graph) -> str:
-    count = sum(layer.frozen_parameters for layer in graph.layers)
-    return f" and {format_count(count)} frozen" if count else ""
+    return f" trained and {format_count(graph.frozen_parameters)} frozen" if graph.frozen_parameters else ""
 
 
 def heading(plan: Plan, graph: Graph, cluster: Cluster) -> Text:

@@ -110,6 +110,6 @@ def _why_not(plan: Plan, model: Target, processes: int, predicted: float, start:
         return "compiling it would take long"
     if job.total_steps < _LEAST_STEPS:
         return f"it has only {plural(job.total_steps, 'step')}"
-    if 16.0 * model.graph.parameters * processes > _MOST_BYTES:
+    if (16.0 * model.graph.parameters + 4.0 * model.graph.frozen_parameters) * processes > _MOST_BYTES:
         return "the model is large"
     return "its steps take too long for that" if predicted > _LONGEST_STEP else ""

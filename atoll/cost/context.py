@@ -10,7 +10,7 @@ from atoll.cluster import Cluster, DeviceKind
 from atoll.cluster.cluster import device_index
 from atoll.cost.calibration import Calibration
 from atoll.errors import PlanError
-from atoll.graph import Graph, SharedParameter
+from atoll.graph import Graph, Layer, SharedParameter
 from atoll.plan import Plan, Replica, Stage
 
 __all__ = ["OPTIMIZERS", "Amounts", "DevicePlace", "Held", "Memo", "OptimizerCost", "PricingContext", "lane_part", "tensor_fraction"]
@@ -25,35 +25,46 @@ class Amounts(NamedTuple):
     parameters: tuple[float, ...]
     split_parameters: tuple[float, ...]
     expert_parameters: tuple[float, ...]
-    frozen_parameters: tuple[float, ...]
+    frozen: tuple[float, ...]  # bytes, as of the next three
+    split_frozen: tuple[float, ...]
+    expert_frozen: tuple[float, ...]
+    resting: tuple[float, ...]  # of layers that no gradient flows through
+    casts: tuple[float, ...]  # copies in the precision of the products that autocast makes for every micro-batch and backward reads
     saved: tuple[float, ...]
     split_saved: tuple[float, ...]
     inputs: tuple[float, ...]
     tensor_bytes: tuple[float, ...]
     tensor_reductions: tuple[float, ...]
+    tensor_back_bytes: tuple[float, ...]
     expert_bytes: tuple[float, ...]
     expert_layers: tuple[float, ...]
     shared: tuple[SharedParameter, ...] = ()
     units: tuple[int, ...] = ()  # by layer, not summed
 
     @staticmethod
-    def of(graph: Graph) -> "Amounts":
-        """Summed once a graph."""
+    def of(graph: Graph, element_bytes: float) -> "Amounts":
+        """Summed once a graph. Frozen parameters have so many bytes each where the graph does not say it."""
+        frozen = [layer.frozen_bytes or layer.frozen_parameters * element_bytes for layer in graph.layers]
         rows = [
             (
                 float(layer.parameters),
                 float(layer.split_parameters),
                 float(layer.expert_parameters),
-                float(layer.frozen_parameters),
+                nbytes,
+                nbytes * layer.frozen_split_parameters / max(1, layer.frozen_parameters),
+                nbytes * layer.frozen_expert_parameters / max(1, layer.frozen_parameters),
+                0.0 if layer.has_backward else nbytes,
+                _casts(layer) if graph.master_weights and graph.precision != "fp32" else 0.0,
                 layer.saved_bytes,
                 layer.split_saved_bytes,
                 layer.input_bytes,
                 layer.tensor_bytes,
                 float(layer.tensor_reductions),
+                layer.tensor_bytes * layer.tensor_backward,
                 layer.expert_bytes,
                 float(layer.experts > 0),
             )
-            for layer in graph.layers
+            for layer, nbytes in zip(graph.layers, frozen, strict=True)
         ]
         sums = (tuple(accumulate(column, initial=0.0)) for column in zip(*rows, strict=True))
         return Amounts(*sums)._replace(shared=graph.shared, units=tuple(layer.tensor_units for layer in graph.layers))
@@ -61,7 +72,17 @@ class Amounts(NamedTuple):
     def is_split(self, shared: SharedParameter) -> bool:
         """Whether tensor parallelism divides a shared parameter: as its first user does."""
         first = shared.layers[0]
+        if not shared.trained:
+            return self.split_frozen[first + 1] > self.split_frozen[first]
         return self.split_parameters[first + 1] - self.split_parameters[first] >= shared.parameters
+
+
+def _casts(layer: Layer) -> float:
+    """Autocast keeps one copy of a trained weight, which is among its parameters' memory, and makes one of a frozen one at every use."""
+    if not layer.has_backward or layer.frozen_bytes < 4 * max(1, layer.frozen_parameters):
+        return 0.0
+    weights = sum(work.weight_bytes * work.count for work in layer.work if work.kind in ("matmul", "conv"))
+    return weights * layer.frozen_parameters / (layer.frozen_parameters + layer.parameters)
 
 
 class Held(NamedTuple):
@@ -69,7 +90,9 @@ class Held(NamedTuple):
 
     dense: float  # beside the experts
     expert: float
-    frozen: float
+    frozen: float  # bytes, as of the next two; beside experts and what lanes divide
+    frozen_apart: float = 0.0  # of experts, and of tensors that lanes divide
+    resting: float = 0.0  # of `frozen`, in layers that no gradient flows through: nothing of them is needed in backward
     divided: float = 0.0  # its part of the tensors that lanes divide, which are not in `dense`
 
 
@@ -78,23 +101,40 @@ def lane_part(units: int, lanes: int) -> float:
     return -(-units // lanes) / units
 
 
-def _held(amounts: Amounts, start: int, stop: int, fraction: float, expert_lanes: int, split: tuple[int, ...], lanes: int) -> Held:
+def _held(
+    amounts: Amounts,
+    element_bytes: float,
+    start: int,
+    stop: int,
+    fraction: float,
+    expert_lanes: int,
+    split: tuple[int, ...],
+    lanes: int,
+) -> Held:
     """Parameters of a stage on a device with `fraction` of each split tensor, when `expert_lanes` devices divide the experts and `lanes`
     the layers `split`."""
     total = amounts.parameters[stop] - amounts.parameters[start]
     tensors = amounts.split_parameters[stop] - amounts.split_parameters[start]
     experts = amounts.expert_parameters[stop] - amounts.expert_parameters[start]
-    frozen = amounts.frozen_parameters[stop] - amounts.frozen_parameters[start]
+    frozen_split = amounts.split_frozen[stop] - amounts.split_frozen[start]
+    frozen_experts = amounts.expert_frozen[stop] - amounts.expert_frozen[start] if expert_lanes > 1 else 0.0
+    frozen = amounts.frozen[stop] - amounts.frozen[start] - frozen_experts - frozen_split * (1 - fraction)
+    resting = amounts.resting[stop] - amounts.resting[start]
     dense = total - experts - tensors * (1 - fraction)  # experts are never among what tensor parallelism divides
     for shared in amounts.shared:  # counted where it is first used; every other stage that uses it holds a copy
         if not start <= shared.layers[0] < stop and any(start <= layer < stop for layer in shared.layers):
-            dense += shared.parameters * (fraction if amounts.is_split(shared) else 1.0)
-    divided = 0.0
+            copy = shared.parameters * (fraction if amounts.is_split(shared) else 1.0)
+            dense += copy if shared.trained else 0.0
+            frozen += 0.0 if shared.trained else copy * element_bytes
+    divided, frozen_apart = 0.0, frozen_experts / expert_lanes
     for layer in split:
         parameters = amounts.split_parameters[layer + 1] - amounts.split_parameters[layer]
         dense -= parameters
         divided += parameters * lane_part(amounts.units[layer], lanes)
-    return Held(dense, experts / expert_lanes, frozen, divided)
+        nbytes = amounts.split_frozen[layer + 1] - amounts.split_frozen[layer]
+        frozen -= nbytes
+        frozen_apart += nbytes * lane_part(amounts.units[layer], lanes)
+    return Held(dense, experts / expert_lanes, frozen, frozen_apart, min(resting, frozen), divided)
 
 
 def tensor_fraction(replica: Replica, tensor: int, position: int) -> float:
@@ -167,11 +207,13 @@ class PricingContext:
             calibration = msgspec.structs.replace(calibration, gradient_bytes=2.0)
         self.calibration = calibration
         self.optimizer = _optimizer_cost(optimizer)
-        self.amounts = Amounts.of(graph)
         self.devices = device_index(cluster)
         self.half_precision = graph.precision != "fp32"
         self.element_bytes = 2.0 if self.half_precision else 4.0
-        self._held: Memo[tuple[int, int, float, int, tuple[int, ...], int], Held] = Memo(lambda key: _held(self.amounts, *key))
+        self.amounts = Amounts.of(graph, self.element_bytes)
+        self._held: Memo[tuple[int, int, float, int, tuple[int, ...], int], Held] = Memo(
+            lambda key: _held(self.amounts, self.element_bytes, *key)
+        )
         self._places = Memo(self._place)
 
     def place(self, stage: Stage) -> DevicePlace:

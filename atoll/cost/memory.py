@@ -87,14 +87,14 @@ class Memory:
     def _of_two_steps(self, stage: Stage, fraction: float, lanes: int, is_cpu: bool) -> MemoryUse:
         """What a swarm's worker holds besides where a step is computed while the one before it is summed.
 
-        The weights before the last step, of all parameters; this worker's own sums of the step before; and those of all workers, which a
+        The weights before the last step, of what is trained; this worker's own sums of the step before; and those of all workers, which a
         device that is a processor keeps in the same memory.
         """
         held = self._setting.held_with(stage, fraction, lanes)
         shards = lanes if stage.sharded else 1
         trained = held.dense / shards + held.expert + held.divided
         size = 4.0 if self._setting.graph.master_weights else 2.0
-        return MemoryUse(parameters=size * (trained + held.frozen / shards), gradients=(8.0 if is_cpu else 4.0) * trained)
+        return MemoryUse(parameters=size * trained, gradients=(8.0 if is_cpu else 4.0) * trained)
 
     def device(
         self, stage: Stage, fraction: float, samples: float, held: int, lanes: int, is_cpu: bool, others: float | None = None
@@ -104,22 +104,29 @@ class Memory:
         setting = self._setting
         parameters = setting.held_with(stage, fraction, lanes)
         shards = lanes if stage.sharded else 1
-        working = 2 * parameters.dense / max(1, stage.stop - stage.start) if stage.sharded and lanes > 1 else 0.0  # gathered at one time
-        activations = self._activation_bytes(stage, fraction) * samples
+        whole = parameters.dense * setting.element_bytes + parameters.frozen
+        working = 2 * whole / max(1, stage.stop - stage.start) if stage.sharded and lanes > 1 else 0.0  # gathered at one time
+        activations = self._activation_bytes(stage, fraction) * samples + self._casts(stage) * fraction
         once = self._largest_saved(stage.start, stage.stop, fraction) * samples if stage.recompute else 0.0
         gathered = self._gathered(stage) * (samples * (lanes - 1) if others is None else others)
         kept = (activations + gathered) * held + once
-        trained, frozen = parameters.dense / shards + parameters.expert + parameters.divided, parameters.frozen / shards
+        trained = parameters.dense / shards + parameters.expert + parameters.divided
+        frozen_bytes = parameters.frozen / shards + parameters.frozen_apart
         calibration, half, master = setting.calibration, setting.half_precision, setting.graph.master_weights
         size = 4.0 if master else 2.0  # bytes of a trained number
         return MemoryUse(
             # half precision trains an fp32 copy, unless all is in half; what is not trained needs none
-            parameters=6.0 * trained + 2.0 * frozen if half and master else size * (trained + frozen),
+            parameters=(6.0 if half and master else size) * trained + frozen_bytes,
             gradients=size * trained,
             optimizer=setting.optimizer.state_bytes * size / 4.0 * trained,
             activations=kept * calibration.memory_overhead,
-            buffers=(0.0 if is_cpu else calibration.context_bytes) + working * setting.element_bytes,
+            buffers=(0.0 if is_cpu else calibration.context_bytes) + working,
         )
+
+    def _casts(self, stage: Stage) -> float:
+        """Bytes of copies of frozen weights that a micro-batch in flight keeps."""
+        casts = self._setting.amounts.casts
+        return casts[stage.stop] - casts[self._setting.recomputed_stop(stage)]
 
     def _gathered(self, stage: Stage) -> float:
         """Bytes of another lane's sample in front of layers that lanes divide: about what these exchange in one pass."""

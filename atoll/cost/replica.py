@@ -153,17 +153,19 @@ class ReplicaPrices:
             tensor_again += self._split(stage, layout.lanes, division[-1], again)
         expert = self._expert(stage, layout.lanes, samples)
         expert_again = expert if stage.recompute else 0.0
-        gather, scatter = self._gathers(stage, replica, layout.lanes)
+        gather, back_gather, scatter = self._gathers(stage, replica, layout.lanes)
         forth_seconds = forward + tensor + expert
-        back_seconds = backward + tensor + expert + recompute + tensor_again + expert_again
+        tensor_back = tensor * self._tensor_backward(stage)
+        back_seconds = backward + tensor_back + expert + recompute + tensor_again + expert_again
         is_cpu = self._setting.devices[replica.devices[0]].kind.cpu
-        forth_gather, back_gather = self._exposed_gathers(stage, gather, scatter, forth_seconds, back_seconds, is_cpu)
+        gathers = (gather, back_gather, scatter)
+        forth_gather, back_gather = self._exposed_gathers(stage, gathers, forth_seconds, back_seconds, is_cpu)
         return ReplicaSeconds(
             forward=forth_seconds + forth_gather,
             backward=back_seconds + back_gather,
             compute=forward + backward,
             recompute=recompute,
-            tensor=2 * tensor + tensor_again,
+            tensor=tensor + tensor_back + tensor_again,
             expert=2 * expert + expert_again,
             shard=forth_gather + back_gather,
             update=divided + (update - divided) / stage.lanes if stage.sharded else update,
@@ -179,6 +181,12 @@ class ReplicaPrices:
             return 0.0
         nbytes = (amounts.tensor_bytes[stop] - amounts.tensor_bytes[stage.start]) * samples
         return reductions * all_reduce_seconds(lane, nbytes / reductions, self._setting.calibration)
+
+    def _tensor_backward(self, stage: Stage) -> float:
+        """What backward exchanges of activations' gradients, as a multiple of what forward exchanges of activations."""
+        amounts = self._setting.amounts
+        forth = amounts.tensor_bytes[stage.stop] - amounts.tensor_bytes[stage.start]
+        return (amounts.tensor_back_bytes[stage.stop] - amounts.tensor_back_bytes[stage.start]) / forth if forth else 1.0
 
     def _split(self, stage: Stage, lanes: Span | None, together: float, stop: int) -> float:
         """Exchanges between lanes for the layers they divide, in forward up to `stop`: samples are gathered before, results return after.
@@ -203,30 +211,35 @@ class ReplicaPrices:
         nbytes = (amounts.expert_bytes[stage.stop] - amounts.expert_bytes[stage.start]) * samples / stage.tensor
         return 2 * layers * all_to_all_seconds(lanes, nbytes / layers, self._setting.calibration)
 
-    def _exposed_gathers(self, stage: Stage, gather: float, scatter: float, forth: float, back: float, is_cpu: bool) -> tuple[float, float]:
+    def _exposed_gathers(
+        self, stage: Stage, gathers: tuple[float, float, float], forth: float, back: float, is_cpu: bool
+    ) -> tuple[float, float]:
         """What is waited for of the gathers in forward, and of the gathers and scattered sums in backward.
 
         They run beside the compute of other layers, as synchronisation does: the first layer's gather and the last one's scatter cannot.
         A processor moves the bytes itself: nothing is hidden there. Packing and unpacking takes turns with the layers everywhere.
         """
+        gather, again, scatter = gathers
         if not gather:
             return 0.0, 0.0
         packing = self._setting.calibration.shard_seconds(is_cpu=is_cpu) * (stage.stop - stage.start)
         overlap = 0.0 if is_cpu else self._setting.calibration.sync_overlap
         layers = stage.stop - stage.start if overlap else 1
-        exposed = max(gather / layers, gather - overlap * forth), max(scatter / layers, gather + scatter - overlap * back)
+        exposed = max(gather / layers, gather - overlap * forth), max(scatter / layers, again + scatter - overlap * back)
         return exposed[0] + packing, exposed[1] + 2 * packing
 
-    def _gathers(self, stage: Stage, replica: Replica, lanes: Span | None) -> tuple[float, float]:
-        """One gather of the parameters that lanes shard, where a device holds most of them, and the scattered sum of their gradients."""
+    def _gathers(self, stage: Stage, replica: Replica, lanes: Span | None) -> tuple[float, float, float]:
+        """A gather for a forward and one for a backward of the parameters that lanes shard, where a device holds most of them, and the
+        scattered sum of the trained ones' gradients."""
         if not stage.sharded or lanes is None:
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         shares = replica.tensor_shares
         position = shares.index(max(shares)) if shares else 0
-        parameters = self._setting.held(stage, replica, position).dense
-        calibration = self._setting.calibration
-        gather = all_gather_seconds(lanes, parameters * self._setting.element_bytes, calibration)
-        return gather, all_gather_seconds(lanes, parameters * calibration.gradient_bytes, calibration)
+        held, calibration = self._setting.held(stage, replica, position), self._setting.calibration
+        nbytes = held.dense * self._setting.element_bytes + held.frozen
+        gather = all_gather_seconds(lanes, nbytes, calibration)
+        again = all_gather_seconds(lanes, nbytes - held.resting, calibration) if held.resting else gather
+        return gather, again, all_gather_seconds(lanes, held.dense * calibration.gradient_bytes, calibration)
 
 
 def _unequal_lanes(replica: Replica) -> tuple[int, ...]:

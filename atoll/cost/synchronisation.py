@@ -108,7 +108,7 @@ class Synchronisation:
         volumes = []
         for shared in setting.graph.shared:
             homes = sorted({bisect_right(starts, layer) - 1 for layer in shared.layers})
-            if len(homes) > 1:
+            if shared.trained and len(homes) > 1:
                 tensor = min(plan.stages[s].tensor for s in homes) if setting.amounts.is_split(shared) else 1
                 volumes.append((homes, shared.parameters * setting.calibration.gradient_bytes / tensor))
         return volumes

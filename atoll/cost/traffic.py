@@ -95,18 +95,18 @@ class Traffic:
     def _add_tensor(self, stage: Stage, place: DevicePlace, carried: dict[str, float]) -> None:
         """All-reduces forward and backward, and again where forward is recomputed."""
         alike = self._alike[place, True, 2.0]
-        amounts = self._setting.amounts.tensor_bytes
+        amounts, back = self._setting.amounts.tensor_bytes, self._setting.amounts.tensor_back_bytes
         again = self._setting.recomputed_stop(stage)
-        nbytes = 2 * (amounts[stage.stop] - amounts[stage.start]) + (amounts[again] - amounts[stage.start])
+        nbytes = amounts[stage.stop] - amounts[stage.start] + back[stage.stop] - back[stage.start] + amounts[again] - amounts[stage.start]
         for per_byte, lanes_alike in alike:
             shares = [replica.samples for replica in stage.replicas]
             samples = sum(map(sum, shares)) if len(alike) == 1 else sum([shares[i][lane] for i, lane in lanes_alike])
             _add(carried, per_byte, nbytes * samples)
 
     def _add_gathers(self, plan: Plan, stage: Stage, place: DevicePlace, carried: dict[str, float]) -> None:
-        """Parameters in forward and in backward, and their gradients scattered, for every micro-batch."""
+        """Parameters in forward and in backward, and the trained ones' gradients scattered, for every micro-batch."""
         held = self._setting.held_with(stage, 1 / stage.tensor, stage.lanes)
-        nbytes = held.dense * (2 * self._setting.element_bytes + self._setting.calibration.gradient_bytes)
+        nbytes = held.dense * (2 * self._setting.element_bytes + self._setting.calibration.gradient_bytes) + 2 * held.frozen - held.resting
         rounds = [-(-replica.total_samples // plan.micro_batch_size) for replica in stage.replicas]
         for per_byte, groups_alike in self._alike[place, False, 1.0]:
             _add(carried, per_byte, nbytes * sum([rounds[i] for i, _ in groups_alike]))
@@ -114,7 +114,8 @@ class Traffic:
     def _add_split(self, stage: Stage, place: DevicePlace, carried: dict[str, float]) -> None:
         """What lanes exchange for the layers they divide: in each pass (and again where forward is recomputed) as much as an all-reduce."""
         again = self._setting.recomputed_stop(stage)
-        nbytes = sum(self._setting.graph.layers[number].tensor_bytes * (3 if number < again else 2) for number in stage.split)
+        layers = [(self._setting.graph.layers[number], number) for number in stage.split]
+        nbytes = sum(layer.tensor_bytes * (1 + layer.tensor_backward + (number < again)) for layer, number in layers)
         for per_byte, groups_alike in self._alike[place, False, 2.0]:
             _add(carried, per_byte, nbytes * sum(stage.replicas[i].total_samples for i, _ in groups_alike))
 

@@ -247,6 +247,9 @@ class _Assembly:
             split_parameters=self._count(sharding.parameters - experts.parameters, index),
             expert_parameters=self._count(experts.parameters, index),
             frozen_parameters=self._count(own, index, trainable=False),
+            frozen_split_parameters=self._count(sharding.parameters - experts.parameters, index, trainable=False),
+            frozen_expert_parameters=self._count(experts.parameters, index, trainable=False),
+            frozen_bytes=sum(spec.bytes for value in own if not (spec := self.table.specs[value]).requires_grad),
             saved_bytes=saved,
             split_saved_bytes=split_saved,
             input_bytes=live.bytes_of(live.needed_by(segment.start, segment.stop)) / self.samples,
@@ -256,6 +259,7 @@ class _Assembly:
             tensor_units=self._tensor_units(sharding),
             tensor_bytes=sharding.reduced_bytes / self.samples,
             tensor_reductions=sharding.reductions,
+            tensor_backward=sharding.backward,
             experts=experts.count,
             expert_bytes=experts.dispatched_bytes / self.samples,
             nodes=(segment.start, segment.stop),
@@ -289,8 +293,12 @@ class _Assembly:
             if id(parameter) in seen:
                 continue
             index = max(range(len(layers)), key=lambda i: (_common_parts(layers[i].name, name), i))
-            key = "parameters" if parameter.requires_grad else "frozen_parameters"
-            layers[index] = msgspec.structs.replace(layers[index], **{key: getattr(layers[index], key) + parameter.numel()})
+            layer, count = layers[index], parameter.numel()
+            if parameter.requires_grad:
+                layers[index] = msgspec.structs.replace(layer, parameters=layer.parameters + count)
+            else:
+                frozen_bytes = layer.frozen_bytes + count * parameter.element_size()
+                layers[index] = msgspec.structs.replace(layer, frozen_parameters=layer.frozen_parameters + count, frozen_bytes=frozen_bytes)
         return layers
 
     @staticmethod
@@ -302,9 +310,14 @@ class _Assembly:
     def _shared(self) -> tuple[SharedParameter, ...]:
         table = self.table
         return tuple(
-            SharedParameter(name=table.parameters[value], parameters=math.prod(table.specs[value].shape), layers=tuple(layers))
+            SharedParameter(
+                name=table.parameters[value],
+                parameters=math.prod(table.specs[value].shape),
+                layers=tuple(layers),
+                trained=table.specs[value].requires_grad,
+            )
             for value, layers in self.users.items()
-            if len(layers) > 1 and table.specs[value].requires_grad
+            if len(layers) > 1
         )
 
     def _modules_of_layers(self) -> list[frozenset[str]]:

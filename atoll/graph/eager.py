@@ -287,6 +287,7 @@ def _graph(job: Job, model: nn.Module, batch: Any, run: _Run) -> Graph:
         work=_work(run, job.compute_dtype.itemsize),
         parameters=sum(trained),
         frozen_parameters=sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
+        frozen_bytes=float(sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)),
         saved_bytes=run.saved_bytes / _SAMPLES,
         input_bytes=input_bytes,
         cut=False,

@@ -51,6 +51,9 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     split_parameters: int = 0  # of those, divided by tensor parallelism; experts are not among them
     expert_parameters: int = 0  # of those, divided by expert parallelism
     frozen_parameters: int = 0  # without gradient or optimizer state
+    frozen_split_parameters: int = 0  # of those, divided by tensor parallelism; experts are not among them
+    frozen_expert_parameters: int = 0  # of those, divided by expert parallelism
+    frozen_bytes: float = 0.0  # what the frozen ones occupy, which their dtype says; 0: what the graph's precision says
     saved_bytes: float = 0.0  # kept for backward, per sample, nothing recomputed
     split_saved_bytes: float = 0.0  # of those, divided by tensor parallelism
     input_bytes: float = 0.0  # per sample, what must be kept to recompute this layer
@@ -60,10 +63,16 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     tensor_units: int = 1  # the most equal parts tensor parallelism can make; 1: cannot
     tensor_bytes: float = 0.0  # per sample, all-reduced in forward under tensor parallelism (as much again in backward)
     tensor_reductions: int = 0  # in how many all-reduces
+    tensor_backward: float = 1.0  # in backward, as a multiple of that: less where values need no gradient
     experts: int = 0
     expert_bytes: float = 0.0  # per sample, dispatched to experts in forward (combined: as much again; backward: both again)
     nodes: tuple[int, int] = (0, 0)  # range of positions in the captured program
     tensors: tuple[int, ...] = ()  # elements of each of its trainable tensors, where they are known: optimizers update one at a time
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether a gradient flows through it: not where it and all before it are frozen."""
+        return not self.work or bool(self.parameters) or any(work.backward for work in self.work)
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,11 +91,12 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedParameter(msgspec.Struct, frozen=True, kw_only=True):
-    """One trainable tensor used by several layers (tied weights): stages that share it exchange its gradient and each hold a copy."""
+    """One tensor that several layers use (tied weights): stages that share it have copies and, if it is trained, exchange its gradient."""
 
     name: str
     parameters: int
-    layers: tuple[int, ...]  # ascending; it is counted in the first one's `parameters`
+    layers: tuple[int, ...]  # ascending; it is counted in the first one's `parameters`, or `frozen_parameters`
+    trained: bool = True
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,6 +158,16 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True):
     def parameters(self) -> int:
         """Trainable parameters, shared ones once."""
         return sum(layer.parameters for layer in self.layers)
+
+    @property
+    def frozen_parameters(self) -> int:
+        """Parameters that are not trained, shared ones once."""
+        return sum(layer.frozen_parameters for layer in self.layers)
+
+    @property
+    def all_parameters(self) -> int:
+        """Trained and frozen: what a whole model holds."""
+        return self.parameters + self.frozen_parameters
 
     @property
     def forward_flops(self) -> float:

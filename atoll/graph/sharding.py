@@ -37,6 +37,7 @@ __all__ = ["Sharding", "Split", "find_sharding", "find_shardings"]
 
 aten = torch.ops.aten
 _SMALLEST_VOCABULARY = 64  # fewer classes are not worth dividing
+_NARROW = 8  # products of so many times fewer columns than what they are contracted to are not divided
 _LOSSES = ("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d")
 _NORMS = ("layer_norm", "rms_norm")
 
@@ -75,9 +76,18 @@ def find_sharding(table: OperatorTable, start: int, stop: int, whole: frozenset[
         if disputed is None:
             found.rewrites.sort(key=lambda rewrite: table.position[rewrite.node])
             found.gathering = find_gathering(table, found)
+            found.backward = _backward_share(table, found)
             return found
         whole |= {disputed}
         fused, withdrawn = set(), set()
+
+
+def _backward_share(table: OperatorTable, found: Sharding) -> float:
+    """Of what backward would sum if all that enters divided regions needed a gradient, the part that does."""
+    entering = {rewrite.value for rewrite in found.rewrites if isinstance(rewrite, Operand) and rewrite.gradient}
+    specs = [spec for value in entering if isinstance(spec := table.specs[value], TensorSpec)]
+    everything = sum(spec.bytes for spec in specs)
+    return sum(spec.bytes for spec in specs if spec.requires_grad) / everything if everything else 1.0
 
 
 def _divide_embedding(table: OperatorTable, start: int, stop: int, found: Sharding, whole: frozenset[fx.Node]) -> fx.Node | None:
@@ -245,7 +255,8 @@ class _Analysis:
         x, tag = product.x, self.tags[product.x]
         require(tag.dim == len(self._shape(x)) - 1 and tag.outer == 1 and not tag.vocabulary and not tag.pieces)
         require(sum(value in self.tags for value in node.all_input_nodes) == 1 and not node.kwargs)
-        if product.parameter in self.whole:
+        narrow = _NARROW * self._shape(x)[-1] <= self._shape(node)[-1]  # an adapter: the sum of its result would cost more than it saves
+        if narrow or product.parameter in self.whole:
             raise NoRuleError(self.regions.joined(tag.sources))
         self.regions.unite(tag.sources).ended = True
         self.result.split[position] = "depth"

@@ -169,6 +169,7 @@ class Sharding:
     units: int = 0  # the most equal parts; 0: no limit but the vocabulary's
     reduced_bytes: float = 0.0  # summed over devices in forward; as much again in backward
     reductions: int = 0
+    backward: float = 1.0  # in backward, as a multiple of that: what enters divided regions and needs no gradient is not summed
     divided: dict[fx.Node, DividedParameter] = field(default_factory=dict)  # how those parameters are divided
     rewrites: list[Rewrite] = field(default_factory=list)  # in the program's order
     gathering: Gathering = field(default_factory=lambda: Gathering({}, ()))

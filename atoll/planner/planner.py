@@ -279,7 +279,7 @@ class _Planner:
     def _nothing_fits(self) -> str:
         evaluator = self.evaluator
         where, limits = (f" in mode {self.mode}", self.rules.execution.limits) if self.mode is not None else ("", "")
-        need = evaluator.graph.parameters * (8 + evaluator.optimizer.state_bytes)
+        need = evaluator.graph.parameters * (8 + evaluator.optimizer.state_bytes) + evaluator.amounts.frozen[-1]
         have = sum(device.memory_bytes for device in evaluator.cluster.devices)
         ruled_out = self.main.tally.ruled_out
         said = f"; annotations ask for {', '.join(self.rules.said)}" if self.rules.said else ""

@@ -134,7 +134,7 @@ class SlotTimes:
         comm = self._collectives(slot, inside, samples)
         forward = [f + c for f, c in zip(table.forward, comm, strict=True)]
         backward = [b + (f if recompute else 0.0) + c * again for f, b, c in zip(table.forward, table.backward, comm, strict=True)]
-        gather, packing = [0.0] * len(forward), 0.0
+        gather, scatter, packing = [0.0] * len(forward), [0.0] * len(forward), 0.0
         element = 4.0 if evaluator.graph.precision == "fp32" else 2.0
         if inside.sharded and inside.lanes > 1:
             held = [p - s * (1 - inside.fraction) for p, s in zip(amounts.parameters, amounts.split_parameters, strict=True)]
@@ -145,12 +145,26 @@ class SlotTimes:
                 held = [h - d for h, d in zip(held, divided, strict=True)]
             base, slope = _affine(lambda x: all_gather_seconds(self._lanes(slot, inside), x, evaluator.calibration), 1e9)
             layers = len(forward) - 1
-            gather = [h * element * slope + base * i / layers for i, h in enumerate(held)]
+            trained = [h * element * slope + base * i / layers for i, h in enumerate(held)]
+            gather = [t + f * slope for t, f in zip(trained, self._frozen(inside), strict=True)]
+            scatter = [t * evaluator.calibration.gradient_bytes / element for t in trained]
             packing = 3 * evaluator.calibration.shard_seconds(is_cpu=device.kind.cpu)
-        hidden, both = 0.0 if device.kind.cpu else evaluator.calibration.sync_overlap, 1 + evaluator.calibration.gradient_bytes / element
-        rows = zip(range(len(forward)), forward, backward, gather, strict=True)
-        total = [f + max(0.0, g - hidden * f) + b + max(0.0, both * g - hidden * b) + i * packing for i, f, b, g in rows]
+        hidden = 0.0 if device.kind.cpu else evaluator.calibration.sync_overlap
+        rows = zip(range(len(forward)), forward, backward, gather, scatter, strict=True)
+        total = [f + max(0.0, g - hidden * f) + b + max(0.0, g + s - hidden * b) + i * packing for i, f, b, g, s in rows]
         return tuple(total)
+
+    def _frozen(self, inside: Inside) -> list[float]:
+        """Bytes of frozen parameters that lanes shard, as a prefix sum."""
+        amounts = self.evaluator.amounts
+        held = [f - s * (1 - inside.fraction) for f, s in zip(amounts.frozen, amounts.split_frozen, strict=True)]
+        if inside.expert:
+            held = [h - e for h, e in zip(held, amounts.expert_frozen, strict=True)]
+        if inside.split:
+            bounds = pairwise(amounts.split_frozen)
+            divided = self._of_split(inside, [after - before for before, after in bounds])
+            held = [h - d for h, d in zip(held, divided, strict=True)]
+        return held
 
     def _collectives(self, slot: Slot, inside: Inside, samples: float) -> list[float]:
         """Tensor and expert exchanges of the forward pass, as a prefix sum."""

@@ -37,6 +37,7 @@ class UnitModule(nn.Module):
         self.buffer_names = buffers
         self.graph_module = graph_module
         self.recompute = recompute
+        self.has_backward = unit.has_backward
         self.changes = unit.changes  # attributes of buffers
         self._undifferentiated = unit.undifferentiated
         self._run: Callable[..., Any] | None = None  # the graph, compiled

@@ -15,6 +15,7 @@ from torch import fx
 from torch.export.graph_signature import OutputKind
 
 from atoll.graph.capture import Captured
+from atoll.graph.flops import TensorSpec
 from atoll.graph.regions import draws_in
 
 __all__ = ["Crossing", "StageProgram", "Unit", "cut_stage", "shared_parameters"]
@@ -48,6 +49,7 @@ class Unit:
     draws: dict[str, int] = field(default_factory=dict)  # random node → the number of its first draw among the program's
     changes: tuple[str, ...] = ()  # attributes of buffers that running the unit changes
     undifferentiated: frozenset[str] = frozenset()  # values of its graph that could have a gradient and get none
+    has_backward: bool = True  # whether a gradient flows through it; not where it and all before it are frozen
 
 
 @dataclass
@@ -157,8 +159,13 @@ class _Cutter:
         unit.graph.output(tuple(unit.copies[node] for node in returned))
         unit.inputs, unit.outputs = tuple(value.name for value in inputs), tuple(node.name for node in returned)
         unit.undifferentiated = frozenset(unit.copies[node].name for node in nodes if self.live.gets_none(node))
+        unit.has_backward = any(self._has_gradient(node) for node in nodes)
         unit.changes = tuple(attribute for attribute, name in unit.buffers.items() if self.live.is_changed(self.nodes[name]))
         return unit
+
+    def _has_gradient(self, node: fx.Node) -> bool:
+        spec = self.table.specs.get(node)
+        return isinstance(spec, TensorSpec) and spec.requires_grad
 
     def _read_from_outside(self, nodes: list[fx.Node], own: set[fx.Node]) -> list[fx.Node]:
         """Values made elsewhere and leaves of the batch, in the order they are first read."""

@@ -110,7 +110,9 @@ def _units(module: StageModule | EagerStage) -> list[UnitModule]:
 
 
 def backward_reads(unit: UnitModule) -> bool:
-    """Whether a unit's backward may need its parameters: not where it looks rows up in them, and no more."""
+    """Whether a unit's backward may need its parameters: not where it has none, or looks rows up in them, and no more."""
+    if not unit.has_backward:
+        return False
     if unit.recompute:
         return True
     held = [node for node in unit.graph_module.graph.nodes if node.op == "get_attr" and node.target in unit.parameter_names]

@@ -11,7 +11,8 @@ AtollError
 ├── PlanError         a plan breaks its own rules; shows the table with the wrong cell marked
 ├── ScheduleError     a schedule cannot be read or run; shows the table with the wrong cell marked
 ├── CheckpointError   a checkpoint or a file of weights cannot be read, or is not this job's; names the file and the tensor
-│   └── DamagedCheckpointError  it is not what was saved: bytes differ, or something is missing; the one before it may be whole
+│   ├── DamagedCheckpointError  it is not what was saved: bytes differ, or something is missing; the one before it may be whole
+│   └── RebuiltWeightsError  the job makes other weights than the run began with, where a checkpoint or a state leaves them out
 ├── FabricError       something between hosts went wrong in a run under way
 │   ├── FrameError    a peer sent what the protocol or the limits do not allow
 │   ├── PeerLostError the connection to a peer ended, or it could not be reached; says which and why
@@ -93,6 +94,10 @@ class CheckpointError(AtollError):
 
 class DamagedCheckpointError(CheckpointError):
     """A checkpoint is not what was saved: bytes differ from their checksums, or a file is missing or cut short."""
+
+
+class RebuiltWeightsError(CheckpointError):
+    """The weights a job makes are not those a run began with, where a checkpoint or a swarm's state leaves them out."""
 
 
 class FabricError(AtollError):

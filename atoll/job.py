@@ -170,6 +170,9 @@ class Job:
     """What the run is called."""
     capture: bool = True
     """Whether the model may be captured, so that plans can cut it. False: every device runs it whole, as it is written."""
+    store_frozen: bool = False
+    """Store parameters that are not trained in checkpoints too. Else they are made again on resuming, by `model` or from `weights`, and
+    compared with a digest; those of a module that was given built are always stored."""
     compile: bool | Mapping[str, Any] = False
     """Run forward and backward through `torch.compile`: True, or its arguments, such as `{"mode": "max-autotune", "dynamic": True}`."""
 
@@ -375,6 +378,12 @@ class Job:
         if self.weights is not None:
             self.initial_weights.match(model).fill_model(model)
         return model.to(device)
+
+    def rebuilt(self, model: nn.Module) -> frozenset[str]:
+        """Names of the parameters of a model of this job that are not trained and that the job makes again: checkpoints leave them out."""
+        if self.store_frozen or isinstance(self.model, nn.Module):
+            return frozenset()
+        return frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
 
     def _made(self, build: Callable[..., object] | None = None) -> nn.Module:
         """What the callable builds with the job's seed, in training mode."""

@@ -42,6 +42,7 @@ from atoll.control.settings import Settings
 from atoll.control.state_transfer import ENOUGH, Fetch, Snapshots, StateDonor, sums_from
 from atoll.control.worker_state import EARLY_LIMIT, NEVER, Buffers, WorkerState
 from atoll.control.world import Checkpoints, Compute, SwarmProcess
+from atoll.errors import RebuiltWeightsError
 from atoll.events import Warned
 
 __all__ = ["Worker"]
@@ -560,6 +561,8 @@ class Worker(WorkerState):
     async def _assemble(self, fetch: Fetch, stage: int, epoch: int, generation: int) -> None:
         try:
             state = await self.compute.assemble(stage, fetch.chunks())
+        except RebuiltWeightsError:
+            raise  # fetching it again would not help
         except KERNEL_ERRORS as error:
             self._refetch(fetch, stage, error)
             return

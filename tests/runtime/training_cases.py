@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -160,6 +161,22 @@ def lora_gpt2() -> nn.Module:
     return get_peft_model(gpt2(), LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], fan_in_fan_out=True))
 
 
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH}
+    return LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False))
+
+
+def lora_llama(layers: tuple[int, ...] = (0, 1, 2, 3)) -> nn.Module:
+    """Of whose 40,000 parameters a fortieth, or less, is trained: in these of its four layers."""
+    from peft import LoraConfig, get_peft_model
+
+    adapter = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"], layers_to_transform=list(layers))
+    return get_peft_model(llama(), adapter)
+
+
 adam = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
 
 
@@ -208,7 +225,32 @@ def own_cases(folder: Path) -> list[Case]:
     ]
 
 
-CASES = {"hugging face": hugging_face_cases, "own": own_cases}
+TWO = "2 | a=2 b=2"
+FROZEN = {"all": (lora_llama, (TWO, PIPE, SHARDED, TENSOR)), "upper": (partial(lora_llama, (2, 3)), (PIPE, SHARDED, TENSOR))}
+
+
+def frozen_cases(folder: Path) -> list[Case]:
+    """Jobs that train adapters of all layers and of the upper ones, under one plan after another; and one that goes on under others."""
+    found = []
+    for name, (model, plans) in FROZEN.items():
+        job = small_job(model)
+        found += [Case(f"{name} {number}", job, (plan,), what_frozen_costs) for number, plan in enumerate(plans)]
+    return [*found, Case("resumed", found[0].job, (SHARDED, PIPE), what_frozen_costs)]
+
+
+def what_frozen_costs(session: Any) -> dict[str, Any]:
+    """What a rank held, and exchanged in a step."""
+    owned, optimizer = session.work.owned, session.work.turns[0].optimizer
+    return {
+        "parameters": 4 * sum(part.leaf.numel() for part in owned),
+        "gradients": 4 * sum(part.source.numel() for part in owned if part.source.grad is not None and not part.sharded)
+        + 4 * sum(part.leaf.numel() for part in owned if part.leaf.grad is not None and part.sharded),
+        "optimizer": sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.dim()),
+        "exchanges": [msgspec.to_builtins(exchange) for exchange in session.work.runner.recorder.exchanges],
+    }
+
+
+CASES = {"hugging face": hugging_face_cases, "own": own_cases, "frozen": frozen_cases}
 NETS = tuple(enumerate([((PIPE, SHARDED), False), ((SHARDED, UNEQUAL), {"backend": "aot_eager"})]))
 
 

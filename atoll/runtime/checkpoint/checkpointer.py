@@ -3,7 +3,7 @@
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from atoll.runtime.checkpoint.local_shard import LocalShard, Piece, pieces
 from atoll.runtime.checkpoint.manifest import (
     MODEL,
     Index,
+    Rebuilt,
     RunIdentity,
     SmallState,
     StoredTensor,
@@ -33,6 +34,7 @@ from atoll.runtime.checkpoint.manifest import (
     merge_small,
     write_description,
 )
+from atoll.runtime.checkpoint.rebuilt import OwnPart, digests, own_digests, own_part
 from atoll.runtime.checkpoint.rectangles import intersect
 from atoll.runtime.checkpoint.storage import Written, write_pieces
 from atoll.runtime.checkpoint.training_state import optimizer_state
@@ -54,6 +56,7 @@ class Outcome:
     seconds: float
     size_bytes: int = 0
     error: str | None = None
+    changed: tuple[str, ...] = ()  # what was not to be stored, and must be: the next save does
 
     def event(self, at_seconds: float) -> CheckpointSaved | CheckpointFailed:
         """It as something that happened in the run."""
@@ -110,11 +113,13 @@ class _Report(msgspec.Struct):
     written: Written | None
     error: str | None
     small: SmallState
+    rebuilt: dict[str, int] = {}  # its part of the digests of what is left out
 
 
 class _Verdict(msgspec.Struct):
     error: str | None
     size_bytes: int
+    changed: tuple[str, ...] = ()
 
 
 class Checkpointer:
@@ -125,13 +130,24 @@ class Checkpointer:
     """
 
     def __init__(
-        self, directory: Path, group: "dist.ProcessGroup | None" = None, *, identity: RunIdentity, keep_last: int | None = 2
+        self,
+        directory: Path,
+        group: "dist.ProcessGroup | None" = None,
+        *,
+        identity: RunIdentity,
+        keep_last: int | None = 2,
+        rebuilt: Collection[str] = (),
     ) -> None:
+        """What is `rebuilt`, by name, is not stored: the job makes it again and training never changes it. Where it does all the same,
+        that is found out, and it is stored. `load` must be called before the first step, also where there is nothing to load."""
         assert keep_last is None or keep_last >= 1
         self.directory, self.identity, self.keep_last = directory, identity, keep_last
         self._ranks = CheckpointRanks(group)
         self._staging = Staging()
         self._agreement = Agreement(self._ranks)
+        self._left_out = set(rebuilt)
+        self._whole = Agreement(self._ranks)  # on who digests what of that
+        self._made: Mapping[str, Rebuilt] | None = None  # as the job made it
         self._thread: threading.Thread | None = None
         self._outcome: Outcome | None = None
         self._finished: list[Outcome] = []
@@ -167,6 +183,9 @@ class Checkpointer:
         self._finished.extend([failed] if failed else [])
         if final:
             outcome = failed or self.wait()
+            if outcome is not None and outcome.changed:
+                self._start(began, step, tensors, optimizers, extra or {}, keep, at_once=True)
+                outcome = self.wait()
             if outcome is not None and outcome.error is not None:
                 raise JobFailedError(f"step {step}: the last checkpoint could not be saved: {outcome.error}")
 
@@ -181,6 +200,7 @@ class Checkpointer:
         assert outcome is not None, "the thread that writes a checkpoint ended without a word"
         self._finished.append(outcome)
         self._last_saved = outcome.step if outcome.error is None else self._last_saved
+        self._left_out -= set(outcome.changed)
         return outcome
 
     def finished(self) -> list[Outcome]:
@@ -199,11 +219,17 @@ class Checkpointer:
     ) -> Loaded | None:
         """Fill the tensors and the optimizers from the checkpoint of `step`, or the latest; None when there is none.
 
-        The ranks together compare every stored byte with its checksum. On an error every rank raises it, and the tensors may hold part of
-        what was stored.
+        The ranks together compare every stored byte with its checksum, and what is not stored with its digest. On an error every rank
+        raises it, and the tensors may hold part of what was stored.
         """
         self.wait()
         loaded = load_from(self._ranks, self.directory, self.identity, tensors, optimizers, step)
+        if loaded is not None:
+            self._left_out &= loaded.rebuilt.keys()  # what was stored may be other than what the job makes: it stays stored
+            self._made = loaded.rebuilt
+        elif self._made is None and self._left_out:
+            part = own_part(self._whole, [held for held in tensors if held.name in self._left_out])
+            self._made = digests(self._whole, self._ranks.gather(own_digests(part), dict[str, int]))
         self._last_saved = self._last_tried = None if loaded is None or step is not None else loaded.step
         return loaded
 
@@ -242,7 +268,7 @@ class Checkpointer:
         path, mine, held, state, plain, problem = step_path(self.directory, step), [], {}, None, {}, None
         try:
             state = optimizer_state(optimizers, tensors)
-            keyed = [(MODEL + part.name, part) for part in tensors] + state.tensors
+            keyed = [(MODEL + part.name, part) for part in tensors if part.name not in self._left_out] + state.tensors
             mine = pieces(keyed)
             held = outlines(keyed, mine)
             plain = {key: to_plain(value, key) for key, value in extra.items()}
@@ -255,6 +281,7 @@ class Checkpointer:
             problem = _explain(path, error)
         try:
             assigned = self._agreement.reach(held, problem)
+            left_out = own_part(self._whole, [part for part in tensors if part.name in self._left_out]) if self._left_out else []
         except CheckpointError as error:
             return Outcome(step, path, time.perf_counter() - began, time.perf_counter() - began, error=str(error))
         assert state is not None  # else there was a problem
@@ -262,18 +289,22 @@ class Checkpointer:
         self._outcome, blocked = None, time.perf_counter() - began
 
         def write() -> None:
-            verdict = self._save_copies(step, copies, small, plain, keep)
-            self._outcome = Outcome(step, path, blocked, time.perf_counter() - began, verdict.size_bytes, verdict.error)
+            verdict = self._save_copies(step, copies, small, plain, keep, left_out)
+            self._outcome = Outcome(
+                step, path, blocked, time.perf_counter() - began, verdict.size_bytes, verdict.error, tuple(verdict.changed)
+            )
 
         self._thread = threading.Thread(target=write, name=f"checkpoint of step {step}", daemon=True)
         write() if at_once else self._thread.start()
         return None
 
-    def _save_copies(self, step: int, copies: Sequence[Piece], small: SmallState, extra: dict[str, Any], keep: str | None) -> _Verdict:
+    def _save_copies(
+        self, step: int, copies: Sequence[Piece], small: SmallState, extra: dict[str, Any], keep: str | None, left_out: OwnPart
+    ) -> _Verdict:
         """Called in its own thread, on every rank. All ranks get the same answer, unless one of them is gone."""
         partial = partial_path(self.directory, step)
         try:
-            report = _Report(write_pieces(partial, self._ranks.rank, copies), None, small)
+            report = _Report(write_pieces(partial, self._ranks.rank, copies), None, small, own_digests(left_out))
         except Exception as error:  # the other ranks wait for this report, whatever happened
             report = _Report(None, _explain(partial, error), SmallState())
         try:
@@ -287,13 +318,21 @@ class Checkpointer:
         """Rank 0 puts the checkpoint in place, or removes what there is of it."""
         partial = partial_path(self.directory, step)
         errors = [of_rank(rank, len(reports), report.error) for rank, report in enumerate(reports) if report.error is not None]
+        changed: list[str] = []
         try:
+            if not errors and self._left_out:
+                assert self._made is not None, "load is called before the first step"
+                found = digests(self._whole, [report.rebuilt for report in reports])
+                changed = [name for name in sorted(self._left_out) if found[name] != self._made[name]]
+                if changed:
+                    more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+                    errors = [f"{changed[0]!r}{more} changed, which is not trained; from the next checkpoint on it is stored"]
             if not errors:
                 return _Verdict(None, self._commit(step, [report.written for report in reports if report.written], reports, extra, keep))
         except Exception as error:  # the other ranks wait for this, too
             errors = [_explain(partial, error)]
         shutil.rmtree(partial, ignore_errors=True)
-        return _Verdict(errors[0], 0)
+        return _Verdict(errors[0], 0, tuple(changed))
 
     def _commit(self, step: int, written: Sequence[Written], reports: Sequence[_Report], extra: dict[str, Any], keep: str | None) -> int:
         tensors = {
@@ -302,7 +341,8 @@ class Checkpointer:
             )
             for key, outline in sorted(self._agreement.everything.items())
         }
-        index = Index(tensors=tensors, files={name: file for part in written for name, file in part.files.items()})
+        made = {name: self._made[name] for name in sorted(self._left_out)} if self._made is not None else {}
+        index = Index(tensors=tensors, files={name: file for part in written for name, file in part.files.items()}, rebuilt=made)
         manifest = make_manifest(step, self.identity, index, self._ranks.count)
         write_description(partial_path(self.directory, step), manifest, index, merge_small([report.small for report in reports], extra))
         commit(self.directory, step)

@@ -17,7 +17,8 @@ from atoll.errors import CheckpointError
 from atoll.model_identity import Adapter, ModelIdentity
 from atoll.runtime.checkpoint.directory import find, kept
 from atoll.runtime.checkpoint.local_shard import Piece
-from atoll.runtime.checkpoint.manifest import EMA_KEY, MANIFEST, MODEL, Index, StoredTensor, read_index, read_manifest
+from atoll.runtime.checkpoint.made_again import make_again
+from atoll.runtime.checkpoint.manifest import EMA_KEY, MANIFEST, MODEL, Index, read_index, read_manifest
 from atoll.runtime.checkpoint.rectangles import Rectangle, split_longest, whole
 from atoll.runtime.checkpoint.safetensors_file import DTYPES, Entry, raw_bytes, write_atomically, write_safetensors
 from atoll.runtime.checkpoint.storage import check_chunks, read_pieces
@@ -63,12 +64,12 @@ def export(
     if adapter is not None:
         names = _adapter_names(adapter, names)
         largest_file_bytes = sys.maxsize  # PEFT reads one file
-    check_chunks(checkpoint, index, [(key, chunk) for key in sorted(set(names.values())) for chunk in index.tensors[key].chunks])
+    contents = _Contents(run, checkpoint, index, set(names.values()))
     folder, stem = (to, "model" if adapter is None else "adapter_model") if in_folder else (to.parent, to.name.removesuffix(".safetensors"))
-    shards = _shards({name: index.tensors[key] for name, key in names.items()}, largest_file_bytes)
+    shards = _shards({name: contents.entries[key] for name, key in names.items()}, largest_file_bytes)
     parts = [""] if len(shards) == 1 else [f"-{number + 1:05d}-of-{len(shards):05d}" for number in range(len(shards))]
     files = [folder / f"{stem}{part}.safetensors" for part in parts]
-    size = sum(index.tensors[key].size_bytes for key in names.values())
+    size = sum(contents.entries[key].size_bytes for key in names.values())
     described: dict[Path, Mapping[str, Any]] = {}
     if len(files) > 1:
         weight_map = {name: path.name for path, shard in zip(files, shards, strict=True) for name in shard}
@@ -78,12 +79,38 @@ def export(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, shard in zip(files, shards, strict=True):
-            _write_file(path, checkpoint, index, {name: names[name] for name in shard})
+            _write_file(path, contents, {name: names[name] for name in shard})
         for path, content in described.items():
             write_atomically(path, msgspec.json.format(msgspec.json.encode(content), indent=2))
     except OSError as error:
         raise CheckpointError(f"{error.filename or to}: cannot write it: {error.strerror or error}") from error
     return Exported(manifest.step, (*files, *described), len(names), size)
+
+
+class _Contents:
+    """What a checkpoint has, and what it leaves out if any of that is wanted. The stored bytes are compared with their checksums."""
+
+    def __init__(self, run: Path, checkpoint: Path, index: Index, keys: set[str]) -> None:
+        self._checkpoint, self._index = checkpoint, index
+        stored = sorted(key for key in keys if key in index.tensors)
+        check_chunks(checkpoint, index, [(key, chunk) for key in stored for chunk in index.tensors[key].chunks])
+        left_out = {name: one for name, one in index.rebuilt.items() if MODEL + name in keys}
+        self._made = make_again(run, checkpoint, left_out) if left_out else None
+        self.entries = {key: Entry(index.tensors[key].shape, index.tensors[key].dtype) for key in stored}
+        self.entries |= {MODEL + name: Entry(one.shape, one.dtype) for name, one in left_out.items()}
+        self._last: tuple[str, torch.Tensor] = "", torch.empty(0)  # of what is made again
+
+    def read(self, key: str, rectangle: Rectangle) -> torch.Tensor:
+        """A part of a tensor."""
+        entry = self.entries[key]
+        if key in self._index.tensors:
+            block = torch.empty(rectangle.sizes, dtype=DTYPES[entry.dtype])
+            read_pieces(self._checkpoint, self._index, [Piece(key, entry.shape, rectangle, block)])
+            return block
+        assert self._made is not None
+        if self._last[0] != key:
+            self._last = key, self._made[key.removeprefix(MODEL)]
+        return self._last[1][rectangle.slices()].contiguous()
 
 
 def kept_step(run: Path, name: str) -> int:
@@ -97,6 +124,7 @@ def kept_step(run: Path, name: str) -> int:
 def _names(checkpoint: Path, index: Index, tied: Mapping[str, str], ema: bool) -> dict[str, str]:
     """Every name in the user's model, and the key it is stored under."""
     names = {key.removeprefix(MODEL): key for key in index.tensors if key.startswith(MODEL)}
+    names |= {name: MODEL + name for name in index.rebuilt}
     if ema:
         averages = {name: EMA_KEY + name for name in names if EMA_KEY + name in index.tensors}
         if not averages:
@@ -127,10 +155,9 @@ def export_merged(run: Path, to: Path, *, step: int | None = None, ema: bool = F
     manifest = read_manifest(checkpoint)
     index = read_index(checkpoint, manifest)
     names = _names(checkpoint, index, manifest.run.tied, ema)
-    check_chunks(checkpoint, index, [(key, chunk) for key in sorted(set(names.values())) for chunk in index.tensors[key].chunks])
+    contents = _Contents(run, checkpoint, index, set(names.values()))
     model = _peft_model(checkpoint, manifest.run)
-    state = {key: torch.empty(index.tensors[key].shape, dtype=DTYPES[index.tensors[key].dtype]) for key in set(names.values())}
-    read_pieces(checkpoint, index, [Piece(key, tuple(value.shape), whole(value.shape), value) for key, value in state.items()])
+    state = {key: contents.read(key, whole(contents.entries[key].shape)) for key in set(names.values())}
     try:
         model.load_state_dict({name: state[key] for name, key in names.items()}, assign=True)
         model.get_base_model().tie_weights()
@@ -163,7 +190,7 @@ def _peft_model(checkpoint: Path, identity: ModelIdentity) -> Any:
         return peft.get_peft_model(base, adapter, autocast_adapter_dtype=False)
 
 
-def _shards(tensors: Mapping[str, StoredTensor], largest_bytes: int) -> list[list[str]]:
+def _shards(tensors: Mapping[str, Entry], largest_bytes: int) -> list[list[str]]:
     """Names for each file, in order; a file is full when the next tensor does not fit."""
     shards: list[list[str]] = [[]]
     size = 0
@@ -176,17 +203,14 @@ def _shards(tensors: Mapping[str, StoredTensor], largest_bytes: int) -> list[lis
     return shards
 
 
-def _write_file(path: Path, checkpoint: Path, index: Index, names: Mapping[str, str]) -> None:
+def _write_file(path: Path, contents: _Contents, names: Mapping[str, str]) -> None:
     """One file, in its place only when it is whole."""
 
     def data(name: str) -> Iterator[memoryview]:
-        stored = index.tensors[names[name]]
-        for rectangle in _blocks(stored):
-            block = torch.empty(rectangle.sizes, dtype=DTYPES[stored.dtype])
-            read_pieces(checkpoint, index, [Piece(names[name], stored.shape, rectangle, block)])
-            yield raw_bytes(block)
+        for rectangle in _blocks(contents.entries[names[name]]):
+            yield raw_bytes(contents.read(names[name], rectangle))
 
-    entries = {name: Entry(index.tensors[key].shape, index.tensors[key].dtype) for name, key in names.items()}
+    entries = {name: contents.entries[key] for name, key in names.items()}
     temporary = path.with_name(path.name + ".tmp")
     try:
         write_safetensors(temporary, entries, {"format": "pt"}, data)
@@ -195,7 +219,7 @@ def _write_file(path: Path, checkpoint: Path, index: Index, names: Mapping[str, 
         temporary.unlink(missing_ok=True)
 
 
-def _blocks(stored: StoredTensor) -> Iterator[Rectangle]:
+def _blocks(stored: Entry) -> Iterator[Rectangle]:
     """The tensor in the order of its bytes, in blocks of rows; of the second dimension's where there is but one row, and so on."""
     pending = [whole(stored.shape)] if whole(stored.shape).elements else []
     while pending:

@@ -1,8 +1,8 @@
 """Loading: from whatever layout a checkpoint was written in to whatever layout is asked for, with every mismatch named."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from atoll.errors import CheckpointError, DamagedCheckpointError
 from atoll.events import CheckpointRestored
+from atoll.runtime.checkpoint.assignment import Agreement
 from atoll.runtime.checkpoint.directory import candidates, none_is_whole
 from atoll.runtime.checkpoint.exchange import CheckpointRanks
 from atoll.runtime.checkpoint.local_shard import Keyed, LocalShard, pieces
@@ -18,6 +19,7 @@ from atoll.runtime.checkpoint.manifest import (
     MODEL,
     Chunk,
     Index,
+    Rebuilt,
     RunIdentity,
     differences,
     model_shapes,
@@ -25,6 +27,7 @@ from atoll.runtime.checkpoint.manifest import (
     read_manifest,
     read_state,
 )
+from atoll.runtime.checkpoint.rebuilt import check_rebuilt, digests, own_digests, own_part
 from atoll.runtime.checkpoint.safetensors_file import DTYPES
 from atoll.runtime.checkpoint.storage import check_chunks, read_pieces
 from atoll.runtime.checkpoint.training_state import allocate_state, restore_groups
@@ -42,6 +45,7 @@ class Loaded:
     path: Path
     extra: dict[str, Any]
     differences: tuple[str, ...]  # what has changed since, but may: sentences
+    rebuilt: Mapping[str, Rebuilt] = field(default_factory=dict)  # what was left out: the job has made the same
 
     def event(self, at_seconds: float) -> CheckpointRestored:
         """It as something that happened in the run."""
@@ -81,6 +85,7 @@ def load_from(
         errors = [one for one in heard if one.error is not None]
         if not errors:
             _check_nothing_is_left(loaded, index, heard)
+            _check_rebuilt(ranks, path, index, tensors)
             notes = [f"{bad.name} is damaged and was passed over: {why}" for bad, why in damage]
             return dataclasses.replace(loaded, differences=(*notes, *loaded.differences))
         worst = next((one for one in errors if not one.damaged), errors[0])
@@ -128,14 +133,22 @@ def _load(
         )
     index, small = read_index(path, manifest), read_state(path, manifest)
     room, put = allocate_state(optimizers, tensors, index, small)
-    keyed = [(MODEL + held.name, held) for held in tensors] + room
+    keyed = [(MODEL + held.name, held) for held in tensors if held.name not in index.rebuilt] + room
     _check_fits(path, index, keyed)
     read_pieces(path, index, pieces(keyed))
     check_chunks(path, index, _share(index, ranks))
     extra = {key: from_plain(value, f"{path}: extra.{key}") for key, value in small.extra.items()}
     put()
     restore_groups(optimizers, tensors, small)
-    return Loaded(manifest.step, path, extra, differences(manifest.run, identity)), index
+    return Loaded(manifest.step, path, extra, differences(manifest.run, identity), index.rebuilt), index
+
+
+def _check_rebuilt(ranks: CheckpointRanks, path: Path, index: Index, tensors: Sequence[LocalShard]) -> None:
+    """That the job has made what the checkpoint leaves out, and the same as then. All ranks call it together."""
+    if index.rebuilt:
+        agreement = Agreement(ranks)
+        part = own_part(agreement, [held for held in tensors if held.name in index.rebuilt])
+        check_rebuilt(str(path), index.rebuilt, digests(agreement, ranks.gather(own_digests(part), dict[str, int])))
 
 
 def _share(index: Index, ranks: CheckpointRanks) -> Iterable[tuple[str, Chunk]]:

@@ -25,6 +25,7 @@ __all__ = [
     "Chunk",
     "Index",
     "CheckpointManifest",
+    "Rebuilt",
     "RunIdentity",
     "SmallState",
     "StoredTensor",
@@ -103,11 +104,20 @@ class StoredTensor(msgspec.Struct, frozen=True, kw_only=True):
         return Entry(self.shape, self.dtype).size_bytes
 
 
+class Rebuilt(msgspec.Struct, frozen=True, kw_only=True):
+    """A parameter that is not stored: whoever loads the checkpoint has made it again, and compares (`checkpoint/rebuilt.py`)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    digest: str
+
+
 class Index(msgspec.Struct, frozen=True, kw_only=True):
     """Where everything is: tensors by key, and the files that must be there."""
 
     tensors: dict[str, StoredTensor]
     files: dict[str, StoredFile]
+    rebuilt: dict[str, Rebuilt] = {}  # by the user's names: what is nowhere, since the job makes it again
 
 
 class SmallState(msgspec.Struct, kw_only=True):
@@ -126,8 +136,9 @@ def _fingerprint(shapes: Mapping[str, tuple[int, ...]], optimizer: str) -> str:
 
 
 def model_shapes(index: Index) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the user's parameters and buffers in a checkpoint."""
-    return {key.removeprefix(MODEL): tensor.shape for key, tensor in index.tensors.items() if key.startswith(MODEL)}
+    """Names and shapes of the user's parameters and buffers in a checkpoint, those included that it leaves out."""
+    stored = {key.removeprefix(MODEL): tensor.shape for key, tensor in index.tensors.items() if key.startswith(MODEL)}
+    return stored | {name: one.shape for name, one in index.rebuilt.items()}
 
 
 def differences(stored: RunIdentity, now: RunIdentity) -> tuple[str, ...]:

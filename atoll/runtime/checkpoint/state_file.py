@@ -23,6 +23,7 @@ from atoll.runtime.checkpoint.manifest import (
     CheckpointManifest,
     Chunk,
     Index,
+    Rebuilt,
     RunIdentity,
     SmallState,
     StoredTensor,
@@ -60,6 +61,7 @@ _SIZE = 8  # bytes of the number a safetensors file begins with: its header's le
 class _Small(msgspec.Struct):
     state: SmallState
     extra: dict[str, Any]  # plain, as `to_plain` makes it
+    rebuilt: dict[str, Rebuilt] = {}  # parameters of the stage that are not in the file: whoever reads it has made them again
 
 
 class _Stored(msgspec.Struct):
@@ -71,10 +73,12 @@ class _Stored(msgspec.Struct):
 class StateFile:
     """The bytes of such a file, read in any order and copied only then. What the tensors hold must not change before the last is read."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], small: SmallState, extra: dict[str, Any]) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], small: SmallState, extra: dict[str, Any], rebuilt: Mapping[str, Rebuilt] | None = None
+    ) -> None:
         held = {key: tensor.detach().resolve_conj().resolve_neg() for key, tensor in tensors.items()}
         entries = {key: Entry(tuple(tensor.shape), dtype_name(tensor.dtype, repr(key))) for key, tensor in held.items()}
-        text = msgspec.json.encode(_Small(small, extra), order="sorted").decode()  # equal states are equal bytes
+        text = msgspec.json.encode(_Small(small, extra, dict(rebuilt or {})), order="sorted").decode()  # equal states are equal bytes
         metadata = sharding_metadata({key: [0] * len(entry.shape) for key, entry in entries.items()})
         head, order = encode_header(entries, {**metadata, _SMALL: text})
         self._pieces = [(0, torch.frombuffer(bytearray(head), dtype=torch.uint8))]
@@ -112,7 +116,7 @@ class StateReader:
             found = msgspec.json.decode(metadata[_SMALL], type=_Small)
         except (msgspec.MsgspecError, ValueError, LookupError) as error:
             raise DamagedCheckpointError(f"{where} cannot be read; it is damaged, or of another version of Atoll ({error})") from error
-        self.small, self.extra = found.state, found.extra
+        self.small, self.extra, self.rebuilt = found.state, found.extra, found.rebuilt
         self._data = content[_SIZE + length :]
         self._entries = {name: _entry(where, name, raw, self._data.numel()) for name, raw in header.items()}
 
@@ -182,7 +186,8 @@ def cut(checkpoint: Path, names: Iterable[str]) -> Tensor:
         groups=small.groups,
         group_of={name: group for name, group in small.group_of.items() if name in wanted},
     )
-    return StateFile(values, own, {key: value for key, value in small.extra.items() if key != "losses"}).content()
+    rebuilt = {name: one for name, one in index.rebuilt.items() if name in wanted}
+    return StateFile(values, own, {key: value for key, value in small.extra.items() if key != "losses"}, rebuilt).content()
 
 
 def _name_of(key: str) -> str:
@@ -212,6 +217,7 @@ def assemble_checkpoint(
         tensors: dict[str, StoredTensor] = {}
         stored: dict[str, StoredFile] = {}
         smalls: list[SmallState] = []
+        rebuilt: dict[str, Rebuilt] = {}
         merged: dict[str, Any] = {"scheduler": None, "loss_scale": None, "swarm": {}}
         for number, (file, checksums) in enumerate(files.items()):
             name = f"shard-{number + 1:05d}-model-00001-of-00001.safetensors"
@@ -219,8 +225,9 @@ def assemble_checkpoint(
             reader = _describe(partial / name, tensors, checksums)
             stored[name] = StoredFile((partial / name).stat().st_size, zlib.crc32(reader.head))
             smalls.append(reader.small)
+            rebuilt |= reader.rebuilt
             _merge(merged, reader.extra)
-        index = Index(tensors=dict(sorted(tensors.items())), files=stored)
+        index = Index(tensors=dict(sorted(tensors.items())), files=stored, rebuilt=dict(sorted(rebuilt.items())))
         swarm = {**merged["swarm"], **extra.get("swarm", {})}
         manifest = make_manifest(step, identity, index, len(files))
         write_description(partial, manifest, index, merge_small(smalls, {**merged, **extra, "swarm": swarm}))

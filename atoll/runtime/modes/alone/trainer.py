@@ -699,7 +699,7 @@ def _checkpointer(
         dtype_name(held.tensor.dtype, f"{held.name!r}")  # what cannot be saved is refused before it is trained
     names = optimizer_names(optimizers)
     identity = RunIdentity.of(identify(model), job=job.name, optimizer=names, seed=job.seed, batch_size=job.batch_size)
-    return Checkpointer(directory.checkpoints, identity=identity, keep_last=settings.keep_last)
+    return Checkpointer(directory.checkpoints, identity=identity, keep_last=settings.keep_last, rebuilt=job.rebuilt(model))
 
 
 def _on_device(job: Job, device: torch.device) -> nn.Module:

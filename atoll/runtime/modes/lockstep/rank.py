@@ -109,6 +109,7 @@ class RankWork:
     owned: list[OptimizerShard]  # its parts of trainable and frozen parameters
     trainable_parameters: int  # of the whole model
     frozen_parameters: int
+    rebuilt: frozenset[str]  # what checkpoints leave out
     identity: ModelIdentity
     buffers: ChangedBuffers  # running statistics and the like
     evaluation: Evaluation | None  # None: the job has no evaluation data
@@ -158,7 +159,7 @@ def assemble(
     source = stage_source(job, captured, evaluated, compiler)
     rank = _Rank(job, layout, source, device, dist.get_rank(), DrawKey(job.seed, job.samples.first), compiler)
     cut = source.cut(layout, rank.number)
-    parts = _build_in_turn(lambda: _take_parts(rank, cut), 4.0 * source.graph.parameters)
+    parts = _build_in_turn(lambda: _take_parts(rank, cut), 4.0 * source.graph.all_parameters)
     callbacks, requests = agree(job, parts.weights, parts.code)
     held = _held(rank, cut, parts, _shard(rank, cut, parts))
     _read_weights(parts, held)
@@ -205,6 +206,7 @@ def assemble(
         owned=held.owned,
         trainable_parameters=parts.trainable,
         frozen_parameters=parts.frozen,
+        rebuilt=parts.rebuilt,
         identity=parts.identity,
         buffers=buffers,
         evaluation=evaluation,
@@ -245,6 +247,7 @@ class _Parts:
     code: str  # digest of what runs as it is written; empty: a captured program runs
     trainable: int
     frozen: int
+    rebuilt: frozenset[str]
     groups: list[ParameterGroup]  # of the optimizer, of the whole model
     persistent: frozenset[str]
     unread: dict[str, Tensor]
@@ -308,6 +311,7 @@ def _take_parts(rank: _Rank, cut: Sequence[CutStage]) -> _Parts:
         code=code,
         trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         frozen=sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
+        rebuilt=rank.job.rebuilt(model),
         groups=rank.job.group_names(model.named_parameters()),
         persistent=frozenset(model.state_dict()),
         unread=taken.unread,
@@ -517,7 +521,7 @@ def _evaluation_on(
 ) -> Evaluation:
     """Evaluation that the job did not announce: captured now, on the model as it was at first, of which only what never changes is read."""
     build, not_captured = rank.source.evaluation_on(dataset, parts.modules, rank.layout, rank.number, rank.device, rank.key)
-    functions = _build_in_turn(build, 4.0 * rank.source.graph.parameters)
+    functions = _build_in_turn(build, 4.0 * rank.source.graph.all_parameters)
     changed = _changed_buffers(rank, cut, parts, functions)
     whole = _whole_model(rank, not_captured, gather)
     return Evaluation(
@@ -543,8 +547,7 @@ def _planned_evaluation(
 
 
 def _whole_model(rank: _Rank, not_captured: Mapping[str, str], gather: Callable[[], dict[str, Tensor]]) -> WholeModel | None:
-    parameters = sum(layer.parameters for layer in rank.source.graph.layers)
-    return WholeModel(rank.job, not_captured, parameters, rank.number, gather) if not_captured else None
+    return WholeModel(rank.job, not_captured, rank.source.graph.all_parameters, rank.number, gather) if not_captured else None
 
 
 def _gathered(executor: StageExecutor, identity: ModelIdentity) -> dict[str, Tensor]:

@@ -415,7 +415,8 @@ class RankTraining:
             batch_size=self.job.batch_size,
             plan=str(self.plan),
         )
-        return stack.enter_context(Checkpointer(self.directory.checkpoints, group, identity=identity, keep_last=self.settings.keep_last))
+        keep_last, rebuilt = self.settings.keep_last, self.work.rebuilt
+        return stack.enter_context(Checkpointer(self.directory.checkpoints, group, identity=identity, keep_last=keep_last, rebuilt=rebuilt))
 
     def _save(self, checkpoints: Checkpointer, step: int, *, final: bool = False, keep: str | None = None) -> None:
         extra = training_state(self.trainer.scheduler, self.trainer.updater.scale, self.trainer.losses)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -25,7 +25,8 @@ from atoll.graph.capture import Captured
 from atoll.job import Job
 from atoll.runtime.activations import Activations, activations_of, leaves_from
 from atoll.runtime.checkpoint.loading import fill_shards
-from atoll.runtime.checkpoint.manifest import MODEL
+from atoll.runtime.checkpoint.manifest import MODEL, Rebuilt
+from atoll.runtime.checkpoint.rebuilt import check_rebuilt, tensor_digests
 from atoll.runtime.checkpoint.safetensors_file import dtype_name
 from atoll.runtime.checkpoint.state_file import BEFORE, BUFFER, StateFile, StateReader
 from atoll.runtime.checkpoint.training_state import allocate_state, optimizer_state, restore_groups, restore_training, training_state
@@ -64,6 +65,7 @@ class StageState:
 
     executor: StageExecutor
     sizes: list[list[int]]  # of the trained parameters, by section
+    rebuilt: dict[str, Rebuilt] = field(default_factory=dict)  # what is not trained and whoever has the stage makes again: it is not sent
     packing: StateFile | None = None  # as bytes, until the next step
     before: "StageState | None" = None
 
@@ -78,6 +80,11 @@ class StageState:
         (stage,) = self.executor.stages.values()
         assert isinstance(stage.module, StageModule)  # a swarm runs nothing else
         return stage.module
+
+    def share_frozen(self, other: "StageState") -> None:
+        """Have the other's parameters in place of its own where they are not trained: they stay as they are."""
+        own, theirs = self.module.parameters_by_name(), other.module.parameters_by_name()
+        self.module.share_parameters({name: value if value.requires_grad else theirs[name] for name, value in own.items()})
 
     def trained_by_name(self) -> dict[str, nn.Parameter]:
         """The trained parameters, section by section, by the user's names."""
@@ -173,8 +180,11 @@ class StageCompute:
         for part in state.executor.shards():
             dtype_name(part.tensor.dtype, repr(part.name))  # what cannot be stored is refused before it is trained
         self._sizes_of = {stage: state.sizes}  # a worker is on one stage at a time
+        names = self._job.rebuilt(model)
+        state.rebuilt = tensor_digests({part.name: part.tensor for part in state.executor.shards() if part.name in names})
         if self._staleness:
             state.before = self._weights_of(stage, model)
+            state.before.share_frozen(state)
             if read is not None:
                 fill_shards(read, state.before.executor.shards())
         if state.parameters:
@@ -246,21 +256,25 @@ class StageCompute:
         if state.packing is None:
             held, before, updater = state.executor.shards(), state.before, state.executor.updater
             kept = optimizer_state([updater.optimizer] if updater.optimizer is not None else [], held)
-            tensors = {MODEL + part.name: part.tensor for part in held} | {key: part.tensor for key, part in kept.tensors}
+            tensors = {MODEL + part.name: part.tensor for part in held if part.name not in state.rebuilt}
+            tensors |= {key: part.tensor for key, part in kept.tensors}
             tensors |= {BUFFER + name: buffer for name, buffer in state.own_buffers().items()}
             if before is not None:
-                tensors |= {BEFORE + name: parameter for name, parameter in before.module.parameters_by_name().items()}
+                tensors |= {BEFORE + name: parameter for name, parameter in before.trained_by_name().items()}
             extra = training_state(updater.scheduler, state.executor.scale, ())
             extra["swarm"] = {"scale_before": before.executor.scale.state()} if before is not None else {}
             del extra["losses"]  # the journal has them
-            state.packing = StateFile(tensors, kept.small, {key: to_plain(value, key) for key, value in extra.items()})
+            plain = {key: to_plain(value, key) for key, value in extra.items()}
+            state.packing = StateFile(tensors, kept.small, plain, state.rebuilt)
         return state.packing
 
     def _unpack(self, stage: int, packed: Tensor) -> StageState:
         saved, state = StateReader(packed), self._empty(stage)
         held, updater = state.executor.shards(), state.executor.updater
+        self._check_rebuilt(state, saved)
         for part in held:
-            saved.fill(MODEL + part.name, part.tensor)
+            if part.name not in saved.rebuilt:
+                saved.fill(MODEL + part.name, part.tensor)
         for name, buffer in state.own_buffers().items():
             if BUFFER + name in saved:  # another mode does not store them
                 saved.fill(BUFFER + name, buffer)
@@ -277,10 +291,18 @@ class StageCompute:
         return state
 
     @staticmethod
+    def _check_rebuilt(state: StageState, saved: StateReader) -> None:
+        """What is not in a state was made here, and must be what the sender has. What is in it stays in the states that follow."""
+        tensors = {part.name: part.tensor for part in state.executor.shards()}
+        unknown = {name: tensors[name] for name in saved.rebuilt if name in tensors and name not in state.rebuilt}
+        check_rebuilt(saved.where, saved.rebuilt, state.rebuilt | tensor_digests(unknown))
+        state.rebuilt = {name: state.rebuilt[name] for name in state.rebuilt if name in saved.rebuilt}
+
+    @staticmethod
     def _restore_before(state: StageState, before: StageState, saved: StateReader, extra: dict[str, Any]) -> None:
         """Where training was without staleness until now, the weights before the last step are the present ones."""
         present = state.module.parameters_by_name()
-        for name, parameter in before.module.parameters_by_name().items():
+        for name, parameter in before.trained_by_name().items():
             if BEFORE + name in saved:
                 saved.fill(BEFORE + name, parameter)
             else:
@@ -479,6 +501,7 @@ class StageCompute:
         if new.optimizer is not None:
             rebind(new.optimizer, old.parameters, new.parameters)
         after.before, present.before = present, None
+        after.rebuilt = present.rebuilt
         return after
 
 

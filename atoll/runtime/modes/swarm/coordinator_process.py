@@ -47,6 +47,7 @@ from atoll.job import Job
 from atoll.plan.modes.swarm import SwarmOptions
 from atoll.runtime.checkpoint.directory import step_path
 from atoll.runtime.checkpoint.manifest import EMA_KEY, MODEL
+from atoll.runtime.checkpoint.rebuilt import check_rebuilt, tensor_digests
 from atoll.runtime.checkpoint.state_file import BUFFER, StateReader, cut
 from atoll.runtime.evaluation import ModelEvaluator, evaluates_after
 from atoll.runtime.modes.swarm.files import CheckpointFiles, CheckpointService, FileJournal, Key, States
@@ -366,6 +367,7 @@ class _Coordinating:
             samples=job.samples.length,
             num_workers=job.num_workers,
             parameters=self.spec.parameters,
+            frozen_parameters=self.spec.frozen_parameters,
             devices=(),
             precision=job.precision,
             seed=job.seed,
@@ -504,6 +506,8 @@ def evaluate_state(directory: RunDirectory, job: Job, step: int) -> Evaluated:
         saved = StateReader(cut(step_path(directory.checkpoints, step), named))
     except CheckpointError as error:
         raise JobFailedError(f"the checkpoint of step {step} is not there any more ({error})") from error
+    made = tensor_digests({name: value for name, value in named.items() if name in saved.rebuilt})
+    check_rebuilt(saved.where, saved.rebuilt, made)
     for name, value in named.items():
         for key in (MODEL + name, BUFFER + name, *((EMA_KEY + name,) if job.eval_ema else ())):
             if key in saved:

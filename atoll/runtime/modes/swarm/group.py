@@ -50,14 +50,14 @@ class Lane(StageCompute):
 
     async def follow(self, stage: int, leader: StageState) -> StageState:
         """A copy of the leader's state. Weights on the same device are the leader's own."""
-        if self._copied != stage:
+        if fresh := self._copied != stage:
             self._copy, self._copied = await self.initial(stage), stage
         assert self._copy is not None
         copy = self._copy
-        await self._run(lambda: self._take_weights(copy, leader))
+        await self._run(lambda: self._take_weights(copy, leader, fresh))
         return copy
 
-    def _take_weights(self, copy: StageState, leader: StageState) -> None:
+    def _take_weights(self, copy: StageState, leader: StageState, fresh: bool) -> None:
         updater = copy.executor.updater
         updater.optimizer = updater.scheduler = None
         updater.scale = leader.executor.scale
@@ -71,7 +71,8 @@ class Lane(StageCompute):
                 updater.parameters = leader.parameters
             else:
                 for name, parameter in own.parameters_by_name().items():
-                    parameter.copy_(theirs[name])
+                    if fresh or parameter.requires_grad:
+                        parameter.copy_(theirs[name])
             for name, buffer in own.buffers_by_name().items():
                 buffer.copy_(leader.module.buffers_by_name()[name])
 

@@ -74,6 +74,7 @@ class SwarmSpec(msgspec.Struct, frozen=True, kw_only=True):
     sites: tuple[str, ...] = ()  # of the plan's workers, by number, where the plan has codecs
     site_codecs: tuple[tuple[str, str, str], ...] = ()  # two sites and the codec of the link between them
     parameters: int = 0
+    frozen_parameters: int = 0
     recompute: tuple[bool, ...] = ()  # which stages run their forward again in backward; none if not given
 
 
@@ -142,6 +143,7 @@ def spec_of(
         sites=_sites(plan, cluster) if codecs else (),
         site_codecs=tuple(codecs.between_sites()),
         parameters=parameters,
+        frozen_parameters=captured.graph.frozen_parameters,
         recompute=tuple(stage.recompute for stage in plan.stages),
     )
 

@@ -221,6 +221,11 @@ class Collaboration(Job):
         except JobError as error:
             raise JobError(str(error).replace("Job: ", f"collaborate: {name}: ", 1)) from None
 
+    @cached_property
+    def made_anew(self) -> frozenset[str]:
+        """Of all parts, under the names they have in the whole."""
+        return frozenset(f"{name}.{parameter}" for name, job in self.part_jobs.items() for parameter in job.made_anew)
+
     def part_seed(self, name: str) -> int:
         """What a part's first weights and its random numbers follow from."""
         return mix(self.seed, 6, list(self.parts).index(name))

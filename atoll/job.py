@@ -7,6 +7,7 @@ import copy
 import difflib
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -381,9 +382,22 @@ class Job:
 
     def rebuilt(self, model: nn.Module) -> frozenset[str]:
         """Names of the parameters of a model of this job that are not trained and that the job makes again: checkpoints leave them out."""
-        if self.store_frozen or isinstance(self.model, nn.Module):
+        if self.store_frozen:
             return frozenset()
-        return frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+        return frozenset(name for name, value in model.named_parameters() if not value.requires_grad and name in self.made_anew)
+
+    @cached_property
+    def made_anew(self) -> frozenset[str]:
+        """Names of the parameters that the model's callable makes whenever it is called, not finds ready: asked on the meta device."""
+        if isinstance(self.model, nn.Module):
+            return frozenset()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PyTorch says that loading into parameters without memory does nothing
+                model = self.build_model("meta")
+        except JobError:  # it cannot be made there, so nothing is known of it
+            return frozenset()
+        return frozenset(name for name, parameter in model.named_parameters() if parameter.is_meta)
 
     def _made(self, build: Callable[..., object] | None = None) -> nn.Module:
         """What the callable builds with the job's seed, in training mode."""

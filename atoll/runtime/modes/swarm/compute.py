@@ -174,13 +174,13 @@ class StageCompute:
     def _build(self, stage: int) -> StageState:
         with self._generators:
             model, read = self._job.build_to_take_parts_from()
+            names = self._job.rebuilt(model)
         state = self._weights_of(stage, model)
         if read is not None:
             fill_shards(read, state.executor.shards())
         for part in state.executor.shards():
             dtype_name(part.tensor.dtype, repr(part.name))  # what cannot be stored is refused before it is trained
         self._sizes_of = {stage: state.sizes}  # a worker is on one stage at a time
-        names = self._job.rebuilt(model)
         state.rebuilt = tensor_digests({part.name: part.tensor for part in state.executor.shards() if part.name in names})
         if self._staleness:
             state.before = self._weights_of(stage, model)

@@ -37,7 +37,7 @@ from atoll.plan import Plan, Replica, Stage
 from atoll.plan.division import micro_batch_counts
 from atoll.plan.modes import mode_rules
 from atoll.plan.schedule_policy import held_bounds, in_flight_bounds
-from atoll.plan.sites import site_parts
+from atoll.plan.sites import site_parts, site_problems
 from atoll.units import format_bytes, format_seconds
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "Cost", "StageCost", "Evaluator", "StalenessEffect", "bucket_bytes", "cost", "staleness_effect"]
@@ -121,14 +121,14 @@ class Evaluator:
 
     def seconds(self, plan: Plan) -> float:
         """The predicted step time alone; a long step of an irregular plan is extrapolated (see `timeline`), `cost` plays it whole."""
-        if mode_rules(plan.mode).sites_apart:
+        if self._by_site(plan):
             return self.cost(plan).step_seconds
         prices = self._prices(plan)
         return self._step(plan, prices, play(self._transfers, plan, prices.places, prices.replicas, prices.counts, only_step=True)).seconds
 
     def cost(self, plan: Plan) -> Cost:
         """Everything there is to say about a plan."""
-        if mode_rules(plan.mode).sites_apart:
+        if self._by_site(plan):
             return self._cost_of_sites(plan)
         prices = self._prices(plan)
         played = play(self._transfers, plan, prices.places, prices.replicas, prices.counts, only_step=False)
@@ -147,6 +147,10 @@ class Evaluator:
             link_bytes=carried,
             dollars_per_step=dollars,
         )
+
+    def _by_site(self, plan: Plan) -> bool:
+        """Whether each site trains its part by itself; a plan that its mode cannot run so is priced as one of all devices."""
+        return mode_rules(plan.mode).sites_apart and next(site_problems(plan, self.cluster), None) is None
 
     def _cost_of_sites(self, plan: Plan) -> Cost:
         """Each site's part is priced alone."""

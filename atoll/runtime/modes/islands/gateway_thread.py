@@ -15,7 +15,7 @@ import msgspec
 from atoll.control.messages import Message
 from atoll.control.rounds import Gateway
 from atoll.control.world import SwarmProcess
-from atoll.errors import AtollError, FabricError
+from atoll.errors import FabricError
 from atoll.events import AnyEvent, CheckpointFailed, CheckpointSaved, Evaluated, EvaluationFailed, Observer
 from atoll.fabric import Remote
 from atoll.fabric.deadline import Backoff
@@ -112,7 +112,7 @@ class GatewayThread:
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
-        except (AtollError, OSError) as error:
+        except BaseException as error:  # the training would wait for ever
             self._exchange.fail(error)
 
     async def _serve(self) -> None:

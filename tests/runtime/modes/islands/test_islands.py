@@ -142,12 +142,12 @@ def formula(
     return losses, sites[0].model.state_dict()
 
 
-def one_process() -> tuple[list[float], dict[str, Tensor]]:
+def one_process(steps: int = island_job.STEPS) -> tuple[list[float], dict[str, Tensor]]:
     """The same global batches in a loop as anybody writes it."""
     model: nn.Module = deepcopy(island_job.job.build_model("cpu"))
     optimizer = island_job.OPTIMIZERS["sgd"](model.parameters())
     losses = []
-    for step in range(island_job.STEPS):
+    for step in range(steps):
         total, weight = island_job.loss(model, samples_of(step, 0, island_job.BATCH))
         optimizer.zero_grad()
         (total / weight).backward()

@@ -87,7 +87,7 @@ def test_only_the_first_coordinator_since_a_start_begins_with_what_was_before(st
     directory = RunDirectory(tmp_path)
     write_start(directory, "h:1")
     it, files = job(), CheckpointFiles(tmp_path / STATES)
-    spec = cast("SwarmSpec", SimpleNamespace(parameters=1, settings=SETTINGS))
+    spec = cast("SwarmSpec", SimpleNamespace(parameters=1, frozen_parameters=0, settings=SETTINGS))
     with EventLog(tmp_path) as log:
         for _ in range(2 - starting):
             progress = Progress(Console(file=StringIO(), width=120, highlight=False))
@@ -107,7 +107,7 @@ def test_only_the_first_coordinator_since_a_start_begins_with_what_was_before(st
 
 def test_the_protocols_events_gain_samples_and_what_is_stored_where(tmp_path: Path) -> None:
     told: list[AnyEvent] = []
-    spec = cast("SwarmSpec", SimpleNamespace(parameters=1, settings=SETTINGS))
+    spec = cast("SwarmSpec", SimpleNamespace(parameters=1, frozen_parameters=0, settings=SETTINGS))
     files = cast("CheckpointFiles", SimpleNamespace(stored_bytes=lambda step: 100 * step))
     watching = _Watching((told.append,), lambda events: None)
     write_start(RunDirectory(tmp_path), "h:1")
@@ -138,7 +138,7 @@ def test_callbacks_end_a_run_by_asking_for_it_or_by_failing(error: BaseException
         raise error
 
     told, stopped = list[AnyEvent](), asyncio.Event()
-    spec = cast("SwarmSpec", SimpleNamespace(parameters=1, settings=SETTINGS))
+    spec = cast("SwarmSpec", SimpleNamespace(parameters=1, frozen_parameters=0, settings=SETTINGS))
     write_start(RunDirectory(tmp_path), "h:1")
     watching = _Watching((ends, told.append), lambda events: None)
     states = CheckpointFiles(tmp_path / STATES)

@@ -464,6 +464,7 @@ class OuterChosen(Event, frozen=True, kw_only=True):
     learning_rate: float
     momentum: float
     quorum: int
+    round: int = 0  # from this one on, counted from 1; 0: as the run was started
     reasons: tuple[str, ...] = ()
 
 

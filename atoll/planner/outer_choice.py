@@ -70,6 +70,14 @@ class SiteLinks(msgspec.Struct, frozen=True, kw_only=True):
         """How long updates of so many bits a parameter take."""
         return bits / self.bits_a_step * self.step_s + self.round_trip_s
 
+    def delay_steps(self, bits: float) -> int:
+        """After how many steps they are there."""
+        return math.ceil(self.exchange_s(bits) / self.step_s)
+
+    def times(self, factor: float) -> "SiteLinks":
+        """With links that are so much faster."""
+        return msgspec.structs.replace(self, bytes_per_s=self.bytes_per_s * factor)
+
 
 class OuterChoice(msgspec.Struct, frozen=True, kw_only=True):
     """How sites train together from the next round on."""
@@ -90,10 +98,6 @@ class OuterChoice(msgspec.Struct, frozen=True, kw_only=True):
         names = [spec.name for spec in OUTER_CODECS]
         number = GRADIENT_CODECS.index(self.codec) if self.algorithm == "gradients" else len(GRADIENT_CODECS) + names.index(self.codec)
         return number, self.inner_steps
-
-    def same_as(self, other: "OuterChoice") -> bool:
-        """Whether training would be the same."""
-        return (self.rung, self.delay_steps) == (other.rung, other.delay_steps)
 
 
 def choose_outer(links: SiteLinks) -> OuterChoice:
@@ -154,7 +158,7 @@ def _gradients(links: SiteLinks, codec: str) -> OuterChoice:
 
 def _outer(links: SiteLinks, spec: CodecSpec, steps: int) -> OuterChoice:
     exchange = links.exchange_s(spec.bits)
-    delay = math.ceil(exchange / links.step_s)
+    delay = links.delay_steps(spec.bits)
     trained = steps * links.step_s
     waited = exchange - trained if exchange > trained * (1 + _NO_WAIT) else 0.0
     learning_rate, momentum = _outer_rates(links)
@@ -207,24 +211,22 @@ class OuterController:
     MARGIN = 1.25
     CONFIRMATIONS = 2
 
-    def __init__(self, links: SiteLinks) -> None:
+    def __init__(self, links: SiteLinks, rung: tuple[int, int] | None = None) -> None:
+        """`rung` is that of a choice which is in use already; by default it is the one that these links give."""
         self.choice = choose_outer(links)
+        self._rung = self.choice.rung if rung is None else rung
         self._asked = 0
 
     def observe(self, links: SiteLinks) -> OuterChoice | None:
         """The choice to change to at this border, with its reasons; None: it stays."""
-        faster = choose_outer(_times(links, self.MARGIN))
-        slower = choose_outer(_times(links, 1 / self.MARGIN))
-        if faster.rung <= self.choice.rung <= slower.rung:
+        faster, slower = choose_outer(links.times(self.MARGIN)), choose_outer(links.times(1 / self.MARGIN))
+        if faster.rung <= self._rung <= slower.rung:
             self._asked = 0
             return None
         self._asked += 1
         if self._asked < self.CONFIRMATIONS:
             return None
         self._asked = 0
-        before, self.choice = self.choice, choose_outer(links)
-        return None if self.choice.same_as(before) else self.choice
-
-
-def _times(links: SiteLinks, factor: float) -> SiteLinks:
-    return msgspec.structs.replace(links, bytes_per_s=links.bytes_per_s * factor)
+        self.choice = choose_outer(links)
+        self._rung = self.choice.rung
+        return self.choice

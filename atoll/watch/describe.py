@@ -146,9 +146,11 @@ def _member(event: events.AnyEvent) -> str | None:
             lacks = f"; without {', '.join(event.missing)}, whose steps count later" if event.missing else ""
             return f"round {event.round} of {event.rounds}: {gave}{lacks}"
         case events.OuterChosen():
+            since, why = (f"from round {event.round} on ", f": {'; '.join(event.reasons)}") if event.round else ("", "")
             return (
-                f"an update in {event.codec} every {plural(event.inner_steps, 'step')}, applied {plural(event.delay_steps, 'step')} later; "
-                f"outer learning rate {event.learning_rate:g}, momentum {event.momentum:g}"
+                f"{since}an update in {event.codec} every {plural(event.inner_steps, 'step')}, "
+                f"applied {plural(event.delay_steps, 'step')} later; "
+                f"outer learning rate {event.learning_rate:g}, momentum {event.momentum:g}{why}"
             )
         case events.ProcessStarted():
             host = f" on {event.host}" if event.host else ""

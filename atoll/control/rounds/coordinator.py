@@ -44,9 +44,18 @@ class _Place(msgspec.Struct):
 
 
 class RoundCoordinator:
-    """One process; another may take over through the journal at any time. `choose` says how the round after so many is to be made."""
+    """One process; another may take over through the journal at any time. `choose` says how the round after those is to be made, and
+    `is_over` whether none is, though fewer were made than the settings allow.
+    """
 
-    def __init__(self, node: SwarmProcess, journal: RoundJournal, settings: RoundSettings, choose: Callable[[int], RoundTerms]) -> None:
+    def __init__(
+        self,
+        node: SwarmProcess,
+        journal: RoundJournal,
+        settings: RoundSettings,
+        choose: Callable[[RoundHistory], RoundTerms],
+        is_over: Callable[[RoundHistory], bool] = lambda history: False,
+    ) -> None:
         self.node, self.journal, self.settings = node, journal, settings
         self.history = RoundHistory()
         self.term = self.seq = 0
@@ -56,7 +65,7 @@ class RoundCoordinator:
         self.offers: dict[str, Offer] = {}  # of the round under way, by site
         self.named: tuple[Offer, ...] = ()
         self.id: RoundId | None = None
-        self._choose = choose
+        self._choose, self._is_over = choose, is_over
         self._processes: dict[str, tuple[str, int]] = {}  # everybody who was ever heard: site and newest nonce
         self._incarnations = 0
         self._barred: set[str] = set()  # sites whose update could not be had in this round
@@ -247,9 +256,9 @@ class RoundCoordinator:
         self.id, self.named, self._quorum_at = None, (), None
         self.offers.clear()
         self._barred.clear()
-        self.terms = self._choose(self.history.round)
+        self.terms = self._choose(self.history)
         self._here_at = self.node.clock.now()
-        self.finished = self.history.round >= self.settings.rounds
+        self.finished = self.history.round >= self.settings.rounds or self._is_over(self.history)
 
     async def _go_back(self, live: Iterable[_Place]) -> None:
         """Rule 9: nobody has the present state nor can make it; the newest one on the way to it that somebody has is everybody's."""

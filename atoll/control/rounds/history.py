@@ -49,6 +49,11 @@ class RoundHistory(msgspec.Struct):
         """Of the state all sites should have."""
         return self.epoch, self.round
 
+    @property
+    def last(self) -> RoundCommitted | None:
+        """The round that led to it; None before the first."""
+        return next(self._before(*self.position), None)
+
     def recent(self, count: int) -> Sequence[RoundCommitted]:
         """The last rounds of this epoch, oldest first."""
         first = max(self.origins[self.epoch].version, self.round - count)

@@ -49,6 +49,13 @@ class IslandsOptions(msgspec.Struct, frozen=True, kw_only=True):
             extra={"only": _ONLY},
         ),
     ] = False
+    adapt: Annotated[
+        bool | None,
+        Meta(
+            description="Make later rounds as links and steps measured meanwhile ask for; not with --equal-steps, unless given.",
+            extra={"only": _ONLY},
+        ),
+    ] = None
     frugal: Annotated[bool, Meta(description="Bytes cost more than time: the fewest are sent.", extra={"only": _ONLY})] = False
 
 

@@ -8,6 +8,7 @@ import msgspec
 
 from atoll.control import SwarmProcess
 from atoll.control.rounds import Gateway, RoundCoordinator, RoundSettings, RoundTerms
+from atoll.control.rounds.history import RoundHistory
 from atoll.control.rounds.messages import why_no_round_message
 from atoll.control.rounds.site import RoundJournal
 from atoll.simulate.disks import JournalDisk, JournalHandle
@@ -41,11 +42,6 @@ class RoundRoles(msgspec.Struct, frozen=True, kw_only=True):
     gateway: type[Gateway] = Gateway
     training: type[ExactTraining] = ExactTraining
     fenced: bool = True
-
-
-def terms_of(round: int) -> RoundTerms:
-    """Another length and another outer learning rate every round."""
-    return RoundTerms(4.0 + round % 3, str(2 + round % 5))
 
 
 class SitesWorld:
@@ -104,7 +100,7 @@ class SitesWorld:
         node = SwarmProcess(name, process, port, port.inbox, self._starts, random.Random(self.random.getrandbits(32)))
         if name in HUBS:
             journal = cast(RoundJournal, JournalHandle(self.journal, process))
-            coordinator = self.coordinators[name] = self.roles.coordinator(node, journal, self.settings, terms_of)
+            coordinator = self.coordinators[name] = self.roles.coordinator(node, journal, self.settings, self._terms)
             process.spawn(coordinator.run())
             return
         site = name.partition(".")[0]
@@ -114,6 +110,10 @@ class SitesWorld:
         training = self.roles.training(process, site, memory, node.random, self.checker.watch)
         gateway = self.gateways[name] = self.roles.gateway(node, site, training, self.settings, HUBS)
         process.spawn(gateway.run())
+
+    def _terms(self, history: RoundHistory) -> RoundTerms:
+        """Another length and another outer learning rate whenever a coordinator chooses, also where one before it chose for that round."""
+        return RoundTerms(4.0 + self.random.randrange(3), str(2 + self.random.randrange(5)))
 
     def _train(self, site: str) -> None:
         """One inner step, as long as there is a process of the site that computes."""

@@ -52,6 +52,12 @@ def test_a_history_knows_which_of_every_sites_steps_are_in_the_present_state() -
     ]  # fmt: skip
 
 
+def test_the_round_that_led_to_the_present_state_says_how_the_next_one_is_made() -> None:
+    found = [RoundHistory.of(RECORDS[:count]).last for count in (2, 3, 5, 7, 8, 9, 10)]
+    places = [None if commit is None else (commit.epoch, commit.round) for commit in found]
+    assert places == [None, (0, 0), (0, 2), (0, 0), (1, 1), (1, 1), (2, 2)]
+
+
 def test_only_states_on_the_way_to_the_present_one_lead_here() -> None:
     history = RoundHistory.of(RECORDS)
     positions = [(epoch, round) for epoch in range(4) for round in range(5)]

@@ -4,6 +4,7 @@ It may be killed at any moment and started again on the same directory: sites tr
 """
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import msgspec
 from atoll.control.journal import FencedError
 from atoll.control.messages import Message
 from atoll.control.rounds import RoundCoordinator, RoundTerms
+from atoll.control.rounds.history import RoundHistory
 from atoll.control.rounds.messages import RoundRecord
 from atoll.control.world import SwarmProcess
 from atoll.errors import JobFailedError
@@ -38,9 +40,11 @@ from atoll.fabric.shaped import LinkChoice
 from atoll.job import Job
 from atoll.plan.modes.islands import ISLANDS
 from atoll.runtime.checkpoint.directory import step_path
+from atoll.runtime.modes.islands.adapting import RoundAdapter
 from atoll.runtime.modes.islands.gateway_thread import SiteAccount, SiteService
+from atoll.runtime.modes.islands.measured import SiteMeasured
 from atoll.runtime.modes.islands.resume import read_beginning
-from atoll.runtime.modes.islands.spec import ACCOUNTS, IslandsSpec
+from atoll.runtime.modes.islands.spec import ACCOUNTS, IslandsSpec, RoundChoice
 from atoll.runtime.modes.islands.transport import RoundService, RoundTransport
 from atoll.runtime.modes.swarm.files import FileJournal
 from atoll.runtime.modes.swarm.spec import JOURNAL, Start, read_start, since_start
@@ -88,6 +92,10 @@ class _Rounds:
         self._losses: list[float] = []
         self._told_at = time.monotonic()
         self._there: frozenset[str] = frozenset()
+        self._coordinator: RoundCoordinator | None = None
+        self._adapter: RoundAdapter | None = None
+        self._changed: OuterChosen | None = None  # what was chosen and is not told yet
+        self._rounds = 0  # that there are about to be
 
     async def run(self, address: str) -> bool:
         loop = asyncio.get_running_loop()
@@ -122,7 +130,7 @@ class _Rounds:
                 node = SwarmProcess(
                     COORDINATOR, clock, RoundTransport(member, None, places), inbox, 0, random.Random(time.time_ns()), self._observe
                 )
-                coordinator = RoundCoordinator(node, journal, self.spec.settings, self._terms)
+                coordinator = self._coordinator = RoundCoordinator(node, journal, self.spec.settings, self._terms, self._is_last)
                 await self._until_over(asyncio.ensure_future(coordinator.run()), coordinator)
                 done = coordinator.finished and not coordinator.deposed
                 self._write_accounts(coordinator)
@@ -138,8 +146,34 @@ class _Rounds:
         known = {site: account for site, account in found.items() if account is not None}
         self.directory.write(ACCOUNTS, msgspec.json.format(msgspec.json.encode(known), indent=1))
 
-    def _terms(self, round: int) -> RoundTerms:
-        return self.spec.choice.terms()
+    def _terms(self, history: RoundHistory) -> RoundTerms:
+        """As the last round in the journal, unless what sites measured asks for others."""
+        last = history.last
+        if self._adapter is None:
+            choice = self.spec.choice if last is None else RoundChoice.of(last.terms)
+            self._adapter = RoundAdapter(self.spec.options, choice, self.spec.elements)
+        if self.spec.adapts and self._coordinator is not None and not self._is_last(history):
+            reasons = self._adapter.at_border(self._measured(self._coordinator))
+            if reasons is not None:
+                self._changed = self._chosen(self._adapter.choice, history.round + 1, reasons)
+        self._rounds = history.round + math.ceil(self._steps_left(history) / self._adapter.choice.inner_steps)
+        return self._adapter.choice.terms()
+
+    def _measured(self, coordinator: RoundCoordinator) -> dict[str, SiteMeasured]:
+        """By the sites that are there and make steps."""
+        now, found = time.monotonic(), {}
+        for site, place in coordinator.places.items():
+            account = self._accounts.get(place.beat.process)
+            if account is not None and not account.ended and account.measured is not None and coordinator.is_live(place, now):
+                found[site] = account.measured
+        return found
+
+    def _steps_left(self, history: RoundHistory) -> int:
+        """Of the site that is the furthest."""
+        return max(0, self.spec.steps - max(site.base + history.first_unnamed(site.name) for site in self.spec.sites))
+
+    def _is_last(self, history: RoundHistory) -> bool:
+        return self._steps_left(history) == 0
 
     async def _until_over(self, task: "asyncio.Future[None]", coordinator: RoundCoordinator) -> None:
         """Until every site that is heard has ended: after the last round, or because it was asked to."""
@@ -195,12 +229,12 @@ class _Rounds:
         if self._step:
             path = f"checkpoints/{step_path(self.directory.checkpoints, self._step).name}"
             self._emit(CheckpointRestored(step=self._step, path=path, notes=beginning.notes))
-        choice = self.spec.choice
-        self._emit(
-            OuterChosen(
-                inner_steps=choice.inner_steps, delay_steps=choice.delay_steps, codec=choice.codec, learning_rate=choice.learning_rate,
-                momentum=choice.momentum, quorum=self.spec.settings.quorum, reasons=self.spec.reasons,
-            )
+        self._emit(self._chosen(self.spec.choice, 0, self.spec.reasons))
+
+    def _chosen(self, choice: RoundChoice, round: int, reasons: tuple[str, ...]) -> OuterChosen:
+        return OuterChosen(
+            inner_steps=choice.inner_steps, delay_steps=choice.delay_steps, codec=choice.codec, learning_rate=choice.learning_rate,
+            momentum=choice.momentum, quorum=self.spec.settings.quorum, round=round, reasons=reasons,
         )  # fmt: skip
 
     def _tell(self, event: AnyEvent) -> None:
@@ -235,7 +269,10 @@ class _Rounds:
             self._losses.append(loss)
             self._emit(StepFinished(step=self._step, loss=loss, samples=samples, weight=weight, seconds=seconds, learning_rate=None))
         sites = tuple(msgspec.structs.replace(site, losses=()) for site in event.sites)
-        self._emit(msgspec.structs.replace(event, sites=sites))
+        self._emit(msgspec.structs.replace(event, sites=sites, rounds=max(event.round, self._rounds)))
+        if self._changed is not None:
+            changed, self._changed = self._changed, None
+            self._emit(changed)
 
     def _started(self) -> RunStarted:
         job = self.job

@@ -25,6 +25,7 @@ from atoll.control.rounds.messages import Offer, Position, UpdateId
 from atoll.control.rounds.site import Kept
 from atoll.errors import JobFailedError
 from atoll.runtime.modes.islands.chunks import ChunkForm, digest_of_tensors, packed, unpacked
+from atoll.runtime.modes.islands.measured import StepClock
 from atoll.runtime.modes.islands.saved import SavedExchange
 from atoll.runtime.modes.islands.spec import RoundChoice
 from atoll.runtime.outer_update import Border, OuterState, outer_step, reach_border, weighted_mean
@@ -52,6 +53,7 @@ class SiteTimes:
 
     waited_seconds: float = 0.0  # for rounds that were late
     rounds: int = 0
+    steps: StepClock = field(default_factory=StepClock)
 
 
 @dataclass
@@ -102,6 +104,7 @@ class SiteExchange:
         self._state: OuterState | None = None
         self._residual: list[Tensor] | None = None
         self._choice: RoundChoice | None = None
+        self._told_of: Position | None = None  # of which round that is
         self._losses: dict[int, tuple[float, float]] = {}  # of own steps that are in no state yet
         self._chunks: list[Any] = []
         self._border: _Border | None = None  # made, and its round not decided
@@ -130,10 +133,11 @@ class SiteExchange:
             self._begun, self._since, self._round_began = True, self.cursor, time.monotonic()
             return self.cursor, self._state.weights
 
-    def record(self, step: int, loss: float, weight: float) -> None:
+    def record(self, step: int, loss: float, weight: float, seconds: float = 0.0) -> None:
         """A step was made."""
         with self._changed:
             self.steps = step
+            self.times.steps.add(seconds)
             self._losses[step] = (loss, weight)
 
     def next_order(self, stop: Callable[[], bool]) -> SiteOrder:
@@ -159,7 +163,11 @@ class SiteExchange:
             return SiteOrder("interrupted")
         if border is None and self._change is None and self._is_border(step, over):
             return SiteOrder("border")
-        return None if over or (due and self._waits(step)) else SiteOrder("go on")
+        return None if over or (due and self._waits(step)) or self._is_untold() else SiteOrder("go on")
+
+    def _is_untold(self) -> bool:
+        """Where runs are to be repeated no step is made before it is known how its round is."""
+        return self._choice is not None and self._choice.equal_steps and self._told_of != self.position
 
     def _waits(self, step: int) -> bool:
         """Whether nothing is trained while a round is late: where runs are to be repeated, and after a round's steps in any case."""
@@ -267,8 +275,8 @@ class SiteExchange:
         """Whether the training has put its weights there. Where others wait, it is to do so soon."""
         choice = RoundChoice.of(terms)
         with self._changed:
-            if choice != self._choice:
-                self._choice = choice
+            if (choice, self.position) != (self._choice, self._told_of):
+                self._choice, self._told_of = choice, self.position
                 self._changed.notify_all()
             if hurry and self._hurry_at is None and not choice.equal_steps:
                 now = time.monotonic()

@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
@@ -14,6 +14,7 @@ import msgspec
 
 from atoll.control.messages import Message
 from atoll.control.rounds import Gateway
+from atoll.control.rounds.messages import UpdateChunk
 from atoll.control.world import SwarmProcess
 from atoll.errors import FabricError
 from atoll.events import AnyEvent, CheckpointFailed, CheckpointSaved, Evaluated, EvaluationFailed, Observer
@@ -23,8 +24,9 @@ from atoll.fabric.security import Credentials, RunMember
 from atoll.fabric.service import CallingPeer, allowed
 from atoll.fabric.shaped import LinkChoice
 from atoll.runtime.modes.islands.exchange import SiteExchange
+from atoll.runtime.modes.islands.measured import FetchMeter, MeteredTransport, SiteMeasured, chunk_bytes
 from atoll.runtime.modes.islands.spec import IslandsSpec
-from atoll.runtime.modes.islands.transport import RoundService, RoundTransport
+from atoll.runtime.modes.islands.transport import RoundService
 from atoll.runtime.modes.swarm.member_process import own_hosts
 from atoll.runtime.modes.swarm.transport import COORDINATOR, Directory, LoopClock, PeerAddress
 
@@ -46,6 +48,7 @@ class SiteAccount(msgspec.Struct, frozen=True, kw_only=True):
     waited_seconds: float = 0.0
     seconds: float = 0.0  # of training
     received_bytes: int = 0  # from other sites
+    measured: SiteMeasured | None = None
 
 
 SiteEvent: TypeAlias = CheckpointFailed | CheckpointSaved | Evaluated | EvaluationFailed
@@ -85,6 +88,7 @@ class GatewayThread:
         self._observer, self._links = observer, links
         self._closing, self._over = threading.Event(), threading.Event()
         self._account = SiteAccount()
+        self._meter = FetchMeter(spec.settings.patience_seconds)
         self._events: deque[SiteEvent] = deque()
         self._thread = threading.Thread(target=self._run, name="atoll-gateway", daemon=True)
 
@@ -121,7 +125,12 @@ class GatewayThread:
         inbox = clock.mailbox()
 
         def arrived(message: Message) -> None:
-            loop.call_soon_threadsafe(inbox.put, message)
+            loop.call_soon_threadsafe(take, message, time.monotonic())
+
+        def take(message: Message, now: float) -> None:
+            if isinstance(message, UpdateChunk):
+                self._meter.came(message.update, message.chunk, chunk_bytes(message), now)
+            inbox.put(message)
 
         spec = self._spec
         member = await asyncio.to_thread(
@@ -138,7 +147,7 @@ class GatewayThread:
             listening = await asyncio.to_thread(member.fabric.listen, f"{host}:0")
             coordinator = await asyncio.to_thread(member.join, self._address, _PATIENT)
             clock.spawn(self._keep_told(member, coordinator, PeerAddress(f"{told}:{listening.rpartition(':')[2]}")))
-            transport = RoundTransport(member, coordinator)
+            transport = MeteredTransport(member, coordinator, self._meter)
             node = SwarmProcess(
                 self._credentials.name, clock, transport, inbox, time.time_ns(), random.Random(secrets.randbits(64)), self._observer
             )
@@ -160,17 +169,28 @@ class GatewayThread:
     async def _keep_told(self, member: RunMember, coordinator: Remote, place: PeerAddress) -> None:
         """Where this site listens, and how it is."""
         while True:
-            account = self._account
+            account, count = self._account, self._meter.count
             with suppress(FabricError):
                 await self._ask(coordinator, Directory.register, place)
                 while self._events:
                     await self._ask(coordinator, SiteService.event, self._events[0])
                     self._events.popleft()
-                others = [remote.received_bytes for name, remote in member.fabric.peers.items() if name != COORDINATOR]
-                await self._ask(coordinator, SiteService.account, msgspec.structs.replace(account, received_bytes=sum(others)))
+                others = [remote for name, remote in member.fabric.peers.items() if name != COORDINATOR]
+                received = sum(remote.received_bytes for remote in others)
+                account_now = msgspec.structs.replace(account, received_bytes=received, measured=self._measured(others))
+                await self._ask(coordinator, SiteService.account, account_now)
             until = time.monotonic() + _REGISTER_SECONDS
-            while account is self._account and not self._events and time.monotonic() < until:
+            while (account, count) == (self._account, self._meter.count) and not self._events and time.monotonic() < until:
                 await asyncio.sleep(_LOOK_SECONDS)
+
+    def _measured(self, others: Sequence[Remote]) -> SiteMeasured | None:
+        """Of the last exchange; None before the first one."""
+        ways = [remote.estimate.latency_seconds for remote in others if remote.estimate is not None]
+        round_trip, step = max(ways, default=0.0), self._exchange.times.steps.median
+        rate = self._meter.bytes_per_s(round_trip)
+        if not rate or not step:
+            return None
+        return SiteMeasured(count=self._meter.count, bytes_per_s=rate, round_trip_s=round_trip, step_s=step)
 
     @staticmethod
     async def _ask(coordinator: Remote, method: Callable[..., Any], request: object) -> None:

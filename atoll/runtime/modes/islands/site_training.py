@@ -105,7 +105,7 @@ class SiteSteps:
     def after_update(self, event: StepFinished) -> Reason | None:
         """All there is to do after a step; why no step follows, if none does."""
         if self.exchange is not None:
-            self.exchange.record(event.step - self._base, event.loss, event.weight)
+            self.exchange.record(event.step - self._base, event.loss, event.weight, event.seconds)
         while True:
             ended = self._acts()
             if ended is not None:

@@ -17,7 +17,7 @@ from atoll.job import Job
 from atoll.plan import Plan
 from atoll.plan.modes.islands import IslandsOptions
 from atoll.plan.sites import SitePart, site_parts
-from atoll.planner.outer_choice import OuterChoice, SiteLinks, choose_outer
+from atoll.planner.outer_choice import FEWEST, GRADIENT_CODECS, OuterChoice, SiteLinks, choose_outer
 from atoll.runtime.outer_update import OuterTerms
 from atoll.runtime.run_directory import RunDirectory, RunSettings, with_checksum
 
@@ -58,6 +58,7 @@ class RoundChoice(msgspec.Struct, frozen=True, kw_only=True):
     momentum: float  # μ
     feedback: float = 1.0  # β
     equal_steps: bool = False  # every site makes all of them
+    rung: tuple[int, int] | None = None  # of what the links say (`OuterChoice.rung`), some of which may have been asked for otherwise
 
     @property
     def outer(self) -> OuterTerms:
@@ -77,6 +78,7 @@ class RoundChoice(msgspec.Struct, frozen=True, kw_only=True):
             codec=choice.codec,
             learning_rate=choice.learning_rate,
             momentum=choice.momentum,
+            rung=choice.rung,
         )
 
     @classmethod
@@ -85,7 +87,9 @@ class RoundChoice(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.decode(terms.choice, type=cls)
 
 
-_UNKNOWN = RoundChoice(inner_steps=20, delay_steps=0, codec="int4", learning_rate=0.6, momentum=0.9)
+_UNKNOWN = RoundChoice(
+    inner_steps=FEWEST, delay_steps=0, codec="int4", learning_rate=0.6, momentum=0.9, rung=(len(GRADIENT_CODECS), FEWEST)
+)
 _FEW = 4  # inner steps, at which momentum harms by the trials in docs/islands.md
 _ASKED = ("inner_steps", "delay_steps", "outer_codec", "outer_learning_rate", "outer_momentum", "quorum")
 
@@ -117,6 +121,12 @@ class IslandsSpec(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     batch_size: int
     fingerprint: dict[str, str]
+    options: IslandsOptions = IslandsOptions()  # as asked for
+
+    @property
+    def adapts(self) -> bool:
+        """Whether later rounds are made as measured links ask for. Not by itself where runs are to be repeated."""
+        return not self.choice.equal_steps if self.options.adapt is None else self.options.adapt
 
     def site(self, name: str) -> SiteSpec:
         """The one of that name."""
@@ -147,7 +157,7 @@ def islands_spec(
     if quorum > len(parts):
         raise JobError(f"--quorum {quorum}: there are {len(parts)} sites")
     rounds = RoundSettings(
-        rounds=math.ceil((job.total_steps - max(bases.values(), default=0)) / choice.inner_steps),
+        rounds=job.total_steps - max(bases.values(), default=0),  # at most; it is over when a site has made all its steps
         chunks=min(_MOST_CHUNKS, max(1, math.ceil(elements / _CHUNK_ELEMENTS))),
         quorum=quorum,
         sites=len(parts),
@@ -169,6 +179,7 @@ def islands_spec(
         steps=job.total_steps,
         batch_size=job.batch_size,
         fingerprint=job_fingerprint([Path(settings.script)], config),
+        options=options,
     )
 
 
@@ -215,14 +226,19 @@ def links_of(parts: Sequence[SitePart], cluster: Cluster, elements: int, step_se
 
 def choose_rounds(options: IslandsOptions, links: SiteLinks | None) -> tuple[RoundChoice, tuple[str, ...]]:
     """What was asked for, and for the rest what the links say, with the reasons."""
+    if options.outer_codec is not None:
+        _bits_of(options.outer_codec)
     chosen = choose_outer(links) if links is not None else None
     base = _UNKNOWN if chosen is None else RoundChoice.chosen(chosen)
     steps = options.inner_steps or base.inner_steps
     if steps <= _FEW:
         base = msgspec.structs.replace(base, learning_rate=1.0, momentum=0.0)
+    delay = base.delay_steps
+    if links is not None and options.outer_codec is not None:
+        delay = links.delay_steps(_bits_of(options.outer_codec))
     given = {
         "inner_steps": options.inner_steps,
-        "delay_steps": options.delay_steps if options.delay_steps is not None else min(steps, base.delay_steps),
+        "delay_steps": options.delay_steps if options.delay_steps is not None else min(steps, delay),
         "codec": options.outer_codec,
         "learning_rate": options.outer_learning_rate,
         "momentum": options.outer_momentum,
@@ -232,11 +248,15 @@ def choose_rounds(options: IslandsOptions, links: SiteLinks | None) -> tuple[Rou
     if found.delay_steps > steps:
         late = f"an update must be there before the next one is made, {steps} steps later"
         raise JobError(f"--delay-steps {found.delay_steps}: {late}; give {steps} or fewer")
+    return found, _reasons(options, chosen)
+
+
+def _bits_of(codec: str) -> float:
+    """Of a codec that was asked for."""
     try:
-        make_codec(found.codec)
+        return make_codec(codec).spec.bits or 32.0
     except CodecError as error:
         raise JobError(f"--outer-codec: {error}") from None
-    return found, _reasons(options, chosen)
 
 
 def _reasons(options: IslandsOptions, chosen: OuterChoice | None) -> tuple[str, ...]:

@@ -466,6 +466,7 @@ class OuterChosen(Event, frozen=True, kw_only=True):
     quorum: int
     round: int = 0  # from this one on, counted from 1; 0: as the run was started
     reasons: tuple[str, ...] = ()
+    exchange: Literal["gradients", "weights"] = "weights"
 
 
 # ---- links and peers

@@ -39,6 +39,7 @@ def main(arguments: Sequence[str], known: CapturedJob | None = None) -> int:
 def _coordinate(directory: RunDirectory, address: str, known: CapturedJob | None) -> bool:
     from atoll.fabric.shaped import imposed_links
     from atoll.runtime.modes.islands.coordinator_process import coordinate_rounds
+    from atoll.runtime.modes.islands.gradient_coordinator import coordinate_gradients
     from atoll.runtime.modes.islands.spec import read_islands
     from atoll.script import load_job
     from atoll.watch.progress import Progress
@@ -48,12 +49,14 @@ def _coordinate(directory: RunDirectory, address: str, known: CapturedJob | None
     with Progress() as progress:
         observers: tuple[Observer, ...] = (progress, *listeners(job.callbacks))
         spec, links = read_islands(directory.path), imposed_links(os.environ)
-        return coordinate_rounds(directory, spec, job, address, observers=observers, recall=progress.recall, links=links)
+        coordinate = coordinate_gradients if spec.choice.exchange == "gradients" else coordinate_rounds
+        return coordinate(directory, spec, job, address, observers=observers, recall=progress.recall, links=links)
 
 
 def _train(directory: RunDirectory, address: str, known: CapturedJob | None, site: str, name: str, script: str | None = None) -> int:
     from atoll.fabric.security import enrol
     from atoll.fabric.shaped import imposed_links
+    from atoll.runtime.modes.islands.gradient_site import train_site_by_gradients
     from atoll.runtime.modes.islands.site_process import train_site
     from atoll.runtime.modes.islands.spec import read_islands
     from atoll.runtime.modes.swarm.supervisor import TOKEN
@@ -70,9 +73,11 @@ def _train(directory: RunDirectory, address: str, known: CapturedJob | None, sit
     credentials = enrol(address, token, name, patience_seconds=_PATIENCE_SECONDS, observer=show) if role.rank == 0 else None
     with hidden_role(os.environ):
         job = known.job if known is not None else load_job(script or settings.script, settings.arguments)
+    spec = read_islands(directory.path)
+    by_gradients = spec.choice.exchange == "gradients"
     with seen_arguments(script or settings.script, settings.arguments):
-        train_site(
-            directory, read_islands(directory.path), site, role, job,
+        (train_site_by_gradients if by_gradients else train_site)(
+            directory, spec, site, role, job,
             known=known, credentials=credentials, address=address, observer=show, links=imposed_links(os.environ),
         )  # fmt: skip
     return 0

@@ -29,6 +29,9 @@ InnerOptimizer: TypeAlias = Literal["adamw", "muon"]
 USED = 0.85  # of a link's measured rate
 HIDDEN_GRADIENTS = 0.6  # of a step: the backward pass, behind which gradients are sent
 SHORT_ROUND_TRIP = 0.1  # of a step, which every step would wait; in the trials outer updates took 14% more steps and up
+GRADIENTS_WAIT = (
+    "every step waits for the gradients of all sites, the slowest too; a site that dies sends all of them back to the last checkpoint"
+)
 GRADIENT_CODECS = ("none", "bf16", "int8", "int4", "2-bit")
 OUTER_CODECS = (codec_spec("int4"), codec_spec("2-bit"), sparse_two_bit_spec(64))
 FEWEST, MANY, MOST = 20, 100, 500  # inner steps of a round
@@ -149,6 +152,7 @@ def _gradients(links: SiteLinks, codec: str) -> OuterChoice:
         _room(links),
         f"gradients of {bits:g} bits every step: they hide behind the backward pass, and a round trip is"
         f" {links.round_trip_s / links.step_s:.0%} of a step",
+        GRADIENTS_WAIT,
     )
     return OuterChoice(
         algorithm="gradients", inner_steps=1, delay_steps=0, codec=codec, learning_rate=1.0, momentum=0.0,
@@ -193,7 +197,7 @@ def _room(links: SiteLinks) -> str:
 
 def _why_no_gradients(links: SiteLinks) -> str:
     if not links.gradients:
-        return "gradients every step are not exchanged in this mode yet: an outer update is made instead"
+        return "gradients every step are not exchanged in this run: an outer update is made instead"
     if links.frugal:
         return "bytes cost more than time here: the fewest bytes are chosen, not the fewest steps"
     if links.round_trip_s > SHORT_ROUND_TRIP * links.step_s:

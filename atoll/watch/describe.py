@@ -145,6 +145,8 @@ def _member(event: events.AnyEvent) -> str | None:
             gave = ", ".join(f"{site.site} {plural(site.steps, 'step')}" for site in event.sites)
             lacks = f"; without {', '.join(event.missing)}, whose steps count later" if event.missing else ""
             return f"round {event.round} of {event.rounds}: {gave}{lacks}"
+        case events.OuterChosen() if event.exchange == "gradients":
+            return f"gradients of every step in {event.codec}, added up over all sites"
         case events.OuterChosen():
             since, why = (f"from round {event.round} on ", f": {'; '.join(event.reasons)}") if event.round else ("", "")
             return (

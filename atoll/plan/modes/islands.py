@@ -4,7 +4,7 @@ A plan of this mode is a lockstep plan in which no replica is on devices of two 
 is a plan of its own (`plan/sites.py`, which knows where devices are; here nothing is known of that).
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -20,6 +20,14 @@ _ONLY = "only sites that train by themselves exchange updates"
 class IslandsOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of `atoll run` for sites that train together, and their section of run.json. None: chosen from the links."""
 
+    exchange: Annotated[
+        Literal["gradients", "weights"] | None,
+        Meta(
+            description="What sites exchange: gradients at every step, so that all have the same weights, or weights every so many steps; "
+            "chosen from the links if not given.",
+            extra={"only": _ONLY},
+        ),
+    ] = None
     inner_steps: Annotated[
         int | None,
         Meta(description="Steps a site makes between two exchanges; chosen from the links if not given.", extra={"min": 1, "only": _ONLY}),

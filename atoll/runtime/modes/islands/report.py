@@ -29,6 +29,8 @@ def report_islands(directory: RunDirectory, predicted: Cost | None) -> ModeRepor
         elif isinstance(event, OuterChosen):
             chosen = event
     accounts = _accounts(directory)
+    if chosen is not None and chosen.exchange == "gradients":
+        return _report_gradients(accounts, chosen, predicted)
     table = ReportTable(
         title="Sites",
         columns=("site", "rounds", "steps", "weight", "waited for rounds", "received"),
@@ -52,7 +54,24 @@ def report_islands(directory: RunDirectory, predicted: Cost | None) -> ModeRepor
     return ModeReport(sections=(section,), predicted_step_seconds=None if predicted is None else predicted.step_seconds)
 
 
+def _report_gradients(accounts: "dict[str, _Account]", chosen: OuterChosen, predicted: Cost | None) -> ModeReport:
+    """Every site is part of every step."""
+    table = ReportTable(
+        title="Sites",
+        columns=("site", "steps", "waited for others", "received"),
+        rows=tuple((site, str(account.steps), *_told(account)) for site, account in sorted(accounts.items())),
+    )
+    facts = {
+        "sites": {site: {"steps": account.steps, **_facts(account)} for site, account in sorted(accounts.items())},
+        "outer": {"exchange": "gradients", "codec": chosen.codec},
+    }
+    line = f"gradients of every step in {chosen.codec}, added up over all sites"
+    section = ReportSection(facts=facts, title="Gradients between sites", lines=(line,), tables=(table,) if accounts else ())
+    return ModeReport(sections=(section,), predicted_step_seconds=None if predicted is None else predicted.step_seconds)
+
+
 class _Account(msgspec.Struct):
+    steps: int = 0
     seconds: float = 0.0
     waited_seconds: float = 0.0
     received_bytes: int = 0

@@ -21,7 +21,7 @@ from atoll.runtime.modes.islands.spec import MARK, RoundMark, directory_of_site
 from atoll.runtime.modes.swarm.spec import JOURNAL
 from atoll.runtime.run_directory import RunDirectory, with_checksum
 
-__all__ = ["Beginning", "prepare_rounds", "read_beginning", "state_to_begin_with"]
+__all__ = ["Beginning", "link_checkpoint", "prepare_rounds", "read_beginning", "state_to_begin_with"]
 
 _BEGINNING = "beginning.json"
 BEFORE = "before"  # in a site's directory: what it has kept of the rounds before these
@@ -67,7 +67,7 @@ def prepare_rounds(directory: RunDirectory, sites: Sequence[str]) -> Beginning |
         own = directory_of_site(directory, site, number == 0)
         own.path.mkdir(parents=True, exist_ok=True)
         if number and mark is None:
-            _link(found.path, own.checkpoints / found.path.name)
+            link_checkpoint(found.path, own.checkpoints / found.path.name)
         kept += [site] if _put_aside(own.path, mark if mark != before.mark else None) and mark is not None else []
     notes = list(found.notes)
     if mark is not None and not kept:
@@ -111,7 +111,7 @@ def _records(journal: Path) -> Sequence[RoundRecord]:
         raise JobFailedError(f"{journal}: {error}") from error
 
 
-def _link(source: Path, target: Path) -> None:
+def link_checkpoint(source: Path, target: Path) -> None:
     """The same files under another name, where the disk can do that."""
 
     def link(one: str, other: str) -> None:

@@ -1,5 +1,6 @@
 """Islands as a mode: a coordinator, and the ranks of every site, each site a lockstep world of its own."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -73,7 +74,12 @@ class IslandsRuntime:
     def hand_over(self, job: "Job", captured: "Captured | Uncaptured") -> CapturedJob:
         """As to ranks of a lockstep run."""
         from atoll.runtime.evaluated_programs import capture_evaluated
-        from atoll.runtime.modes.islands import coordinator_process, site_process  # noqa: F401 - for those who are forked from this process
+        from atoll.runtime.modes.islands import (  # noqa: F401 - for those who are forked from this process
+            coordinator_process,
+            gradient_coordinator,
+            gradient_site,
+            site_process,
+        )
 
         if captured.graph.eager:
             return CapturedJob(job, captured, {})
@@ -107,6 +113,11 @@ class IslandsRuntime:
             SiteProcesses(part.site, _devices(part), [placement.hosts[_host(device)] for device in _devices(part)], placement.scripts)
             for part in parts
         ]
+        prepare = None
+        if spec.choice.exchange == "gradients":
+            from atoll.runtime.modes.islands.owed_gradients import prepare_gradients
+
+            prepare = partial(prepare_gradients, directory, [part.site for part in parts])
         with EventLog.join(directory.path) as log:
             processes = IslandProcesses(
                 directory,
@@ -117,6 +128,7 @@ class IslandsRuntime:
                 max_restarts=run.max_restarts,
                 observer=EventStream(log, *run.observers, seconds=log.seconds),
                 number=start.number,
+                prepare_all=prepare,
             )
             code = processes.run()
         return RunOutcome(code, resumable=code == _INTERRUPTED and newest_checkpoint(directory) is not None)
@@ -185,6 +197,11 @@ def _say(run: RunContext, spec: "IslandsSpec", parts: tuple[SitePart, ...], wher
         f"{part.site} ({plural(len(_devices(part)), 'process', 'processes')}, {part.stop - part.start} samples)" for part in parts
     )
     run.say(f"starting a coordinator and {plural(len(parts), 'site')} {where}: {counted}; the run is in {run.directory.path}")
+    if choice.exchange == "gradients":
+        run.say(f"gradients of every step in {choice.codec}, added up over all sites while backward runs")
+        for reason in spec.reasons:
+            run.say(f"  {reason}")
+        return
     run.say(
         f"an update in {choice.codec} every {plural(choice.inner_steps, 'step')}, applied {plural(choice.delay_steps, 'step')} later; "
         f"outer learning rate {choice.learning_rate:g}, momentum {choice.momentum:g}; quorum {spec.settings.quorum}"

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -17,7 +18,7 @@ from atoll.job import Job
 from atoll.plan import Plan
 from atoll.plan.modes.islands import IslandsOptions
 from atoll.plan.sites import SitePart, site_parts
-from atoll.planner.outer_choice import FEWEST, GRADIENT_CODECS, OuterChoice, SiteLinks, choose_outer
+from atoll.planner.outer_choice import FEWEST, GRADIENT_CODECS, GRADIENTS_WAIT, OuterChoice, SiteLinks, choose_outer
 from atoll.runtime.outer_update import OuterTerms
 from atoll.runtime.run_directory import RunDirectory, RunSettings, with_checksum
 
@@ -27,11 +28,13 @@ __all__ = [
     "IslandsSpec",
     "RoundChoice",
     "RoundMark",
+    "choose_exchange",
     "choose_rounds",
     "directory_of_site",
     "islands_spec",
     "links_of",
     "read_islands",
+    "why_no_gradients",
     "write_islands",
     "write_site",
 ]
@@ -45,6 +48,7 @@ _CHUNK_ELEMENTS = 1 << 18  # 2 MB of state, an eighth of a megabyte of an update
 _IN_FLIGHT = 8  # chunks that a site asks for at once
 _MOST_CHUNKS = 1024
 _GRACE_STEPS = 0.5  # of a round, for which the others are waited
+_LARGEST_BUCKET, _FEWEST_BUCKETS = 4 << 20, 8
 _START_SECONDS = 120.0  # for all sites to be there before the first round
 
 
@@ -59,6 +63,7 @@ class RoundChoice(msgspec.Struct, frozen=True, kw_only=True):
     feedback: float = 1.0  # β
     equal_steps: bool = False  # every site makes all of them
     rung: tuple[int, int] | None = None  # of what the links say (`OuterChoice.rung`), some of which may have been asked for otherwise
+    exchange: Literal["gradients", "weights"] = "weights"
 
     @property
     def outer(self) -> OuterTerms:
@@ -79,6 +84,7 @@ class RoundChoice(msgspec.Struct, frozen=True, kw_only=True):
             learning_rate=choice.learning_rate,
             momentum=choice.momentum,
             rung=choice.rung,
+            exchange="gradients" if choice.algorithm == "gradients" else "weights",
         )
 
     @classmethod
@@ -91,6 +97,7 @@ _UNKNOWN = RoundChoice(
     inner_steps=FEWEST, delay_steps=0, codec="int4", learning_rate=0.6, momentum=0.9, rung=(len(GRADIENT_CODECS), FEWEST)
 )
 _FEW = 4  # inner steps, at which momentum harms by the trials in docs/islands.md
+_OUTER_ONLY = ("outer_learning_rate", "outer_momentum", "quorum")
 _ASKED = ("inner_steps", "delay_steps", "outer_codec", "outer_learning_rate", "outer_momentum", "quorum")
 
 
@@ -120,6 +127,7 @@ class IslandsSpec(msgspec.Struct, frozen=True, kw_only=True):
     elements: int  # numbers that are exchanged
     steps: int
     batch_size: int
+    bucket_bytes: int  # of gradients that are exchanged together
     fingerprint: dict[str, str]
     options: IslandsOptions = IslandsOptions()  # as asked for
 
@@ -151,7 +159,7 @@ def islands_spec(
     """What a plan and options mean for a job; JobError for options that mean nothing together. `bases` are steps sites have made before."""
     parts = site_parts(plan, cluster)
     links = links_of(parts, cluster, elements, step_seconds, frugal=options.frugal)
-    choice, reasons = choose_rounds(options, links)
+    choice, reasons = choose_exchange(options, links, why_no_gradients(job, parts))
     patience = _patience(links)
     quorum = options.quorum if options.quorum is not None else (len(parts) if choice.equal_steps else 1)
     if quorum > len(parts):
@@ -178,6 +186,7 @@ def islands_spec(
         elements=elements,
         steps=job.total_steps,
         batch_size=job.batch_size,
+        bucket_bytes=max(1, min(_LARGEST_BUCKET, 4 * elements // _FEWEST_BUCKETS)),
         fingerprint=job_fingerprint([Path(settings.script)], config),
         options=options,
     )
@@ -222,6 +231,64 @@ def links_of(parts: Sequence[SitePart], cluster: Cluster, elements: int, step_se
         frugal=frugal,
         gradients=False,
     )
+
+
+def why_no_gradients(job: Job, parts: Sequence[SitePart]) -> str | None:
+    """Why these sites cannot exchange gradients at every step; None: they can."""
+    for part in parts:
+        if len(part.plan.stages) > 1 or part.plan.stages[0].sharded or part.plan.stages[0].tensor > 1:
+            return f"the ranks of {part.site} have parts of the model each, and whoever exchanges gradients needs all of it"
+    if job.precision == "fp16":
+        return "fp16 scales losses, and so what is owed of gradients, differently from step to step; bf16 does not"
+    return None
+
+
+def choose_exchange(options: IslandsOptions, links: SiteLinks | None, why_not: str | None) -> tuple[RoundChoice, tuple[str, ...]]:
+    """Gradients every step or weights every so many: as asked for, else as the links say, with the reasons.
+
+    `why_not` says why gradients cannot be exchanged, if so.
+    """
+    outer = [name for name in _OUTER_ONLY if getattr(options, name) is not None]
+    outer += [name for name, least in (("inner_steps", 1), ("delay_steps", 0)) if (getattr(options, name) or least) > least]
+    outer += ["adapt"] if options.adapt else []
+    if options.exchange == "gradients":
+        if why_not is not None:
+            raise JobError(f"--exchange gradients: {why_not}; use --exchange weights")
+        if outer:
+            raise JobError(f"--exchange gradients: there is no outer update, so leave out --{outer[0].replace('_', '-')}")
+        return _choose_gradients(options, links)
+    if links is None:
+        return choose_rounds(options, None)
+    chosen = choose_outer(msgspec.structs.replace(links, gradients=True))
+    fits = chosen.algorithm == "gradients" and (
+        options.outer_codec is None or options.outer_codec in GRADIENT_CODECS[GRADIENT_CODECS.index(chosen.codec) :]
+    )
+    if fits and why_not is None and not outer and options.exchange is None:
+        return _choose_gradients(options, links)
+    choice, reasons = choose_rounds(options, msgspec.structs.replace(links, gradients=False))
+    said = (f"gradients every step would fit the links, but {why_not}",) if fits and why_not is not None else ()
+    return choice, (*reasons, *said)
+
+
+def _choose_gradients(options: IslandsOptions, links: SiteLinks | None) -> tuple[RoundChoice, tuple[str, ...]]:
+    chosen = choose_outer(msgspec.structs.replace(links, gradients=True)) if links is not None else None
+    fits = chosen is not None and chosen.algorithm == "gradients"
+    codec = options.outer_codec or (chosen.codec if chosen is not None and fits else "int4")
+    if codec not in GRADIENT_CODECS:
+        raise JobError(f"--outer-codec {codec}: gradients every step are sent as {', '.join(GRADIENT_CODECS)}")
+    asked = [name.replace("_", " ") for name in ("exchange", "outer_codec") if getattr(options, name) is not None]
+    own = (f"as asked for: {', '.join(asked)}",) if asked else ()
+    reasons: tuple[str, ...] = (GRADIENTS_WAIT,)
+    if chosen is not None and fits:
+        reasons = chosen.reasons
+    elif chosen is not None:
+        reasons = (
+            *chosen.reasons[:1],
+            "gradients do not hide behind the backward pass there: every step waits for the links",
+            GRADIENTS_WAIT,
+        )
+    choice = RoundChoice(inner_steps=1, delay_steps=0, codec=codec, learning_rate=1.0, momentum=0.0, equal_steps=True, exchange="gradients")
+    return choice, (*reasons, *own)
 
 
 def choose_rounds(options: IslandsOptions, links: SiteLinks | None) -> tuple[RoundChoice, tuple[str, ...]]:

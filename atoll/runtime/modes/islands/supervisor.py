@@ -4,9 +4,10 @@ A rank that dies takes its site's other ranks along, as in lockstep, and nobody 
 comes back into the rounds of the others. The coordinator is started again whenever it dies: sites train on meanwhile.
 """
 
+import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from atoll.errors import JobFailedError
 from atoll.events import MemberChanged, Note, Observer, Restarted, StopRequested, Warned
 from atoll.fabric.address import split_address
 from atoll.fabric.security import Authority
+from atoll.runtime.modes.lockstep.failure import Failure
 from atoll.runtime.modes.lockstep.supervisor import LockstepRanks, StoreOfRanks, host_store
 from atoll.runtime.modes.swarm.supervisor import TOKEN
 from atoll.runtime.run_directory import RunDirectory
@@ -63,7 +65,12 @@ class IslandProcesses:
         max_restarts: int,
         observer: Observer,
         number: int = 0,
+        prepare_all: Callable[[], int] | None = None,
     ) -> None:
+        """Where sites train as one, `prepare_all` puts everything in place for all to begin at the last checkpoint, and returns its step:
+        when one fails, all are ended, and started again."""
+        self._prepare_all = prepare_all
+        self._failed: tuple[str, Failure] | None = None  # the site that took the others along
         self._run, self._address, self._here, self._observer, self._number = run, coordinator, here, observer, number
         self._sites = [_Site(site, store_address) for site in sites]
         self._restarts_left = max_restarts
@@ -113,6 +120,8 @@ class IslandProcesses:
             with suppress(OSError), socket.create_connection(split_address(self._address), timeout=1.0):
                 self._begun = True
             if self._begun:
+                if self._prepare_all is not None:
+                    self._prepare_all()
                 for site in self._sites:
                     self._start(site)
         for site in self._sites:
@@ -120,6 +129,8 @@ class IslandProcesses:
                 site.ranks.look(now)
                 if not site.ranks.running and not site.over:
                     self._ended(site, site.ranks)
+        if self._failed is not None and not any(site.ranks.running for site in self._sites if site.ranks is not None):
+            self._begin_again(*self._failed)
 
     def ended(self, spec: ProcessSpec, code: int, how: str) -> None:
         """A process has ended: the coordinator, or a rank of a site."""
@@ -145,6 +156,9 @@ class IslandProcesses:
         if failure is None:
             site.over = True
             return
+        if self._prepare_all is not None:
+            self._end_all(site, failure)
+            return
         again = self._restarts_left > 0 and not self._supervisor.asked and failure.exit_code != _WRONG_INPUT
         self._observer(MemberChanged(name=name, state="dead", before="active", role="site", reason=failure.sentence))
         if again:
@@ -160,6 +174,39 @@ class IslandProcesses:
             raise JobFailedError(f"no site is left; the last one was {name}: {failure.sentence}")
         if not self._supervisor.asked:
             self._observer(Warned(message=f"the run goes on without {name}; --max-restarts lets a site come back", source="run"))
+
+    def _end_all(self, site: _Site, failure: Failure) -> None:
+        """A site that trains as one with the others has failed: no step is made without it."""
+        site.over = True
+        if self._failed is not None:
+            return
+        self._failed = site.processes.site, failure
+        self._observer(MemberChanged(name=site.processes.site, state="dead", before="active", role="site", reason=failure.sentence))
+        for other in self._sites:
+            if other.ranks is not None and other.ranks.running:
+                other.ranks.failure = other.ranks.failure or failure  # their end is not another one
+                self._supervisor.signal(signal.SIGKILL, *other.ranks.running)
+
+    def _begin_again(self, name: str, failure: Failure) -> None:
+        """All sites, at the last checkpoint."""
+        assert self._prepare_all is not None
+        if self._restarts_left <= 0 or self._supervisor.asked or failure.exit_code == _WRONG_INPUT:
+            raise JobFailedError(f"{name}: {failure.sentence}; every step needs the gradients of all sites, so the run has ended")
+        self._failed = None
+        self._restarts_left -= 1
+        generation = self._sites[0].generation + 1
+        step = self._prepare_all()
+        where = f"after step {step}" if step else "at the beginning, since nothing was saved"
+        self._observer(
+            Restarted(
+                generation=generation,
+                max_restarts=self._restarts_left + generation,
+                reason=f"{name}: {failure.sentence}; all sites go on {where}",
+            )
+        )
+        for site in self._sites:
+            site.generation, site.over = generation, False
+            self._start(site)
 
     # ---- starting
 

@@ -9,7 +9,7 @@ ranks, whatever order gradients become ready in.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -21,7 +21,28 @@ from atoll.runtime.modes.lockstep.measurement import Bucket
 from atoll.runtime.modes.lockstep.recorder import Recorder
 from atoll.runtime.stage.shard_spec import ShardSpec
 
-__all__ = ["GradientGroup", "Gradients", "Share", "gradient_groups"]
+__all__ = ["GradientGroup", "Gradients", "OuterReduction", "Pending", "Share", "gradient_groups"]
+
+
+class Pending(Protocol):
+    """A reduction under way."""
+
+    def wait(self) -> object:
+        """Until the sum is in the buffer."""
+
+
+class OuterReduction(Protocol):
+    """Adds buckets up beyond this world: over all of its ranks, and others elsewhere. Every rank holds all parameters, whole."""
+
+    bucket_bytes: int
+    batch_size: int  # of everybody together: what a mean loss is divided by
+
+    def add(self, bucket: int, slots: Sequence[tuple[str, int]], buffer: Tensor) -> None:
+        """There is such a bucket: parameters and their elements, one after another; behind them a number for each says who has a
+        gradient. All ranks make the same, in the same order."""
+
+    def begin(self, bucket: int) -> Pending:
+        """The bucket is complete on this rank. All ranks begin them in the same order, and wait for them in it."""
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +141,7 @@ def _continues(before: GradientGroup, part: GradientGroup) -> bool:
 class _Slot:
     """Where a part's gradient lies in its bucket."""
 
+    name: str
     parameter: nn.Parameter
     pieces: tuple[tuple[int, int], ...] | None  # along `dim` of what the rank holds; None: all of it
     dim: int
@@ -156,14 +178,16 @@ class Gradients:
         bucket_bytes: int,
         ready_late: frozenset[str] = frozenset(),
         buckets: list[Bucket] | None = None,
+        outer: OuterReduction | None = None,
     ) -> None:
+        self._outer = outer
         self._parameters, self._recorder = dict(parameters), recorder
         self.buckets: list[Bucket] = [] if buckets is None else buckets  # what is added up, for reports; of all turns of a step
         groups = _make_groups(parts)
         early: list[GradientGroup] = []
         late: list[GradientGroup] = []
         for part in parts:
-            if rank in part.ranks and len(part.ranks) > 1:
+            if rank in part.ranks and (len(part.ranks) > 1 or outer is not None):
                 (late if part.name in ready_late or len(part.stages) > 1 else early).append(part)
         self._queues: dict[tuple[tuple[int, ...], bool], list[_Bucket]] = {}
         self._of: dict[int, list[_Bucket]] = {}
@@ -189,7 +213,9 @@ class Gradients:
             slots, size = open_slots.pop(key)
             buffer = torch.zeros(size + len(slots), dtype=key[1], device=slots[0].parameter.device)  # at its end: who has a gradient
             self.buckets.append(Bucket(ranks=key[0], stage=key[2], bytes=size * buffer.element_size()))
-            bucket = _Bucket(len(self.buckets) - 1, groups[key[0]], slots, buffer)
+            bucket = _Bucket(len(self.buckets) - 1, groups.get(key[0]), slots, buffer)
+            if self._outer is not None:
+                self._outer.add(bucket.number, [(slot.name, slot.stop - slot.start) for slot in slots], buffer)
             self._queues.setdefault((key[0], late), []).append(bucket)
             for parameter_id in {id(slot.parameter) for slot in slots}:
                 self._of.setdefault(parameter_id, []).append(bucket)
@@ -201,7 +227,7 @@ class Gradients:
             key = (part.ranks, parameter.dtype, stage)
             slots, size = open_slots.setdefault(key, ([], 0))
             scale = 1 / part.repeats[part.ranks.index(rank)]
-            slots.append(_Slot(parameter, pieces, part.dim or 0, size, size + elements, scale))
+            slots.append(_Slot(part.name, parameter, pieces, part.dim or 0, size, size + elements, scale))
             open_slots[key] = (slots, size + elements)
             if (size + elements) * parameter.element_size() >= bucket_bytes:
                 close(key)
@@ -267,7 +293,10 @@ class Gradients:
             if slot.scale != 1.0:
                 view.mul_(slot.scale)
         bucket.launched = self._recorder.now()
-        bucket.work = dist.all_reduce(bucket.buffer, group=bucket.group, async_op=True)
+        if self._outer is not None:
+            bucket.work = self._outer.begin(bucket.number)
+        else:
+            bucket.work = dist.all_reduce(bucket.buffer, group=bucket.group, async_op=True)
 
     def finish(self) -> None:
         """Reduce what is left and wait for all; afterwards every gradient is the whole batch's."""

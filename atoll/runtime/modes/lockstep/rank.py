@@ -37,7 +37,7 @@ from atoll.runtime.modes.lockstep.agreement import ChangedBuffers, agree, digest
 from atoll.runtime.modes.lockstep.channels import Channels
 from atoll.runtime.modes.lockstep.data_loader import ShardLoader
 from atoll.runtime.modes.lockstep.evaluation import EvaluatedFunction, Evaluation, buffers_read
-from atoll.runtime.modes.lockstep.gradients import GradientGroup, Gradients, Share, gradient_groups
+from atoll.runtime.modes.lockstep.gradients import GradientGroup, Gradients, OuterReduction, Share, gradient_groups
 from atoll.runtime.modes.lockstep.layout import Layout, RankPlace
 from atoll.runtime.modes.lockstep.measurement import Bucket
 from atoll.runtime.modes.lockstep.parallelize import CutStage
@@ -150,14 +150,15 @@ def assemble(
     pace: Pace | None = None,
     doing: Callable[[object, int], None] = lambda action, step: None,
     compiler: Compiler | None = None,
+    outer: OuterReduction | None = None,
 ) -> RankWork:
     """Put this process's rank together. All ranks do so at the same time: process groups are made on the way.
 
     `evaluated` is what `capture_evaluated` found, if it was asked before; `bucket_bytes` must be the same on all ranks; `pace` is where
-    speeds are imposed; a `compiler` compiles its stages.
+    speeds are imposed; a `compiler` compiles its stages. With `outer`, gradients are added up with others than these ranks, too.
     """
     source = stage_source(job, captured, evaluated, compiler)
-    rank = _Rank(job, layout, source, device, dist.get_rank(), DrawKey(job.seed, job.samples.first), compiler)
+    rank = _Rank(job, layout, source, device, dist.get_rank(), DrawKey(job.seed, job.samples.first), compiler, outer)
     cut = source.cut(layout, rank.number)
     parts = _build_in_turn(lambda: _take_parts(rank, cut), 4.0 * source.graph.all_parameters)
     callbacks, requests = agree(job, parts.weights, parts.code)
@@ -230,6 +231,7 @@ class _Rank:
     number: int
     key: DrawKey
     compiler: Compiler | None
+    outer: OuterReduction | None
 
 
 def _lane_divided(cut: Sequence[CutStage]) -> set[str]:
@@ -437,7 +439,11 @@ def _gradients(
     """Process groups are made on the way."""
     uses = Counter(name for _, named in held.places for name in named)
     late = frozenset(name for name in held.whole if uses[name] > 1 or rank.source.late)
-    return Gradients(rank.number, groups, held.whole, held.holdings, recorder, bucket_bytes=bucket_bytes, ready_late=late, buckets=buckets)
+    size = bucket_bytes if rank.outer is None else rank.outer.bucket_bytes
+    return Gradients(
+        rank.number, groups, held.whole, held.holdings, recorder,
+        bucket_bytes=size, ready_late=late, buckets=buckets, outer=rank.outer,
+    )  # fmt: skip
 
 
 def _counted(rank: _Rank, held: _HeldParameters, groups: Sequence[GradientGroup]) -> list[Counted]:
@@ -489,7 +495,7 @@ def _executor(
         key=rank.key,
         autocast=lambda: rank.job.autocast(rank.device),
         generators=generators,
-        gradients=Accumulated(rank.job.batch_size),
+        gradients=Accumulated(rank.job.batch_size if rank.outer is None else rank.outer.batch_size),
         updater=_updater(job, own.owned, parts.groups),
         persistent=parts.persistent,
         owned=[part.held for part in held.owned],

@@ -105,6 +105,7 @@ class Trainer:
         self.save_kept: Callable[[str], None] | None = None  # saves this step under a name; None: there is nowhere to save
         self.requests = Requests(self.gather, self._keep)
         self.after_update: Callable[[StepFinished], Reason | None] = lambda event: None  # on every rank; may say why no step follows
+        self.with_others: Callable[[torch.Tensor], torch.Tensor] = lambda totals: totals  # the totals of this world with those of others
         self.observe(observers)
         self.began, self.seconds_before = time.perf_counter(), 0.0
         self._trainable = {turn.name: turn.trainable for turn in work.turns}
@@ -260,7 +261,7 @@ class Trainer:
         own = [total, weight, squares, float(stop_asked), float(self.stopping), float(compiled), float(feed.reads), *feed.take_times()]
         vector = torch.tensor(own, dtype=torch.float64)
         dist.all_reduce(vector)
-        loss, weight, squares, interrupt, stopping, compiling, reading, waited, loading = vector.tolist()
+        loss, weight, squares, interrupt, stopping, compiling, reading, waited, loading = self.with_others(vector).tolist()
         reading = max(1.0, reading)
         return _Totals(loss, weight, squares, interrupt > 0, stopping > 0, waited / reading, loading / reading, compiling > 0)
 

@@ -42,6 +42,7 @@ from atoll.runtime.imposed_speed import pace_of_rank
 from atoll.runtime.mode import CapturedJob
 from atoll.runtime.modes.lockstep.calls import Calls
 from atoll.runtime.modes.lockstep.evaluation import Evaluation
+from atoll.runtime.modes.lockstep.gradients import OuterReduction
 from atoll.runtime.modes.lockstep.heartbeat import Doing
 from atoll.runtime.modes.lockstep.layout import Layout
 from atoll.runtime.modes.lockstep.rank import assemble
@@ -91,13 +92,14 @@ def training_rank(
     own: Observer = lambda event: None,
     notes_shown: bool = False,
     known: CapturedJob | None = None,
+    outer: OuterReduction | None = None,
 ) -> Iterator["RankTraining"]:
     """This process's rank of the plan, ready for its first step; all ranks train together, and end the run by leaving the block.
 
     Rank 0 has the plan or makes it; who has none hears it from there. `order` names devices in the order of ranks; by default it is the
     order in which the plan names them. `cluster` is what the run's directory has unless given. `own` hears, on every rank and in any
     thread, what keeps this process waiting and why it ends. `notes_shown`: what there is to say of the captured job was said with the plan.
-    `known` is the job as it was captured before.
+    `known` is the job as it was captured before. With `outer`, gradients are added up with others than these ranks, too.
     """
     if cluster is None and directory is not None:
         cluster = directory.load_cluster()
@@ -124,7 +126,7 @@ def training_rank(
         validate(layout.plan, captured.graph)
         if directory is not None and role.rank == 0:
             _write_plan(directory, layout.plan)
-        training = RankTraining(job, layout, captured, evaluated, device, run, directory, settings, cluster, compiler)
+        training = RankTraining(job, layout, captured, evaluated, device, run, directory, settings, cluster, compiler, outer)
         phases.ended("own part of the model built")
         notes = captured.notes[:1] if isinstance(captured, Uncaptured) else notes_on_pieces(captured.notes)
         with training.under_way(observers, () if notes_shown else notes, phases.finished):
@@ -219,6 +221,7 @@ class RankTraining:
         settings: RunSettings,
         cluster: Cluster | None,
         compiler: Compiler | None = None,
+        outer: OuterReduction | None = None,
     ) -> None:
         self.job, self.plan, self.run, self.directory, self.settings = job, layout.plan, run, directory, settings
         run.doing("taking its part of the model")
@@ -230,8 +233,9 @@ class RankTraining:
             sizes = [stop - start for start, stop in layout.micro_batches]
             pace = pace_of_rank(settings.speeds, layout.plan, replicas, sizes, captured.graph, device)
         self.work = assemble(
-            job, layout, captured, device=device, evaluated=evaluated, bucket_bytes=size, pace=pace, doing=run.doing, compiler=compiler
-        )
+            job, layout, captured, device=device, evaluated=evaluated, bucket_bytes=size, pace=pace, doing=run.doing, compiler=compiler,
+            outer=outer,
+        )  # fmt: skip
         self.trainer = Trainer(job, self.work, device)
         self.graph = captured.graph
         self.policy: SavePolicy | None = None

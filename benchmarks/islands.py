@@ -1,5 +1,6 @@
 """How long it takes to a validation loss over a slow link: mode islands against DDP with gradients in fp32 and in fp16, in a lab.
 
+    python benchmarks/islands.py --step-seconds 20      # how long a step takes instead, with gradients between sites every step
     python benchmarks/islands.py [--json] [--megabits 100 20] [--rates 1e-3 2e-3 3e-3] [--seeds 0] [--target 2.2]      # needs root
 
 Two sites of two processes each, 20 ms there and back between them; DDP also where the link is a LAN's. All train the same model on the same
@@ -15,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 from report import print_json, print_table
@@ -51,6 +53,8 @@ memory_bandwidth = "10 GB/s"
 link = {{ bandwidth = "5 GB/s", latency = "10 us" }}
 flops = {{ fp32 = "{gigaflops:g} GFLOPS" }}
 """
+_SYNCHRONOUS = ("DDP", "DDP fp16", "none", "bf16", "int8", "int4", "2-bit")
+_WARM = 3  # steps
 LAN_MEGABITS, LAN_MS, LINK_MS = 10_000.0, 0.1, 10.0
 SECONDS = 3600.0
 
@@ -97,6 +101,29 @@ def islands(options: argparse.Namespace, megabits: float, rate: float, seed: int
     return [(event["at_seconds"] - began, event["step"], event["loss"]) for event in events if event["event"] == "evaluated"]
 
 
+def step_seconds(options: argparse.Namespace) -> None:
+    """The median over some steps of every way that exchanges gradients in each of them, the first ones left out."""
+    rows = []
+    options.target, options.steps, options.every = 0.0, options.step_seconds + _WARM, 10**6
+    for way, megabits in [("DDP on a LAN", LAN_MEGABITS), *((way, megabits) for megabits in options.megabits for way in _SYNCHRONOUS)]:
+        with tempfile.TemporaryDirectory() as folder:
+            if way.startswith("DDP"):
+                curve = ddp(options, megabits, LAN_MS if "LAN" in way else LINK_MS, "fp16" if "fp16" in way else "none", 1e-3, 0)
+                ends = [seconds for seconds, _, _ in curve]
+            else:
+                options.islands = f"--exchange gradients --outer-codec {way}"
+                islands(options, megabits, 1e-3, 0, Path(folder))
+                lines = (Path(folder) / "run" / "sites" / "oslo" / "events.jsonl").read_text().splitlines()
+                ends = [event["at_seconds"] for event in map(json.loads, lines) if event["event"] == "step_finished"]
+        took = sorted(after - before for before, after in pairwise(ends[_WARM - 1 :]))
+        rows.append({"way": way, "megabits": megabits, "median": statistics.median(took), "least": took[0], "most": took[-1]})
+        print(rows[-1], file=sys.stderr, flush=True)
+    if options.json:
+        print_json({"benchmark": "islands step seconds", "rows": rows})
+        return
+    print_table("seconds of a step", ("way", "Mbit/s", "median", "least", "most"), [list(row.values()) for row in rows])
+
+
 def best(options: argparse.Namespace, way: str, megabits: float) -> dict[str, object]:
     """The learning rate that is fastest over all seeds, and how fast."""
     found = []
@@ -133,7 +160,11 @@ def main() -> None:
     parser.add_argument("--gigaflops", type=float, default=8.0, help="of a core, which the choice is made by")
     parser.add_argument("--islands", default="", help="options of `atoll run --mode islands`, such as '--inner-steps 20'")
     parser.add_argument("--ways", nargs="+", default=["islands", "DDP fp16", "DDP"])
+    parser.add_argument("--step-seconds", type=int, default=0, help="make so many steps only, and print how long one takes")
     options = parser.parse_args()
+    if options.step_seconds:
+        step_seconds(options)
+        return
     rows = [best(options, "DDP on a LAN", LAN_MEGABITS)]
     rows += [best(options, way, megabits) for megabits in options.megabits for way in options.ways]
     lan = float(str(rows[0]["seconds"]))

@@ -97,7 +97,11 @@ _UNKNOWN = RoundChoice(
     inner_steps=FEWEST, delay_steps=0, codec="int4", learning_rate=0.6, momentum=0.9, rung=(len(GRADIENT_CODECS), FEWEST)
 )
 _FEW = 4  # inner steps, at which momentum harms by the trials in docs/islands.md
-_OUTER_ONLY = ("outer_learning_rate", "outer_momentum", "quorum")
+_WITH_GRADIENTS: Mapping[str, tuple[object, ...]] = {
+    "exchange": ("gradients", "weights"), "inner_steps": (1,), "delay_steps": (0,), "equal_steps": (True,),
+    "adapt": (False,), "frugal": (True,),
+}  # fmt: skip
+"""What may be asked for with gradients every step, beside a codec and defaults; whatever else is asked for is of the outer update."""
 _ASKED = ("inner_steps", "delay_steps", "outer_codec", "outer_learning_rate", "outer_momentum", "quorum")
 
 
@@ -248,13 +252,15 @@ def choose_exchange(options: IslandsOptions, links: SiteLinks | None, why_not: s
 
     `why_not` says why gradients cannot be exchanged, if so.
     """
-    outer = [name for name in _OUTER_ONLY if getattr(options, name) is not None]
-    outer += [name for name, least in (("inner_steps", 1), ("delay_steps", 0)) if (getattr(options, name) or least) > least]
-    outer += ["adapt"] if options.adapt else []
+    outer = [
+        field.name
+        for field in msgspec.structs.fields(options)
+        if field.name != "outer_codec" and getattr(options, field.name) not in (field.default, *_WITH_GRADIENTS.get(field.name, ()))
+    ]
     if options.exchange == "gradients":
         if why_not is not None:
             raise JobError(f"--exchange gradients: {why_not}; use --exchange weights")
-        if outer:
+        if outer:  # an option that is unknown here is taken for one of those: noise that is asked for must not be left out
             raise JobError(f"--exchange gradients: there is no outer update, so leave out --{outer[0].replace('_', '-')}")
         return _choose_gradients(options, links)
     if links is None:

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 import atoll
 
 STEPS, BATCH = 12, 10
+CLIPPED = 0.1  # with the optimizer `clipped`
 OPTIMIZERS = {"sgd": partial(torch.optim.SGD, lr=0.05), "adamw": partial(torch.optim.AdamW, lr=0.01, eps=1e-3)}
+OPTIMIZERS["clipped"] = OPTIMIZERS["sgd"]
 given = [argument for argument in sys.argv[1:] if argument in OPTIMIZERS]  # a test that imports this has arguments of its own
 second = sys.argv[2] if given and len(sys.argv) > 2 else str(STEPS)
 allowed = None if second.isdecimal() else Path(second)
@@ -59,5 +61,8 @@ def loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 
 data = Data()
 steps = int(second) if second.isdecimal() else STEPS
-job = atoll.Job(model=Model, loss=loss, data=data, optimizer=optimizer, steps=steps, batch_size=BATCH, name="island job")
+clipped = CLIPPED if given[:1] == ["clipped"] else None
+job = atoll.Job(
+    model=Model, loss=loss, data=data, optimizer=optimizer, steps=steps, batch_size=BATCH, max_grad_norm=clipped, name="island job"
+)
 data.first = {job.samples.index(step * BATCH + place): step + 1 for step in range(STEPS) for place in range(BATCH)}

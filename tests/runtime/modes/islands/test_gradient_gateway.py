@@ -14,6 +14,7 @@ from torch import Tensor
 
 from atoll.codec.registry import decode, make_codec
 from atoll.errors import JobFailedError, RefusedError
+from atoll.events import Note
 from atoll.fabric.security import Authority, serve
 from atoll.fabric.service import CallingPeer
 from atoll.runtime.modes.islands import gradient_gateway
@@ -109,7 +110,9 @@ def test_all_sites_have_the_same_sum_and_owe_what_was_left_out(codec: str, world
     said = together(sites, [lambda site=site: site.sums.share([len(site.sums.own)], site.sums.own) for site in sites])  # type: ignore[misc]
     assert said[0] == said[1] == said[2] == [StepNumbers(1, (4.0,), name) for name in SITES]
     sites[0].gateway.tell(SiteAccount(ended="done", steps=3))
+    sites[0].gateway.relay(Note(message="a callback of the run asks to stop"))
     sites[0].gateway.close()
+    assert sites[0].gateway.stop_asked
     assert ("oslo", "done") in [(each.site, each.account.ended) for each in world.said]
 
 

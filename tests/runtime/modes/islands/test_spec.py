@@ -53,6 +53,7 @@ def test_gradients_are_exchanged_where_the_links_carry_them_behind_the_backward_
     given = IslandsOptions(inner_steps=1, delay_steps=0, outer_codec="int4")
     assert choose_exchange(given, FAST, None)[0].codec == "int4"
     assert choose_exchange(given, FAST, None)[0].exchange == "gradients"
+    assert choose_exchange(IslandsOptions(equal_steps=True, adapt=False), FAST, None)[0].exchange == "gradients"
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,7 @@ def test_gradients_are_exchanged_where_the_links_carry_them_behind_the_backward_
         (IslandsOptions(exchange="weights"), FAST, None),
         (IslandsOptions(frugal=True), msgspec.structs.replace(FAST, frugal=True), None),
         (IslandsOptions(quorum=1), FAST, None),
+        (IslandsOptions(adapt=True), FAST, None),
         (IslandsOptions(inner_steps=2), FAST, None),
         (IslandsOptions(outer_codec="none"), FAST, None),
     ],

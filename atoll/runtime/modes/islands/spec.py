@@ -102,6 +102,7 @@ _WITH_GRADIENTS: Mapping[str, tuple[object, ...]] = {
     "adapt": (False,), "frugal": (True,),
 }  # fmt: skip
 """What may be asked for with gradients every step, beside a codec and defaults; whatever else is asked for is of the outer update."""
+_NEUTRAL = {"outer_learning_rate": 1.0, "outer_momentum": 0.0}  # gradients that are asked for go with these, too
 _ASKED = ("inner_steps", "delay_steps", "outer_codec", "outer_learning_rate", "outer_momentum", "quorum")
 
 
@@ -260,6 +261,7 @@ def choose_exchange(options: IslandsOptions, links: SiteLinks | None, why_not: s
     if options.exchange == "gradients":
         if why_not is not None:
             raise JobError(f"--exchange gradients: {why_not}; use --exchange weights")
+        outer = [name for name in outer if getattr(options, name) != _NEUTRAL.get(name)]  # as a run that is resumed may have been asked for
         if outer:  # an option that is unknown here is taken for one of those: noise that is asked for must not be left out
             raise JobError(f"--exchange gradients: there is no outer update, so leave out --{outer[0].replace('_', '-')}")
         return _choose_gradients(options, links)

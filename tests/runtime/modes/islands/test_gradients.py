@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from . import island_job
 from .test_faults import events_of, kill, notes_of, started
-from .test_islands import HEAD, cluster, int4, run_job, samples_of, weights_of
+from .test_islands import EVERY_STEP, HEAD, ISLANDS, cluster, int4, run_job, samples_of, weights_of
 
 pytestmark = pytest.mark.timeout(300)
 GRADIENTS = ["--mode", "islands", "--exchange", "gradients"]
@@ -104,6 +104,16 @@ def test_four_bits_with_what_is_owed_are_the_formula_in_micro_batches_too(tmp_pa
     run_job([*given, "--out", str(tmp_path / "run")], "adamw", steps=7)
     run_job(["--resume", str(tmp_path / "run"), *given], "adamw")
     check(tmp_path / "run", "adamw", *by_hand((4, 6), "adamw", coded=True))
+
+
+def test_gradients_go_on_with_the_run_of_any_mode_and_other_modes_with_theirs(tmp_path: Path) -> None:
+    file, run = cluster(tmp_path / "c.toml", (1, 2)), tmp_path / "run"
+    gradients, weights = ["-c", str(file), *GRADIENTS, "--outer-codec", "none"], ["-c", str(file), *ISLANDS, "--exchange", "weights"]
+    run_job(["--alone", "--out", str(run)], "sgd", steps=3)
+    run_job(["--resume", str(run), *gradients], "sgd", steps=6)
+    run_job(["--resume", str(run), *weights, *EVERY_STEP], "sgd", steps=9)
+    run_job(["--resume", str(run), *gradients], "sgd")
+    check(run, "sgd", *by_hand((10,), "sgd", coded=False))
 
 
 def test_a_killed_site_sends_all_back_to_the_last_checkpoint_with_what_they_owed(tmp_path: Path) -> None:

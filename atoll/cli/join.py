@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from atoll.cli.join_site import AsSite, check_asked, describe_sites, join_as_site
 from atoll.cli.output import show_event
 from atoll.errors import JobError, RefusedError
 from atoll.events import AnyEvent, Note, PeerChanged, PeerRetried, Warned
@@ -52,6 +53,19 @@ def join(
     devices: Annotated[
         int, typer.Option(help="How many of this machine's devices work, in lockstep, as one worker.", metavar="N", min=1)
     ] = 1,
+    site: Annotated[
+        str | None, typer.Option(help="Take part as a site of this name in a run whose sites train together.", metavar="NAME")
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            help="With --site: train so many samples more of every batch; as many as the site with the fewest if not given.", min=1
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="With --site: directory for what concerns the site; NAME-site if not given.", metavar="DIR")
+    ] = None,
+    max_restarts: Annotated[int, typer.Option(help="With --site: start it anew so many times when a process of it dies.", min=0)] = 0,
 ) -> None:
     """Enrol in a run with a token, and work for it until it is over or Ctrl-C.
 
@@ -70,7 +84,8 @@ def join(
     short = check_devices(devices, *devices_here())
     if short is not None:
         news(Warned(message=short))
-    credentials = enrol(address, text, name or _own_name(), patience_seconds=timeout, observer=news)
+    called = name or (f"{site}-{secrets.token_hex(3)}" if site is not None else _own_name())
+    credentials = enrol(address, text, called, patience_seconds=timeout, observer=news)
     if keys is not None:
         credentials.save(keys)
     print(_enrolled(credentials), flush=True)
@@ -78,15 +93,22 @@ def join(
         coordinator = member.join(address)
         member.fabric.run(coordinator.connected(_CONNECT_SECONDS))
         print(f"Connected to {coordinator.name} at {address}", flush=True)
-        spec = _spec(coordinator) if credentials.role in ("worker", "feeder") else None
+        described = describe_sites(coordinator) if credentials.role == "worker" else None
+        asked = AsSite(site, samples, devices, script, out, max_restarts) if site is not None else None
+        check_asked(described, asked)
+        train = join_as_site(coordinator, described, address, text, asked, news) if described and asked and not check else None
+        spec = _spec(coordinator) if described is None and credentials.role in ("worker", "feeder") else None
         if spec is not None:
             _check_stages(stages, spec)
         if check:
             print(f"All is well: {credentials.name} can take part as {credentials.role}", flush=True)
             return
-        if spec is None:
+        if spec is None and train is None:
             _stay(member, coordinator)
             return
+    if train is not None:
+        raise typer.Exit(train())
+    assert spec is not None
     _work(credentials, address, spec, script, news, dialled=not behind_nat, devices=devices, stages=stages)
 
 

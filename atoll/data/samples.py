@@ -109,6 +109,8 @@ class Samples:
         self.dataset: Any = dataset
         self.seed, self.batch_size = seed, batch_size
         self._every, self._first = batch_size, 0  # a step's samples begin so many after those of the step before, at this place
+        self._growth: tuple[tuple[int, int], ...] = ()  # from which step on global batches have so many samples more
+        self.asked = -1  # the last step whose samples somebody wanted to know
         self.reader: Any = MapReader(dataset, collate_fn, seed, purpose)
         self._order = epoch_order(sampler, seed, len(dataset))
         self.length = self._order.length - (self._order.length % batch_size if drop_last else 0)
@@ -147,7 +149,9 @@ class Samples:
 
     def positions(self, step: int, start: int = 0, stop: int | None = None) -> range:
         """Where samples `start` up to `stop` of the global batch of `step` (counted from 0) stand in the endless row."""
-        first = step * self._every + self._first
+        self.asked = max(self.asked, step)
+        grown = sum((step - since) * more for since, more in self._growth if step > since)
+        first = step * self._every + self._first + grown
         return range(first + start, first + (self.batch_size if stop is None else stop))
 
     def share(self, start: int, stop: int) -> "Samples":
@@ -155,6 +159,11 @@ class Samples:
         part = copy(self)
         part.batch_size, part._first = stop - start, self._first + start
         return part
+
+    def grow(self, since: int, more: int) -> None:
+        """Global batches have so many samples more from the step `since` (counted from 0) on, which are not of this share."""
+        assert self.asked < since, "what was asked for stands where it stood"
+        self._growth += ((since, more),)
 
     @property
     def first(self) -> int:

@@ -1,5 +1,6 @@
 """`atoll join` against an authority that is served, over real sockets."""
 
+import asyncio
 import io
 import signal
 import stat
@@ -13,12 +14,85 @@ import pytest
 
 from atoll.cli.join import _News, farewell
 from atoll.cli.main import run
+from atoll.control.rounds import RoundSettings
+from atoll.control.rounds.messages import SiteJoined
 from atoll.control.settings import Settings
 from atoll.events import PeerChanged, PeerRetried
 from atoll.fabric.security import Authority, Credentials, RunMember, serve
+from atoll.runtime.modes.islands.joining import Admission, JoinService, SiteAsk, SiteJob, why_not
+from atoll.runtime.modes.islands.spec import IslandsSpec, RoundChoice, SiteSpec, read_islands
 from atoll.runtime.modes.swarm.member_process import ending_of
-from atoll.runtime.modes.swarm.spec import JobService, SwarmSpec
+from atoll.runtime.modes.swarm.spec import JobService, Start, SwarmSpec
+from atoll.runtime.run_directory import RunDirectory
 from tests.fabric.test_fabric import eventually
+
+Served = tuple[Authority, RunMember, str]
+
+
+@pytest.fixture
+def of_sites(tmp_path: Path) -> Iterator[tuple[str, str, list[SiteAsk]]]:
+    """Where sites train together and take in who asks twice: the address, a token, and who asked."""
+    authority, asked = Authority.create(tmp_path / "run"), list[SiteAsk]()
+    spec = IslandsSpec(
+        sites=(SiteSpec("oslo", 0, 4), SiteSpec("rome", 4, 10)),
+        settings=RoundSettings(rounds=9), bucket_bytes=1,
+        choice=RoundChoice(inner_steps=2, delay_steps=0, codec="none", learning_rate=1.0, momentum=0.0),
+        reasons=(), elements=5, steps=100, batch_size=10, fingerprint={},
+    )  # fmt: skip
+    job = SiteJob(spec=spec, script_name="train.py", script="1 / 0", arguments=("a",), start=Start(0.0, 0.0, ""))
+
+    def answer(ask: SiteAsk) -> Admission:
+        asked.append(ask)
+        reason = why_not(spec, ask, (), 20)
+        return Admission((SiteJoined(ask.site, ask.samples, 20),) if len(asked) > 1 else None, reason)
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    coordinator, address = serve(authority, "127.0.0.1:0", services=[JoinService(lambda: job, answer, loop)])
+    with coordinator:
+        yield address, authority.issue_token("worker", uses=9), asked
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_a_site_is_told_its_samples_and_finds_the_run_in_its_directory(
+    of_sites: tuple[str, str, list[SiteAsk]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The script that it was sent is the run's: this one ends at once."""
+    address, token, asked = of_sites
+    out = tmp_path / "kyiv"
+    assert run(["join", address, "--token", token, "--site", "kyiv", "--out", str(out)]) == 2
+    told = capfd.readouterr()
+    assert "kyiv takes part from step 21 on, where a global batch has 14 samples: kyiv's are the 4 from number 11 on" in told.out
+    assert "division by zero" in told.err
+    assert asked == [SiteAsk("kyiv", 4)] * 2
+    spec = read_islands(out)
+    assert spec.site("kyiv") == SiteSpec("kyiv", 10, 14, 20, joined=True)
+    assert RunDirectory(out / "sites" / "kyiv").settings().arguments == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "the sites of this run train together: give --site NAME"),
+        (["--site", "rome"], "rome cannot join: the run has a site of this name"),
+        (["--site", "kyiv", "--samples", "2", "--devices", "3"], "2 samples of a batch cannot be shared by so many"),
+    ],
+)
+def test_what_a_site_cannot_be(
+    of_sites: tuple[str, str, list[SiteAsk]], given: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address, token, _ = of_sites
+    assert run(["join", address, "--token", token, "--out", str(tmp_path / "x"), *given]) != 0
+    assert said in capsys.readouterr().err
+
+
+def test_there_are_no_sites_where_none_train_together(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    authority, _, address = served
+    assert run(["join", address, "--token", authority.issue_token("worker"), "--site", "kyiv"]) != 0
+    assert "--site kyiv: the sites of this run exchange no updates that" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -27,9 +101,6 @@ def served(tmp_path: Path) -> Iterator[tuple[Authority, RunMember, str]]:
     coordinator, address = serve(authority, "127.0.0.1:0")
     with coordinator:
         yield authority, coordinator, address
-
-
-Served = tuple[Authority, RunMember, str]
 
 
 def test_joining_enrols_connects_and_says_what_it_got(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from atoll.control.rounds.messages import (
     RoundTerms,
     RoundView,
     SiteBeat,
+    SiteJoined,
     SitePlace,
     UpdateId,
 )
@@ -44,8 +45,8 @@ class _Place(msgspec.Struct):
 
 
 class RoundCoordinator:
-    """One process; another may take over through the journal at any time. `choose` says how the round after those is to be made, and
-    `is_over` whether none is, though fewer were made than the settings allow.
+    """One process; another may take over through the journal at any time. `choose` says how the round after those is to be made,
+    `is_over` whether none is, though fewer were made than the settings allow, and `joining` which sites take part from then on.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class RoundCoordinator:
         settings: RoundSettings,
         choose: Callable[[RoundHistory], RoundTerms],
         is_over: Callable[[RoundHistory], bool] = lambda history: False,
+        joining: Callable[[RoundHistory], Iterable[SiteJoined]] = lambda history: (),
     ) -> None:
         self.node, self.journal, self.settings = node, journal, settings
         self.history = RoundHistory()
@@ -65,7 +67,7 @@ class RoundCoordinator:
         self.offers: dict[str, Offer] = {}  # of the round under way, by site
         self.named: tuple[Offer, ...] = ()
         self.id: RoundId | None = None
-        self._choose, self._is_over = choose, is_over
+        self._choose, self._is_over, self._joining = choose, is_over, joining
         self._processes: dict[str, tuple[str, int]] = {}  # everybody who was ever heard: site and newest nonce
         self._incarnations = 0
         self._barred: set[str] = set()  # sites whose update could not be had in this round
@@ -148,7 +150,7 @@ class RoundCoordinator:
     def _consider(self, beat: SiteBeat) -> None:
         """Rule 5: an update of the present state, and of the steps that follow those already in it."""
         offer = beat.offer
-        if offer is not None and self.id is None and self._is_of_this_round(offer) and self._follows(offer):
+        if offer is not None and self.id is None and self._is_of_this_round(offer) and self._follows(offer) and self._knows_all(offer):
             self.offers[beat.site] = offer
 
     def _is_of_this_round(self, offer: Offer) -> bool:
@@ -156,6 +158,10 @@ class RoundCoordinator:
 
     def _follows(self, offer: Offer) -> bool:
         return offer.first == self.history.first_unnamed(offer.update.site)
+
+    def _knows_all(self, offer: Offer) -> bool:
+        """Rule 11: who made it knew whose samples its steps have."""
+        return offer.joined == len(self.history.joined)
 
     def _live(self, now: float) -> list[_Place]:
         return [self.places[site] for site in sorted(self.places) if self.is_live(self.places[site], now)]
@@ -231,6 +237,8 @@ class RoundCoordinator:
 
     async def _commit_durably(self, record: RoundCommitted) -> None:
         await self._write(record)
+        for joined in self._joining(self.history):
+            await self._write(joined)
         self._open_round()
         self._announce()
         self.node.emit(self._finished(record))

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from atoll.control.journal import Epoch, Term
-from atoll.control.rounds.messages import Offer, Position, RoundCommitted, RoundRecord
+from atoll.control.rounds.messages import Offer, Position, RoundCommitted, RoundRecord, SiteJoined
 
 __all__ = ["RoundHistory"]
 
@@ -19,6 +19,7 @@ class RoundHistory(msgspec.Struct):
     origins: dict[int, Epoch] = msgspec.field(default_factory=dict)
     commits: dict[Position, RoundCommitted] = msgspec.field(default_factory=dict)
     named: dict[str, Offer] = msgspec.field(default_factory=dict)  # the last update of each site that is part of the present state
+    joined: list[SiteJoined] = msgspec.field(default_factory=list)
 
     @classmethod
     def of(cls, records: Iterable[RoundRecord]) -> "RoundHistory":
@@ -39,6 +40,8 @@ class RoundHistory(msgspec.Struct):
             for commit in self._before(record.from_epoch, record.version):
                 for offer in commit.named:
                     self.named.setdefault(offer.update.site, offer)
+        elif isinstance(record, SiteJoined):
+            self.joined.append(record)
         else:
             self.commits[record.epoch, record.round] = record
             self.round = record.round + 1

@@ -27,6 +27,7 @@ __all__ = [
     "RoundTerms",
     "RoundView",
     "SiteBeat",
+    "SiteJoined",
     "SitePlace",
     "UpdateChunk",
     "UpdateId",
@@ -78,6 +79,7 @@ class Offer(msgspec.Struct, frozen=True, gc=False):
     weight: float
     digest: str
     losses: tuple[tuple[float, float], ...] = ()  # of its steps: loss and weight, for those who watch
+    joined: int = 0  # how many sites it knew to have joined the run, each of which changes whose samples are whose
 
 
 class RoundTerms(msgspec.Struct, frozen=True, gc=False):
@@ -98,7 +100,18 @@ class RoundCommitted(msgspec.Struct, frozen=True, tag="round", gc=False):
     digest: str
 
 
-RoundRecord: TypeAlias = Term | Epoch | RoundCommitted
+class SiteJoined(msgspec.Struct, frozen=True, tag="joined", gc=False):
+    """A site that the run did not begin with takes part, with so many samples of every global batch from `first` on (counted from 0).
+
+    It is never taken back, whatever becomes of the site: others have trained with the batches as it says since.
+    """
+
+    site: str
+    samples: int
+    first: int
+
+
+RoundRecord: TypeAlias = Term | Epoch | RoundCommitted | SiteJoined
 """What the journal of rounds holds; the first two as the swarm's does."""
 
 

@@ -6,10 +6,10 @@ It sees everything at once, which no site can, and makes every state again from 
 from typing import Any
 
 from atoll.control.journal import Epoch
-from atoll.control.rounds.messages import Offer, Position, RoundCommitted, UpdateId
+from atoll.control.rounds.messages import Offer, Position, RoundCommitted, SiteJoined, UpdateId
 from atoll.simulate.arithmetic import PRIME, stable_hash
 from atoll.simulate.loop import Loop
-from atoll.simulate.rounds.exact_site import CHUNKS, LEFT_OUT, ExactMemory, GlobalCell, beginning, mean_of, next_cells, progress
+from atoll.simulate.rounds.exact_site import CHUNKS, LEFT_OUT, ExactMemory, GlobalCell, beginning, joined_at, mean_of, next_cells, progress
 
 __all__ = ["RoundChecker", "site_number"]
 
@@ -34,6 +34,8 @@ class RoundChecker:
         self._last: dict[Position, dict[str, Offer]] = {}  # each site's last update in a state
         self._made: dict[UpdateId, tuple[Offer, tuple[int, ...], tuple[int, ...]]] = {}  # (offer, update, what it left out)
         self._next: Position = (-1, 0)
+        self._joined: list[int] = []  # the first batch of every site that joined
+        self._divided: dict[UpdateId, list[int]] = {}  # how the batches of an update's steps were divided when they were trained
         self._reached: dict[ExactMemory, Position] = {}  # by each site's memory, as long as it lives
 
     def wrong(self, text: str) -> None:
@@ -48,6 +50,8 @@ class RoundChecker:
             self._on_epoch(record)
         elif isinstance(record, RoundCommitted):
             self._on_commit(record)
+        elif isinstance(record, SiteJoined):
+            self._joined.append(record.first)
 
     def _on_epoch(self, record: Epoch) -> None:
         if record.epoch != self._next[0] + 1:
@@ -88,6 +92,8 @@ class RoundChecker:
             self.wrong(f"{where} names an update that {offer.update.site} did not make so")
         if (offer.epoch, offer.round) != position:
             self.wrong(f"{where} names an update made for another round")
+        if self._divided.get(offer.update) != [joined_at(self._joined, step) for step in range(offer.first, offer.last)]:
+            self.wrong(f"{where}: {offer.update.site}'s steps {offer.first} to {offer.last} are of batches that a site joined since")
         if offer.first != (last.last if last is not None else 0):
             self.wrong(f"{where}: {offer.update.site}'s steps from {offer.first} on follow {last.last if last is not None else 0}")
 
@@ -105,6 +111,7 @@ class RoundChecker:
         if any(each >= LEFT_OUT for each in left_out):
             self.wrong(f"an update of {site} is not what its steps {offer.first} to {offer.last} and its debt make")
         self._made[offer.update] = (offer, update, left_out)
+        self._divided[offer.update] = [memory.divided[step] for step in range(offer.first, offer.last)]
 
     def _check_state(self, site: str, memory: ExactMemory) -> None:
         assert memory.position is not None

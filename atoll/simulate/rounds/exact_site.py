@@ -17,7 +17,19 @@ from atoll.control.rounds.site import GatewayReplacedError, Kept
 from atoll.simulate.arithmetic import PRIME, stable_hash
 from atoll.simulate.loop import Process
 
-__all__ = ["CHUNKS", "ExactMemory", "ExactTraining", "GlobalCell", "SiteDisk", "beginning", "mean_of", "next_cells", "progress"]
+__all__ = [
+    "CHUNKS",
+    "ExactMemory",
+    "ExactTraining",
+    "GlobalCell",
+    "SiteDisk",
+    "beginning",
+    "joined_at",
+    "joined_in",
+    "mean_of",
+    "next_cells",
+    "progress",
+]
 
 CHUNKS = 2
 LEFT_OUT = 1000
@@ -68,12 +80,17 @@ def mean_of(updates: Sequence[tuple[float, Sequence[int]]]) -> tuple[MeanCell, .
 
 def next_cells(cells: Sequence[GlobalCell], mean: Sequence[MeanCell], terms: RoundTerms) -> tuple[GlobalCell, ...]:
     """b = μ·b + Δ; g += η·(Δ + μ·b), with μ = 3 and η as the round's terms say."""
-    rate, found = int(terms.choice), []
+    rate, found = int(terms.choice.partition(";")[0]), []
     for cell, each in zip(cells, mean, strict=True):
         momentum = (3 * cell.momentum + each.value) % PRIME
         weight = (cell.weight + rate * (each.value + 3 * momentum)) % PRIME
         found.append(GlobalCell(weight, momentum, stable_hash(cell.rounding, each.rounding)))
     return tuple(found)
+
+
+def joined_in(terms: RoundTerms) -> tuple[int, ...]:
+    """The first batch of every site that joined, as the terms say."""
+    return tuple(int(first) for first in terms.choice.partition(";")[2].split(",") if first)
 
 
 class SiteDisk(msgspec.Struct):
@@ -101,10 +118,13 @@ class ExactMemory:
         self.own_when_sent: tuple[int, ...] = ()
         self.owed_when_sent: tuple[int, ...] = ()
         self.offers_made = 0
+        self.joined: tuple[int, ...] = ()  # the first batches of sites that joined, as far as it was told
+        self.divided: dict[int, int] = {}  # of how many of those there were samples in the batch of a step, when it was made
 
     def train(self) -> None:
         """One inner step."""
         if self.position is not None:
+            self.divided[self.steps] = joined_at(self.joined, self.steps)
             self.own = tuple((own + _step(self.site, self.steps, chunk)) % PRIME for chunk, own in enumerate(self.own))
             self.steps += 1
 
@@ -118,8 +138,22 @@ class ExactMemory:
         self.offers_made += 1
         weight = float((self.steps - self.cursor) * (1 + self.site))
         identity = UpdateId(name, incarnation, self.offers_made)
-        self.offer = Offer(identity, *self.position, self.cursor, self.steps, weight, _digest(self.update))
+        self.offer = Offer(identity, *self.position, self.cursor, self.steps, weight, _digest(self.update), joined=len(self.joined))
         return self.offer
+
+    def hear_of_joined(self, joined: tuple[int, ...]) -> bool:
+        """Batches are larger from some on. Steps that were made with those as they were before count no more: whether there were any."""
+        if len(joined) <= len(self.joined):
+            return False
+        self.joined = joined
+        assert self.position is not None
+        if self._counts_otherwise():
+            self.change(self.position, self.cells, "nothing", self.cursor)
+            return True
+        return False
+
+    def _counts_otherwise(self) -> bool:
+        return any(self.divided[step] != joined_at(self.joined, step) for step in range(self.cursor, self.steps))
 
     def change(self, position: Position, cells: tuple[GlobalCell, ...], kept: Kept, cursor: int) -> None:
         """Another common state, with what goes on counting of the site's own steps."""
@@ -177,6 +211,8 @@ class ExactTraining:
 
     def at_border(self, terms: RoundTerms, seconds: float, hurry: bool) -> bool:
         """Rounds last equally long by every site's clock."""
+        if self.memory.hear_of_joined(joined_in(terms)):
+            self._watch(self.name, None)
         return seconds >= terms.seconds and self.steps > self.cursor
 
     def claim(self, incarnation: int) -> None:
@@ -259,6 +295,11 @@ class ExactTraining:
         self._check(incarnation)
         self.memory.change(position, tuple(chunks) or beginning(), kept, cursor)
         self._watch(self.name, None)
+
+
+def joined_at(joined: Sequence[int], step: int) -> int:
+    """Of how many of the sites that joined the batch of a step has samples."""
+    return sum(first <= step for first in joined)
 
 
 def _digest(numbers: Sequence[int]) -> str:

@@ -54,6 +54,7 @@ def draw_round_scenario(seed: int) -> RoundScenario:
         waits=draw.random() < 0.3,
         save_every=draw.choice((1, 2, 3)),
         late=(draw.uniform(5.0, 30.0),) if draw.random() < 0.2 else (),
+        joiners=random.Random(f"joiners {seed}").choice((0, 0, 1, 3)),
     )
     faults = sorted((_draw_fault(draw, size) for _ in range(draw.randint(1, 6))), key=lambda fault: fault.at)
     rough = draw.random() < 0.75

@@ -9,7 +9,7 @@ import msgspec
 from atoll.control import SwarmProcess
 from atoll.control.rounds import Gateway, RoundCoordinator, RoundSettings, RoundTerms
 from atoll.control.rounds.history import RoundHistory
-from atoll.control.rounds.messages import why_no_round_message
+from atoll.control.rounds.messages import SiteJoined, why_no_round_message
 from atoll.control.rounds.site import RoundJournal
 from atoll.simulate.disks import JournalDisk, JournalHandle
 from atoll.simulate.loop import Loop, Process
@@ -33,6 +33,7 @@ class SitesSize(msgspec.Struct, frozen=True, kw_only=True):
     waits: bool = False  # sites train nothing between their border and the end of a round
     save_every: int = 2
     late: tuple[float, ...] = ()  # when each of the first sites begins
+    joiners: int = 0  # sites that join; of them there is but the change of everybody's data
 
 
 class RoundRoles(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +56,7 @@ class SitesWorld:
             recent=size.recent, in_flight=size.in_flight,
         )  # fmt: skip
         self.random = random.Random(seed)
+        self._draw = random.Random(f"what coordinators choose {seed}")
         self.loop = Loop()
         self.network = SimulatedNetwork(self.loop, self.random)
         self.network.refuse = lambda message: why_no_round_message(message, self.settings)
@@ -100,7 +102,7 @@ class SitesWorld:
         node = SwarmProcess(name, process, port, port.inbox, self._starts, random.Random(self.random.getrandbits(32)))
         if name in HUBS:
             journal = cast(RoundJournal, JournalHandle(self.journal, process))
-            coordinator = self.coordinators[name] = self.roles.coordinator(node, journal, self.settings, self._terms)
+            coordinator = self.coordinators[name] = self.roles.coordinator(node, journal, self.settings, self._terms, joining=self._joining)
             process.spawn(coordinator.run())
             return
         site = name.partition(".")[0]
@@ -113,7 +115,16 @@ class SitesWorld:
 
     def _terms(self, history: RoundHistory) -> RoundTerms:
         """Another length and another outer learning rate whenever a coordinator chooses, also where one before it chose for that round."""
-        return RoundTerms(4.0 + self.random.randrange(3), str(2 + self.random.randrange(5)))
+        joined = ",".join(str(one.first) for one in history.joined)
+        return RoundTerms(4.0 + self._draw.randrange(3), f"{2 + self._draw.randrange(5)};{joined}")
+
+    def _joining(self, history: RoundHistory) -> list[SiteJoined]:
+        """Now and then a site joins, at a batch that no update of any site has reached; a site itself may have been there."""
+        if len(history.joined) >= self.size.joiners or self._draw.random() < 0.7:
+            return []
+        last = max((one.first for one in history.joined), default=0)
+        furthest = max(history.first_unnamed(site) for site in self.sites())
+        return [SiteJoined(f"j{len(history.joined)}", 1, max(last, furthest + self._draw.randrange(15)))]
 
     def _train(self, site: str) -> None:
         """One inner step, as long as there is a process of the site that computes."""

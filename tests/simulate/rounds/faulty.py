@@ -6,9 +6,9 @@ from typing import Any
 from atoll.control.journal import Epoch
 from atoll.control.rounds import Gateway, RoundCoordinator
 from atoll.control.rounds.exchange import GlobalFetch
-from atoll.control.rounds.messages import Offer, Position, RoundAnnounce, RoundCommitted, RoundId, RoundRecord, RoundView
+from atoll.control.rounds.messages import Offer, Position, RoundAnnounce, RoundCommitted, RoundId, RoundRecord, RoundTerms, RoundView
 from atoll.control.rounds.site import Kept
-from atoll.simulate.rounds.exact_site import ExactTraining
+from atoll.simulate.rounds.exact_site import ExactTraining, joined_in
 from atoll.simulate.rounds.faults import RoundFault, RoundScenario
 from atoll.simulate.rounds.world import RoundRoles, SitesSize
 
@@ -21,6 +21,12 @@ class NamesOtherRounds(RoundCoordinator):
 
     def _follows(self, offer: Offer) -> bool:
         return True
+
+
+class KeepsStepsOfOldBatches(ExactTraining):
+    def at_border(self, terms: RoundTerms, seconds: float, hurry: bool) -> bool:
+        self.memory.joined = max(self.memory.joined, joined_in(terms), key=len)
+        return super().at_border(terms, seconds, hurry)
 
 
 class AnnouncesFirst(RoundCoordinator):
@@ -92,14 +98,15 @@ class NotReplaced(ExactTraining):
 
 FAULTY: dict[str, tuple[RoundRoles, range]] = {
     "round": (RoundRoles(coordinator=NamesOtherRounds), range(10)),
+    "old batches": (RoundRoles(training=KeepsStepsOfOldBatches), range(20)),
     "durable": (RoundRoles(coordinator=AnnouncesFirst), range(30, 80)),
     "fence": (RoundRoles(fenced=False), range(30)),
     "journal": (RoundRoles(coordinator=ReadsOnce), range(1020, 1040)),
-    "sum": (RoundRoles(gateway=TakesAnySum), range(80, 100)),
+    "sum": (RoundRoles(gateway=TakesAnySum), range(300, 310)),
     "order": (RoundRoles(gateway=FollowsOldWords), range(30)),
     "twice": (RoundRoles(gateway=CountsTwice), range(10)),
     "left out": (RoundRoles(gateway=LosesWhatWasLeftOut), range(20)),
-    "mixed": (RoundRoles(gateway=MixesStates), range(4030, 4040)),
+    "mixed": (RoundRoles(gateway=MixesStates), range(320, 330)),
     "epoch": (RoundRoles(gateway=IgnoresEpochs), range(30, 100)),
 }
 """What lacks a guard, and seeds among which it is noticed; where it is rare (one in hundreds), seeds around one that was found."""

@@ -7,7 +7,9 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -15,7 +17,7 @@ from atoll.control.journal import FencedError
 from atoll.control.messages import Message
 from atoll.control.rounds import RoundCoordinator, RoundTerms
 from atoll.control.rounds.history import RoundHistory
-from atoll.control.rounds.messages import RoundRecord
+from atoll.control.rounds.messages import RoundRecord, SiteJoined
 from atoll.control.world import SwarmProcess
 from atoll.errors import JobFailedError
 from atoll.events import (
@@ -42,6 +44,16 @@ from atoll.plan.modes.islands import ISLANDS
 from atoll.runtime.checkpoint.directory import step_path
 from atoll.runtime.modes.islands.adapting import RoundAdapter
 from atoll.runtime.modes.islands.gateway_thread import SiteAccount, SiteService
+from atoll.runtime.modes.islands.joining import (
+    ASKED_SECONDS,
+    Admission,
+    JoinService,
+    SiteAsk,
+    SiteJob,
+    first_batch_of,
+    why_not,
+    with_joined,
+)
 from atoll.runtime.modes.islands.measured import SiteMeasured
 from atoll.runtime.modes.islands.resume import read_beginning
 from atoll.runtime.modes.islands.spec import ACCOUNTS, IslandsSpec, RoundChoice
@@ -94,7 +106,8 @@ class _Rounds:
         self._there: frozenset[str] = frozenset()
         self._coordinator: RoundCoordinator | None = None
         self._adapter: RoundAdapter | None = None
-        self._changed: OuterChosen | None = None  # what was chosen and is not told yet
+        self._news: deque[OuterChosen | Note] = deque()  # of the round to come; told after what is told of the one before
+        self._asked: dict[str, tuple[SiteAsk, float]] = {}  # sites that want to join, and when they asked last
         self._rounds = 0  # that there are about to be
 
     async def run(self, address: str) -> bool:
@@ -120,7 +133,8 @@ class _Rounds:
         with EventLog.join(self.directory.path) as log:
             self._log = log
             self._begin()
-            services = [RoundService(arrived, self.spec.settings), SiteService(heard, told), places]
+            joins = JoinService(self._site_job, self._ask, loop)
+            services = [RoundService(arrived, self.spec.settings), SiteService(heard, told), joins, places]
             member, _ = await asyncio.to_thread(
                 lambda: serve(
                     authority, address, services=services, observer=tell_refusal, fingerprint=self.spec.fingerprint, links=self._links
@@ -130,7 +144,9 @@ class _Rounds:
                 node = SwarmProcess(
                     COORDINATOR, clock, RoundTransport(member, None, places), inbox, 0, random.Random(time.time_ns()), self._observe
                 )
-                coordinator = self._coordinator = RoundCoordinator(node, journal, self.spec.settings, self._terms, self._is_last)
+                coordinator = self._coordinator = RoundCoordinator(
+                    node, journal, self.spec.settings, self._terms, self._is_last, self._joining
+                )
                 await self._until_over(asyncio.ensure_future(coordinator.run()), coordinator)
                 done = coordinator.finished and not coordinator.deposed
                 self._write_accounts(coordinator)
@@ -151,13 +167,64 @@ class _Rounds:
         last = history.last
         if self._adapter is None:
             choice = self.spec.choice if last is None else RoundChoice.of(last.terms)
+            choice = msgspec.structs.replace(choice, joined=())
             self._adapter = RoundAdapter(self.spec.options, choice, self.spec.elements)
         if self.spec.adapts and self._coordinator is not None and not self._is_last(history):
             reasons = self._adapter.at_border(self._measured(self._coordinator))
             if reasons is not None:
-                self._changed = self._chosen(self._adapter.choice, history.round + 1, reasons)
+                self._news.append(self._chosen(self._adapter.choice, history.round + 1, reasons))
         self._rounds = history.round + math.ceil(self._steps_left(history) / self._adapter.choice.inner_steps)
-        return self._adapter.choice.terms()
+        return msgspec.structs.replace(self._adapter.choice, joined=tuple(history.joined)).terms()
+
+    # ---- sites that join
+
+    def _site_job(self) -> SiteJob:
+        settings, start = self.directory.settings(), read_start(self.directory) or self._start
+        script = Path(settings.script)
+        return SiteJob(
+            spec=self.spec, script_name=script.name, script=script.read_text("utf-8"), arguments=settings.arguments, start=start,
+            checkpoint_every=settings.checkpoint_every,
+        )  # fmt: skip
+
+    def _ask(self, ask: SiteAsk) -> Admission:
+        if self._coordinator is None:
+            return Admission()
+        joined = self._coordinator.history.joined
+        reason = why_not(self.spec, ask, joined, self._next_batch(self._coordinator.history))
+        if not reason and any(one.site == ask.site for one in joined):
+            return Admission(tuple(joined))
+        if not reason:
+            self._asked[ask.site] = ask, time.monotonic()
+        return Admission(refused=reason)
+
+    def _joining(self, history: RoundHistory) -> Iterator[SiteJoined]:
+        """Those that have asked of late: who has gone meanwhile would be waited for by its samples in vain."""
+        for ask, asked_at in self._asked.values():
+            first = self._next_batch(history)
+            if time.monotonic() - asked_at > ASKED_SECONDS or why_not(self.spec, ask, history.joined, first) or self._is_last(history):
+                continue
+            whole = self.spec.batch_size + sum(one.samples for one in history.joined) + ask.samples
+            sizes = f"from step {first + 1} on batches have {whole} samples, the last {ask.samples} of them its own"
+            self._news.append(Note(message=f"{ask.site} joins: {sizes}"))
+            yield SiteJoined(ask.site, ask.samples, first)
+        self._asked.clear()
+
+    def _next_batch(self, history: RoundHistory) -> int:
+        assert self._coordinator is not None
+        sites = with_joined(self.spec, history.joined).sites
+        offers = {site: place.beat.offer.last for site, place in self._coordinator.places.items() if place.beat.offer is not None}
+        furthest = max(site.base + max(history.first_unnamed(site.name), offers.get(site.name, 0)) for site in sites)
+        choices = [self.spec.choice if self._adapter is None else self._adapter.choice]
+        choices += [] if history.last is None else [RoundChoice.of(history.last.terms)]
+        steps = max(choice.inner_steps for choice in choices)
+        return first_batch_of(furthest, steps, self.job.num_workers, history.joined)
+
+    def _samples_of(self, site: str) -> int:
+        joined = self._coordinator.history.joined if self._coordinator is not None else ()
+        own = with_joined(self.spec, joined).site(site)
+        return own.stop - own.start
+
+    # ---- what is adapted
 
     def _measured(self, coordinator: RoundCoordinator) -> dict[str, SiteMeasured]:
         """By the sites that are there and make steps."""
@@ -263,16 +330,15 @@ class _Rounds:
             made = [(site.site, *site.losses[index]) for site in event.sites if index < len(site.losses)]
             weight = sum(each for _, _, each in made)
             loss = sum(loss * each for _, loss, each in made) / weight if weight else 0.0
-            samples = sum(self.spec.site(site).stop - self.spec.site(site).start for site, _, _ in made)
+            samples = sum(self._samples_of(site) for site, _, _ in made)
             self._step += 1
             self._samples += samples
             self._losses.append(loss)
             self._emit(StepFinished(step=self._step, loss=loss, samples=samples, weight=weight, seconds=seconds, learning_rate=None))
         sites = tuple(msgspec.structs.replace(site, losses=()) for site in event.sites)
         self._emit(msgspec.structs.replace(event, sites=sites, rounds=max(event.round, self._rounds)))
-        if self._changed is not None:
-            changed, self._changed = self._changed, None
-            self._emit(changed)
+        while self._news:
+            self._emit(self._news.popleft())
 
     def _started(self) -> RunStarted:
         job = self.job

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from atoll.codec.registry import decode, make_codec
 from atoll.control.rounds import GatewayReplacedError, RoundTerms
-from atoll.control.rounds.messages import Offer, Position, UpdateId
+from atoll.control.rounds.messages import Offer, Position, SiteJoined, UpdateId
 from atoll.control.rounds.site import Kept
 from atoll.errors import JobFailedError
 from atoll.runtime.modes.islands.chunks import ChunkForm, digest_of_tensors, packed, unpacked
@@ -40,11 +40,12 @@ _SLACK = 0.1  # of a round: a site that is slower by no more still makes all ste
 class SiteOrder:
     """What the training does now."""
 
-    kind: Literal["go on", "border", "change", "end", "interrupted"]
+    kind: Literal["go on", "border", "change", "end", "interrupted", "grow"]
     weights: Tensor | None = None  # the new common ones
     base: Tensor | None = None  # since which progress is kept; None: since the border
     fresh: bool = False  # there is no progress to keep
     cursor: int = 0  # of the new state
+    joined: tuple[SiteJoined, ...] = ()  # sites by which batches grow
 
 
 @dataclass
@@ -84,15 +85,15 @@ class SiteExchange:
     def __init__(
         self,
         site: str,
-        beginning: OuterState,
+        beginning: OuterState | None,
         form: ChunkForm,
         total_steps: int,
         *,
         owed: Tensor | None = None,
         restored: Callable[[], SavedExchange | None] = lambda: None,
     ) -> None:
-        """`beginning` is the state before the first round, the same at all sites, and `owed` what the site's codec left out by then;
-        `restored` is what the site has on its disk of these rounds.
+        """`beginning` is the state before the first round, the same at all sites, if this one knows it, and `owed` what the site's codec
+        left out by then; `restored` is what the site has on its disk of these rounds.
         """
         self.site, self.form, self.total_steps = site, form, total_steps
         self.times = SiteTimes()
@@ -105,6 +106,7 @@ class SiteExchange:
         self._residual: list[Tensor] | None = None
         self._choice: RoundChoice | None = None
         self._told_of: Position | None = None  # of which round that is
+        self.joined: tuple[SiteJoined, ...] = ()  # as the training has its batches
         self._losses: dict[int, tuple[float, float]] = {}  # of own steps that are in no state yet
         self._chunks: list[Any] = []
         self._border: _Border | None = None  # made, and its round not decided
@@ -153,6 +155,9 @@ class SiteExchange:
 
     def _order(self, stop: Callable[[], bool]) -> SiteOrder | None:
         self._raise_failure()
+        new = self.new_joined()
+        if new:
+            return SiteOrder("grow", joined=new)
         step, border, over = self.steps, self._border, self.steps >= self.total_steps
         due = border is not None and (step >= border.step + border.delay or over)
         if self._change is not None and (border is None or due or self._change.kept != "since sent"):
@@ -168,6 +173,16 @@ class SiteExchange:
     def _is_untold(self) -> bool:
         """Where runs are to be repeated no step is made before it is known how its round is."""
         return self._choice is not None and self._choice.equal_steps and self._told_of != self.position
+
+    def new_joined(self) -> tuple[SiteJoined, ...]:
+        """Sites whose samples the batches do not have yet."""
+        return () if self._choice is None else self._choice.joined[len(self.joined) :]
+
+    def grown(self, joined: tuple[SiteJoined, ...]) -> None:
+        """They have them now, on all ranks of the site."""
+        with self._changed:
+            self.joined += joined
+        self._in_loop(self._wake)
 
     def _waits(self, step: int) -> bool:
         """Whether nothing is trained while a round is late: where runs are to be repeated, and after a round's steps in any case."""
@@ -281,7 +296,7 @@ class SiteExchange:
             if hurry and self._hurry_at is None and not choice.equal_steps:
                 now = time.monotonic()
                 self._hurry_at = now + _SLACK * (now - self._round_began)
-        return self._border is not None and self._change is None
+        return self._border is not None and self._change is None and not self.new_joined()
 
     async def restore(self) -> None:
         """From the site's own disk."""
@@ -306,6 +321,8 @@ class SiteExchange:
             self._begin_with(position, self._first(), 0)
 
     def _first(self) -> OuterState:
+        if self._initial is None:
+            raise JobFailedError(f"{self.site}: no site has the common state any more, and this one joined after the run went on")
         return OuterState(self._initial.weights.clone(), self._initial.momentum.clone())
 
     def _begin_with(self, position: Position, state: OuterState, cursor: int) -> bool:
@@ -332,7 +349,7 @@ class SiteExchange:
         epoch, round = self.position
         identity = UpdateId(self.site, incarnation, self._offers_made)
         digest = self.digest(self._chunks)
-        self.offer = Offer(identity, epoch, round, self.cursor, border.step, weight, digest, border.losses)
+        self.offer = Offer(identity, epoch, round, self.cursor, border.step, weight, digest, border.losses, len(self.joined))
         return self.offer
 
     def _encode(self, weights: Tensor, state: OuterState, choice: RoundChoice) -> list[Border]:

@@ -186,6 +186,8 @@ def train_site_by_gradients(
     """From meeting the site's other ranks to the end of the run. `credentials` are rank 0's, at `address` is the coordinator."""
     own, first = spec.site(site), site == spec.first
     share = job.share(own.start, own.stop, evaluates=first)
+    for since, more in spec.growth:
+        share.samples.grow(since, more)
     directory = directory_of_site(run, site, first)
     captured = CapturedJob(share, known.captured, known.evaluated if first else {}) if known is not None else None
     names = [each.name for each in spec.sites]

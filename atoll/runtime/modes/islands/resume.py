@@ -6,14 +6,14 @@ each site's own optimizer are on their disks, and the journal says up to which o
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from atoll.control.journal import read_records
 from atoll.control.rounds.history import RoundHistory
-from atoll.control.rounds.messages import RoundRecord
+from atoll.control.rounds.messages import Offer, RoundRecord, SiteJoined
 from atoll.errors import AtollError, JobFailedError
 from atoll.runtime.checkpoint.state_file import newest_whole
 from atoll.runtime.modes.islands.saved import SavedExchange, read_exchange, write_exchange
@@ -21,7 +21,7 @@ from atoll.runtime.modes.islands.spec import MARK, RoundMark, directory_of_site
 from atoll.runtime.modes.swarm.spec import JOURNAL
 from atoll.runtime.run_directory import RunDirectory, with_checksum
 
-__all__ = ["Beginning", "link_checkpoint", "prepare_rounds", "read_beginning", "state_to_begin_with"]
+__all__ = ["Beginning", "growth_of", "link_checkpoint", "prepare_rounds", "read_beginning", "state_to_begin_with"]
 
 _BEGINNING = "beginning.json"
 BEFORE = "before"  # in a site's directory: what it has kept of the rounds before these
@@ -35,6 +35,7 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True):
     bases: dict[str, int] = {}
     mark: RoundMark | None = None
     kept: tuple[str, ...] = ()  # sites that have kept the common state of the mark
+    growth: tuple[tuple[int, int], ...] = ()  # of batches by sites that joined before, and back (`Samples.grow`)
     notes: tuple[str, ...] = ()
 
 
@@ -55,13 +56,16 @@ def prepare_rounds(directory: RunDirectory, sites: Sequence[str]) -> Beginning |
         return None
     said = found.extra.get(MARK)
     mark = msgspec.convert(said, RoundMark) if said is not None else None
+    growth: tuple[tuple[int, int], ...] = ()
     if mark is None:
         bases = dict.fromkeys(sites, found.step)
     elif mark == before.mark:
-        bases = before.bases
+        bases, growth = before.bases, before.growth
     else:
-        named = RoundHistory.of(records).named_at(mark.position)
+        history = RoundHistory.of(records)
+        named = history.named_at(mark.position)
         bases = {site: before.bases.get(site, 0) + (named[site].last if site in named else 0) for site in sites}
+        growth = before.growth + growth_of(history.joined, bases, named)
     kept = []
     for number, site in enumerate(sites):
         own = directory_of_site(directory, site, number == 0)
@@ -72,9 +76,16 @@ def prepare_rounds(directory: RunDirectory, sites: Sequence[str]) -> Beginning |
     notes = list(found.notes)
     if mark is not None and not kept:
         notes.append("no site has kept the outer momentum; it begins at zero")
-    beginning = Beginning(step=found.step, bases=bases, mark=mark, kept=tuple(kept), notes=tuple(notes))
+    beginning = Beginning(step=found.step, bases=bases, mark=mark, kept=tuple(kept), notes=tuple(notes), growth=growth)
     directory.write(_BEGINNING, with_checksum(msgspec.json.encode(beginning)))
     return beginning
+
+
+def growth_of(joined: Sequence[SiteJoined], bases: Mapping[str, int], named: Mapping[str, Offer]) -> tuple[tuple[int, int], ...]:
+    """Sites that joined have to join anew: batches are as long as before once no site has been there."""
+    reached = [one.first + (named[one.site].last if one.site in named else 0) for one in joined]
+    furthest = max([*bases.values(), *reached], default=0)
+    return tuple(change for one in joined for change in ((one.first, one.samples), (max(furthest, one.first), -one.samples)))
 
 
 def state_to_begin_with(directory: RunDirectory, site: str) -> SavedExchange | None:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["IslandsRuntime"]
 
 _INTERRUPTED = 130
+_JOIN_USES = 1000
+_JOIN_SECONDS = 24 * 3600.0
 
 
 class IslandsRuntime:
@@ -105,10 +107,13 @@ class IslandsRuntime:
             return RunOutcome(0)
         for part in parts:
             write_site(directory, part, part.site == spec.first, run.settings)
-        _authority(directory)
+        authority = _authority(directory)
         EventLog(directory.path, resume=True).close()  # the run's time goes on from here
         start = write_start(directory, address, len(parts))
         _say(run, spec, parts, placement.where)
+        if spec.choice.exchange == "weights":
+            token = authority.issue_token("worker", uses=_JOIN_USES, lifetime_seconds=_JOIN_SECONDS)
+            run.say(f"another site joins with: atoll join {address} --token {token} --site NAME")
         sites = [
             SiteProcesses(part.site, _devices(part), [placement.hosts[_host(device)] for device in _devices(part)], placement.scripts)
             for part in parts
@@ -156,15 +161,16 @@ def _parts(run: RunContext) -> tuple[SitePart, ...]:
 
 
 def _spec(run: RunContext) -> "IslandsSpec":
-    from atoll.runtime.modes.islands.resume import read_beginning
+    from atoll.runtime.modes.islands.resume import Beginning, read_beginning
     from atoll.runtime.modes.islands.spec import islands_spec
 
     assert run.cluster is not None  # or there were no parts
     model = run.job.build_model("meta")
     elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    bases = read_beginning(run.directory).bases if run.resume_point is not None else {}
+    beginning = read_beginning(run.directory) if run.resume_point is not None else Beginning()
     predicted = None if run.captured is None else _step_seconds(run)
-    return islands_spec(run.settings, run.job, run.plan, run.cluster, _own(run.options), elements, predicted, bases)
+    own, bases, growth = _own(run.options), beginning.bases, beginning.growth
+    return islands_spec(run.settings, run.job, run.plan, run.cluster, own, elements, predicted, bases, growth)
 
 
 def _step_seconds(run: RunContext) -> float | None:

@@ -20,7 +20,7 @@ from atoll.runtime.modes.islands.site_training import SiteSteps, site_weights
 from atoll.runtime.modes.islands.spec import IslandsSpec, directory_of_site
 from atoll.runtime.modes.islands.weights import SiteWeights
 from atoll.runtime.modes.lockstep.role import Role
-from atoll.runtime.modes.lockstep.worker import RankTraining, training_rank
+from atoll.runtime.modes.lockstep.worker import Planning, RankTraining, equal_shares, training_rank
 from atoll.runtime.modes.swarm.spec import read_start
 from atoll.runtime.outer_update import OuterState
 from atoll.runtime.run_directory import RunDirectory
@@ -45,6 +45,8 @@ def train_site(
     """From meeting the site's other ranks to the end of the run. `credentials` are rank 0's, at `address` is the coordinator."""
     own = spec.site(site)
     share = job.share(own.start, own.stop, evaluates=site == spec.first)
+    for since, more in spec.growth:
+        share.samples.grow(since, more)
     directory = directory_of_site(run, site, site == spec.first)
     settings = directory.settings()
     captured = CapturedJob(share, known.captured, known.evaluated if site == spec.first else {}) if known is not None else None
@@ -57,8 +59,8 @@ def train_site(
     began = time.monotonic()
     told = [relay] if site == spec.first and credentials is not None else []
     with training_rank(
-        share, directory.plan(), role, directory=directory, settings=settings, observers=told, own=observer, notes_shown=True,
-        known=captured, cluster=run.load_cluster(),
+        share, _planning(directory, share, role), role, directory=directory, settings=settings, observers=told, own=observer,
+        notes_shown=True, known=captured, cluster=run.load_cluster(),
     ) as training:  # fmt: skip
         weights = site_weights(training)
         exchange = None
@@ -84,6 +86,13 @@ def train_site(
         gateway.close()
 
 
+def _planning(directory: RunDirectory, share: Job, role: Role) -> Planning:
+    """The site's plan; one that joined divides its samples equally among its processes."""
+    if (directory.path / "plan.json").exists():
+        return directory.plan()
+    return lambda graph: equal_shares(graph, share.batch_size, share.micro_batch_size, role.world_size)
+
+
 def _losses(run: RunDirectory) -> dict[int, float]:
     """Of the run's steps, as the coordinator has told them."""
     return {event.step: event.loss for event in read_events(run.events) if isinstance(event, StepFinished)}
@@ -100,8 +109,9 @@ def _exchange(run: RunDirectory, spec: IslandsSpec, site: str, weights: SiteWeig
     training.trainer.tell(
         Note(at_seconds=training.trainer.moment(), message=f"{site} exchanges {spec.elements:,} numbers with the other sites")
     )
-    begun = state_to_begin_with(run, site)
-    state = begun.state if begun is not None else OuterState.beginning(row)
+    begun, start = state_to_begin_with(run, site), read_start(run)
+    knows = not (spec.site(site).joined and start is not None and start.number)  # the checkpoint that the run goes on from
+    state = begun.state if begun is not None else OuterState.beginning(row) if knows else None
     assert training.directory is not None
     return SiteExchange(
         site,

@@ -8,6 +8,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from atoll.control.rounds.messages import SiteJoined
+from atoll.errors import JobFailedError
 from atoll.events import CheckpointBegun, Note, StepFinished
 from atoll.runtime.checkpoint.local_shard import LocalShard
 from atoll.runtime.checkpoint.training_state import training_state
@@ -22,7 +24,7 @@ from atoll.runtime.training import Reason
 __all__ = ["SiteSteps", "site_weights"]
 
 _PATIENCE = timedelta(days=30)  # ranks wait for their site's rank 0, which waits for other sites
-_KINDS = ("go on", "border", "change", "end", "interrupted")
+_KINDS = ("go on", "border", "change", "end", "interrupted", "grow")
 _BASE, _FRESH, _SAVE = 8, 16, 32  # said with what is to be done
 _WAITING = Doing("waiting for the other sites", "others")
 _REASONS: dict[str, Reason] = {"end": "done", "interrupted": "interrupted"}
@@ -66,6 +68,7 @@ class SiteSteps:
         if step < 0:
             training.trainer.reason, training.checkpoints = "interrupted", None
             return False
+        self._grow(self.exchange.new_joined() if self.exchange is not None else ())
         self.weights.replace(found[1] if found is not None else None)
         self._go_to(self._base + step)
         self._saved_at = self._base + step
@@ -124,11 +127,28 @@ class SiteSteps:
                 assert row is not None
                 self.exchange.put_border(row)
             return None
+        if kind == "grow":
+            self._grow(order.joined if order is not None else ())
+            return None
         if kind == "change":
             self._change(order, bool(said & _BASE), bool(said & _FRESH))
         if said & _SAVE:
             self._save(final=kind in _REASONS)
         return None if kind == "change" else kind
+
+    def _grow(self, joined: tuple[SiteJoined, ...]) -> None:
+        """Batches grow by the samples of sites that joined. All ranks hear of them from rank 0."""
+        samples = self.training.job.samples
+        for number in range(self._say(len(joined))):
+            since, more = (self._say(value) for value in ((joined[number].first, joined[number].samples) if joined else (0, 0)))
+            if samples.asked >= since:
+                raise JobFailedError(
+                    f"another site has samples of the batches from step {since + 1} on, and this one is at step {samples.asked + 1} "
+                    "already: it was not heard for too long; it begins again with what the common state has"
+                )
+            samples.grow(since, more)
+        if self.exchange is not None and joined:
+            self.exchange.grown(joined)
 
     def _code(self, order: SiteOrder) -> int:
         ends = order.kind in _REASONS

@@ -11,7 +11,7 @@ from atoll.cluster import Cluster
 from atoll.cluster.cluster import device_index
 from atoll.codec.registry import make_codec
 from atoll.control.rounds import RoundSettings, RoundTerms
-from atoll.control.rounds.messages import Position
+from atoll.control.rounds.messages import Position, SiteJoined
 from atoll.errors import CodecError, JobError
 from atoll.fabric.fingerprint import job_fingerprint
 from atoll.job import Job
@@ -47,6 +47,7 @@ _SPEC = "islands.json"
 _CHUNK_ELEMENTS = 1 << 18  # 2 MB of state, an eighth of a megabyte of an update in int4
 _IN_FLIGHT = 8  # chunks that a site asks for at once
 _MOST_CHUNKS = 1024
+_MOST_ROUNDS = 1 << 40
 _GRACE_STEPS = 0.5  # of a round, for which the others are waited
 _LARGEST_BUCKET, _FEWEST_BUCKETS = 4 << 20, 8
 _START_SECONDS = 120.0  # for all sites to be there before the first round
@@ -62,6 +63,7 @@ class RoundChoice(msgspec.Struct, frozen=True, kw_only=True):
     momentum: float  # μ
     feedback: float = 1.0  # β
     equal_steps: bool = False  # every site makes all of them
+    joined: tuple[SiteJoined, ...] = ()  # sites that the run did not begin with
     rung: tuple[int, int] | None = None  # of what the links say (`OuterChoice.rung`), some of which may have been asked for otherwise
     exchange: Literal["gradients", "weights"] = "weights"
 
@@ -114,12 +116,13 @@ class RoundMark(msgspec.Struct, frozen=True):
 
 
 class SiteSpec(msgspec.Struct, frozen=True):
-    """One site."""
+    """One site. One that `joined` has its samples behind all others', and none of batches before `base`."""
 
     name: str
     start: int  # of its samples in every global batch
     stop: int
-    base: int = 0  # steps it had made before these rounds
+    base: int = 0  # steps it had made before these rounds; or the others, when it joined
+    joined: bool = False
 
 
 class IslandsSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,6 +138,7 @@ class IslandsSpec(msgspec.Struct, frozen=True, kw_only=True):
     bucket_bytes: int  # of gradients that are exchanged together
     fingerprint: dict[str, str]
     options: IslandsOptions = IslandsOptions()  # as asked for
+    growth: tuple[tuple[int, int], ...] = ()  # of the batches, by sites that joined before these rounds (`Samples.grow`)
 
     @property
     def adapts(self) -> bool:
@@ -160,6 +164,7 @@ def islands_spec(
     elements: int,
     step_seconds: float | None,
     bases: Mapping[str, int],
+    growth: tuple[tuple[int, int], ...] = (),
 ) -> IslandsSpec:
     """What a plan and options mean for a job; JobError for options that mean nothing together. `bases` are steps sites have made before."""
     parts = site_parts(plan, cluster)
@@ -170,7 +175,7 @@ def islands_spec(
     if quorum > len(parts):
         raise JobError(f"--quorum {quorum}: there are {len(parts)} sites")
     rounds = RoundSettings(
-        rounds=job.total_steps - max(bases.values(), default=0),  # at most; it is over when a site has made all its steps
+        rounds=_MOST_ROUNDS if job.total_steps > max(bases.values(), default=0) else 0,  # it is over when a site has made all its steps
         chunks=min(_MOST_CHUNKS, max(1, math.ceil(elements / _CHUNK_ELEMENTS))),
         quorum=quorum,
         sites=len(parts),
@@ -194,6 +199,7 @@ def islands_spec(
         bucket_bytes=max(1, min(_LARGEST_BUCKET, 4 * elements // _FEWEST_BUCKETS)),
         fingerprint=job_fingerprint([Path(settings.script)], config),
         options=options,
+        growth=growth,
     )
 
 

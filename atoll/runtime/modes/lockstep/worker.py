@@ -55,7 +55,7 @@ from atoll.runtime.stage.compilation import Compiler, compiler_for
 from atoll.runtime.training import STEP, Reason
 from atoll.runtime.turns import optimizer_names
 
-__all__ = ["Planning", "RankTraining", "training_among_others", "training_rank"]
+__all__ = ["Planning", "RankTraining", "equal_shares", "training_among_others", "training_rank"]
 
 
 _PLAN = "atoll/plan"  # in the store: what rank 0 says of it
@@ -587,7 +587,7 @@ def _begin(directory: RunDirectory, settings: RunSettings, resume: bool) -> None
 def _make_plan(job: Job, role: Role, cluster: Cluster | None, graph: Graph) -> Plan:
     """For the captured job; only rank 0 is asked."""
     if cluster is None:
-        return _equal_shares(graph, job.batch_size, job.micro_batch_size, role.world_size)
+        return equal_shares(graph, job.batch_size, job.micro_batch_size, role.world_size)
     from atoll.planner import plan  # it needs scipy, which takes a moment to load
 
     found = [one.plan for one in plan(graph, cluster, batch_size=job.batch_size, mode=LOCKSTEP.name, top=_CANDIDATES).candidates]
@@ -597,10 +597,10 @@ def _make_plan(job: Job, role: Role, cluster: Cluster | None, graph: Graph) -> P
     if len(cluster.devices) != role.world_size:
         return found[0]
     names = [device.name for device in cluster.devices]
-    return _equal_shares(graph, job.batch_size, job.micro_batch_size, role.world_size, names, cluster.name)
+    return equal_shares(graph, job.batch_size, job.micro_batch_size, role.world_size, names, cluster.name)
 
 
-def _equal_shares(
+def equal_shares(
     graph: Graph, batch_size: int, micro_batch_size: int | None, processes: int, names: Sequence[str] = (), cluster: str = "processes"
 ) -> Plan:
     """Data parallel over all processes, as equally as the batch allows."""

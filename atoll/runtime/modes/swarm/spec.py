@@ -43,6 +43,7 @@ __all__ = [
     "bounds_of",
     "check_devices",
     "devices_here",
+    "keep_start",
     "load_spec_job",
     "planned_workers",
     "read_spec",
@@ -272,9 +273,14 @@ def write_start(directory: RunDirectory, address: str, workers: int = 0) -> Star
     before = read_start(directory)
     number = before.number + 1 if before is not None else 0
     start = Start(directory.last_moment(), time.time(), address, number, workers)
+    keep_start(directory, start)
+    return start
+
+
+def keep_start(directory: RunDirectory, start: Start) -> None:
+    """For processes that look for it there."""
     with directory.must_take():
         directory.write(_START, with_checksum(msgspec.json.encode(start)))
-    return start
 
 
 def read_start(directory: RunDirectory) -> Start | None:

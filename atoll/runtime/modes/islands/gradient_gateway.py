@@ -36,6 +36,7 @@ _LOOK_SECONDS = 0.1
 _TELL_SECONDS = 5.0
 _ANSWER_SECONDS = 20.0
 _DELIVERY_SECONDS = 300.0  # of one part, before it is sent again
+_PARTING_SECONDS = 5.0
 _SILENT_SECONDS = 60.0
 _ABSENT_SECONDS = 600.0  # for a site that was never heard
 _IN_FLIGHT = 4
@@ -119,6 +120,7 @@ class GradientGateway:
         self._waiting: set[int] = set()  # parts that nobody has confirmed yet
         self._sent = itertools.count()
         self._remotes: dict[str, Remote] = {}
+        self._received: dict[str, int] = {}  # bytes from each site
         self._room = {site: asyncio.Semaphore(_IN_FLIGHT) for site in others}
         service = GradientService(sums, {name: site for site, name in others.items()})
         self._member = RunMember(
@@ -146,6 +148,14 @@ class GradientGateway:
     def finish(self) -> None:
         """All other sites have said the last they had to say."""
         self._final = True
+        self._count()
+
+    def _count(self) -> None:
+        """Bytes that came, while who sent them is there."""
+        peers = self._member.fabric.peers
+        for site, name in self._others.items():
+            if name in peers:
+                self._received[site] = max(self._received.get(site, 0), peers[name].received_bytes)
 
     def close(self, polite: bool = True) -> None:
         """Ends, once all that was sent has arrived and the coordinator knows how the site ended, or nobody listens any more."""
@@ -175,13 +185,15 @@ class GradientGateway:
         method: Callable[..., Any] = GradientService.bucket if isinstance(part, EncodedBucket) else GradientService.numbers
         async with self._room[site]:
             while True:
-                remote = await self._reach(site)
+                remote, final = await self._reach(site), self._final
                 try:
-                    await remote.call(method, part, timeout_seconds=_DELIVERY_SECONDS)
+                    await remote.call(method, part, timeout_seconds=_PARTING_SECONDS if final else _DELIVERY_SECONDS)
                     break
                 except RefusedError as error:
                     raise JobFailedError(f"{site} refused what {self._sums.own} sent: {error}") from None
                 except FabricError:
+                    if final:
+                        break  # it has said its last word, and has most likely heard this one and gone: only the answer is missing
                     await asyncio.sleep(_LOOK_SECONDS)
         self._waiting.discard(number)
 
@@ -211,6 +223,7 @@ class GradientGateway:
             for site, name in self._others.items():
                 if name in peers and peers[name].state in ("alive", "slow"):
                     heard[site] = now
+            self._count()
             for site in self._sums.awaited():
                 limit, since = (_SILENT_SECONDS, heard[site]) if site in heard else (_ABSENT_SECONDS, began)
                 if site in self._others and now - since > limit:
@@ -229,8 +242,7 @@ class GradientGateway:
                 if time.monotonic() - registered_at > _TELL_SECONDS:  # a coordinator that was started anew must hear it
                     await self._coordinator.call(Directory.register, place, timeout_seconds=_ANSWER_SECONDS)
                     registered_at = time.monotonic()
-                received = sum(remote.received_bytes for name, remote in self._member.fabric.peers.items() if name in self._others.values())
-                said = msgspec.structs.replace(account, received_bytes=received)
+                said = msgspec.structs.replace(account, received_bytes=sum(self._received.values()))
                 message = SiteSaid(site=self._sums.own, account=said, events=events, before=acknowledged)
                 self.stop_asked |= await self._coordinator.call(SiteRecords.tell, message, timeout_seconds=_ANSWER_SECONDS)
                 acknowledged += len(events)

@@ -1,5 +1,6 @@
 """Gradients of every step added up over sites: real processes, real TLS, against the formula written down in plain PyTorch and NumPy."""
 
+import signal
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -131,6 +132,22 @@ def test_a_killed_site_sends_all_back_to_the_last_checkpoint_with_what_they_owed
     assert len(restarted) == 1
     assert "rome" in restarted[0]
     assert "all sites go on after step 4" in restarted[0]
+
+
+def test_a_run_that_was_asked_to_stop_ends_after_the_same_step_everywhere_and_goes_on(tmp_path: Path) -> None:
+    """With more steps than it can make before it hears of it."""
+    run, given = tmp_path / "run", ["--exchange", "gradients", "--outer-codec", "int8"]
+    with started(tmp_path, "400", *given) as (process, until):
+        until(lambda: len(losses_of(run)) >= 4)
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 130, (tmp_path / "log").read_text()
+    made = len(losses_of(run))
+    assert [len([event for event in events_of(site / "events.jsonl") if event["event"] == "step_finished"]) for site in sites_of(run)] == [
+        made,
+        made,
+    ]
+    run_job(["--resume", str(run), "--mode", "islands", *given], "sgd", made + 2)
+    assert len(losses_of(run)) == made + 2
 
 
 def test_a_killed_site_ends_the_run_where_nobody_may_start_it_again(tmp_path: Path) -> None:

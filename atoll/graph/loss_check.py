@@ -512,9 +512,10 @@ class _Calm(fx.Interpreter):
         """The loss, or the total and its weight, with the gradient."""
         given = self._values | self._changed | dict(zip(self.names, leaves, strict=True))
         results = self.run(*[given[node.name] for node in self.graph.nodes if node.op == "placeholder"])
-        value, *weight = [results[place] for place in self._places]
+        found = tuple(results[place] for place in self._places)
         self._changed |= {name: results[place].detach() for name, place in self._assigned.items()}
-        return _Found(float(value.detach()), float(weight[0]) if weight else None, _gradient(value, self.parameters))
+        value, weight = read_loss(found if len(found) > 1 else found[0])
+        return _Found(float(value.detach()), None if weight is None else float(weight), _gradient(value, self.parameters))
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Dropout does nothing; batch normalisation does not look at the batch."""

@@ -11,6 +11,8 @@ from itertools import pairwise
 
 __all__ = ["balanced_cuts", "lane_samples", "shares"]
 
+_NEAR = 5  # looks that are close to perfect balance, before the time between is halved
+
 
 def shares(total: int, speeds: Sequence[float]) -> list[int] | None:
     """Whole numbers summing to `total` that minimise the largest share ÷ speed; every replica gets at least one; None if that cannot be."""
@@ -65,41 +67,83 @@ def balanced_cuts(
     best = _fill(ends, prefixes, fits, high)
     if best is None:
         return None
-    for _ in range(20):
-        middle = min((low + high) / 2, 1.1 * low)  # the least time is rarely far above perfect balance
+    proven = False  # where other layers are dear to other stages, less than perfect balance of the whole is possible
+    for number in range(30):
+        middle = (low + high) / 2
+        if number < _NEAR:
+            middle = min(middle, 1.1 * low)  # the least time is rarely far above perfect balance
         found = _fill(ends, prefixes, fits, middle)
         if found is None:
-            low = middle
+            low, proven = middle, True
         else:
             best = found
             high = max(prefix[b] - prefix[a] for prefix, (a, b) in zip(prefixes, pairwise(found), strict=True))
         if high - low < 1e-3 * high:
-            break
+            if proven:
+                break
+            low, proven = _least(prefixes), True
     return best
+
+
+def _least(prefixes: Sequence[Sequence[float]]) -> float:
+    """No stage's time can be the greatest and less than this: every layer where it is cheapest, divided evenly."""
+    cheapest = (min(prefix[b] - prefix[a] for prefix in prefixes) for a, b in pairwise(range(len(prefixes[0]))))
+    return sum(cheapest) / len(prefixes)
 
 
 def _fill(
     ends: Sequence[int], prefixes: Sequence[Sequence[float]], fits: Callable[[int, int, int], bool] | None, limit: float
 ) -> list[int] | None:
-    """Gives each stage in turn as many layers as `limit` and its memory allow; None where some are left over."""
-    stages = len(prefixes)
-    bounds = [0]
-    position = 0  # in ends
-    for s in range(stages):
-        prefix, start = prefixes[s], bounds[-1]
-        last = len(ends) - (stages - s)  # leave one end for each stage to come
-        reach = bisect_right(prefix, prefix[start] + limit * (1 + 1e-9)) - 1  # the most layers by time
-        here = min(bisect_right(ends, reach) - 1, last)
-        if here < position:
+    """Boundaries with which no stage takes longer than `limit` and all fit; None where there are none.
+
+    Each stage in turn is given as many layers as it can take. That is best, unless it leaves a stage with a layer that is too much for it.
+    """
+    taken, stages = [0], len(prefixes)  # of the ends
+    for s, prefix in enumerate(prefixes):
+        most = _most(ends, prefix, s, fits, limit, taken[-1], len(ends) - (stages - 1 - s))
+        if most == taken[-1]:
+            return _search(ends, prefixes, fits, limit)
+        taken.append(most)
+    return [0, *(ends[count - 1] for count in taken[1:])] if taken[-1] == len(ends) else None
+
+
+def _search(
+    ends: Sequence[int], prefixes: Sequence[Sequence[float]], fits: Callable[[int, int, int], bool] | None, limit: float
+) -> list[int] | None:
+    """The same, with every number of ends that the stages so far can have taken."""
+    stages, reached = len(prefixes), [{0: 0}]  # and how many were taken before
+    for s, prefix in enumerate(prefixes):
+        following: dict[int, int] = {}
+        for count in sorted(reached[-1], reverse=True):
+            most = _most(ends, prefix, s, fits, limit, count, len(ends) - (stages - 1 - s))
+            following |= dict.fromkeys(range(count + 1, most + 1), count)
+        reached.append(following)
+    count, bounds = len(ends), []
+    for before in reversed(reached[1:]):
+        if count not in before:
             return None
-        if fits is not None:
-            furthest = _furthest(ends, position, here + 1, lambda stop, s=s, start=start: fits(s, start, stop))  # type: ignore[misc]
-            if furthest is None:
-                return None
-            here = furthest
-        bounds.append(ends[here])
-        position = here + 1
-    return bounds if bounds[-1] == ends[-1] else None
+        bounds.append(ends[count - 1])
+        count = before[count]
+    return [0, *reversed(bounds)]
+
+
+def _most(
+    ends: Sequence[int],
+    prefix: Sequence[float],
+    stage: int,
+    fits: Callable[[int, int, int], bool] | None,
+    limit: float,
+    count: int,
+    last: int,
+) -> int:
+    """How many ends are taken at most, `last` or fewer, with a stage that begins after `count` of them; `count` where it can have none."""
+    start = ends[count - 1] if count else 0
+    reach = bisect_right(prefix, prefix[start] + limit * (1 + 1e-9)) - 1  # the most layers by time
+    most = min(bisect_right(ends, reach), last)
+    if fits is None or most <= count:
+        return max(most, count)
+    furthest = _furthest(ends, count, most, lambda stop: fits(stage, start, stop))
+    return count if furthest is None else furthest + 1
 
 
 def _furthest(ends: Sequence[int], low: int, high: int, allowed: Callable[[int], bool]) -> int | None:

@@ -48,3 +48,9 @@ def test_cuts_minimise_the_slowest_stage(data: st.DataObject) -> None:
     assert found is not None
     slowest = max(prefixes[s][b] - prefixes[s][a] for s, (a, b) in enumerate(itertools.pairwise(found)))
     assert slowest <= min(possible) * (1 + 2e-3)
+
+
+def test_stages_that_find_other_layers_dear_do_better_than_in_balance() -> None:
+    times = [[1.0, 2.0, 1.0, 1.0, 2.0], [1.0, 1.0, 1.0, 1.0, 5.0], [1.0, 5.0, 5.0, 1.0, 1.0]]
+    prefixes = [[0.0, *itertools.accumulate(row)] for row in times]
+    assert balanced_cuts([1, 2, 3, 5], prefixes, lambda s, a, b: b - a <= 2) == [0, 1, 3, 5]

@@ -119,6 +119,11 @@ class RoundCoordinator:
         await self.journal.append(self.term, record)
         self.history.add(record)
 
+    def end(self) -> None:
+        """No round follows: the run ends with the state that all sites should have now."""
+        self.finished = True
+        self._announce()
+
     # ---- who is there
 
     def _hear(self, beat: SiteBeat, now: float) -> None:

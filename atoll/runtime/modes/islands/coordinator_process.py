@@ -34,7 +34,6 @@ from atoll.events import (
     RunStarted,
     StepFinished,
     StopTraining,
-    Warned,
     read_events,
 )
 from atoll.fabric.security import Authority, serve
@@ -43,6 +42,7 @@ from atoll.job import Job
 from atoll.plan.modes.islands import ISLANDS
 from atoll.runtime.checkpoint.directory import step_path
 from atoll.runtime.modes.islands.adapting import RoundAdapter
+from atoll.runtime.modes.islands.callback_memory import CallbackMemory
 from atoll.runtime.modes.islands.gateway_thread import SiteAccount, SiteService
 from atoll.runtime.modes.islands.joining import (
     ASKED_SECONDS,
@@ -66,6 +66,7 @@ from atoll.runtime.run_directory import RunDirectory
 __all__ = ["coordinate_rounds"]
 
 _LOOK_SECONDS = 0.05
+_STOP = "stop-asked"  # in the run's directory: in which start of it a callback asked to stop
 _RECORDS: "msgspec.json.Decoder[RoundRecord]" = msgspec.json.Decoder(RoundRecord)
 
 
@@ -107,6 +108,9 @@ class _Rounds:
         self._coordinator: RoundCoordinator | None = None
         self._adapter: RoundAdapter | None = None
         self._news: deque[OuterChosen | Note] = deque()  # of the round to come; told after what is told of the one before
+        self._memory = CallbackMemory(directory, tuple(job.callbacks), self._start.number)
+        stop = directory.path / _STOP
+        self._stopped = stop.exists() and stop.read_text() == str(self._start.number)
         self._asked: dict[str, tuple[SiteAsk, float]] = {}  # sites that want to join, and when they asked last
         self._rounds = 0  # that there are about to be
 
@@ -240,7 +244,7 @@ class _Rounds:
         return max(0, self.spec.steps - max(site.base + history.first_unnamed(site.name) for site in self.spec.sites))
 
     def _is_last(self, history: RoundHistory) -> bool:
-        return self._steps_left(history) == 0
+        return self._stopped or self._steps_left(history) == 0
 
     async def _until_over(self, task: "asyncio.Future[None]", coordinator: RoundCoordinator) -> None:
         """Until every site that is heard has ended: after the last round, or because it was asked to."""
@@ -280,6 +284,7 @@ class _Rounds:
 
     def _begin(self) -> None:
         """The first coordinator since `atoll run` was started says so in the run's events; one in its place only to those who watch."""
+        self._memory.remind()
         events = tuple(read_events(self.directory.events))
         told, beginning = since_start(events, self._start), read_beginning(self.directory)
         steps = [event for event in told if isinstance(event, StepFinished)]
@@ -313,10 +318,19 @@ class _Rounds:
             try:
                 observer(event)
             except StopTraining:
-                self._emit(Warned(message="a callback asked to stop, which sites that train together do not hear; Ctrl-C ends the run"))
+                self._stop()
+
+    def _stop(self) -> None:
+        """A callback asked for it: the run ends with the last round, also by another coordinator in the place of this one."""
+        if not self._stopped:
+            self._stopped = True
+            self.directory.write(_STOP, str(self._start.number))
+            if self._coordinator is not None:
+                self._coordinator.end()
 
     def _emit(self, event: AnyEvent) -> None:
         self._tell(msgspec.structs.replace(event, at_seconds=self._now()))
+        self._memory.keep(event)
 
     def _observe(self, event: AnyEvent) -> None:
         """What the protocol says. Of a round its steps are told one by one: the mean over the sites that made each, by weight."""
@@ -360,7 +374,7 @@ class _Rounds:
     def _finished(self, done: bool) -> RunFinished:
         return RunFinished(
             at_seconds=self._now(),
-            reason="done" if done else "interrupted",
+            reason="stopped" if self._stopped and done else "done" if done else "interrupted",
             steps=self._step,
             samples=self._samples,
             seconds=self._now() - self._start.at_seconds,

@@ -129,7 +129,7 @@ class SiteExchange:
         with self._changed:
             while self._state is None or self._choice is None:
                 self._raise_failure()
-                if stop():
+                if stop() or self.finished:
                     return None
                 self._changed.wait(_WAIT_SECONDS)
             self._begun, self._since, self._round_began = True, self.cursor, time.monotonic()

@@ -27,6 +27,7 @@ from atoll.fabric.security import Authority, serve
 from atoll.fabric.shaped import LinkChoice
 from atoll.job import Job
 from atoll.plan.modes.islands import ISLANDS
+from atoll.runtime.modes.islands.callback_memory import CallbackMemory
 from atoll.runtime.modes.islands.gateway_thread import SiteAccount
 from atoll.runtime.modes.islands.gradient_gateway import SiteRecords, SiteSaid
 from atoll.runtime.modes.islands.resume import read_beginning
@@ -66,6 +67,7 @@ class _Records:
     ) -> None:
         self.directory, self.spec, self.job, self.observers, self._recall, self._links = directory, spec, job, observers, recall, links
         self._start = read_start(directory) or Start(directory.last_moment(), time.time(), "")
+        self._memory = CallbackMemory(directory, tuple(job.callbacks), self._start.number)
         self._lock = threading.Lock()
         self._arrived: list[AnyEvent] = []
         self._accounts: dict[str, SiteAccount] = {}  # by site
@@ -133,6 +135,7 @@ class _Records:
 
     def _begin(self) -> None:
         """The first coordinator since `atoll run` was started says so in the run's events; one in its place only to those who watch."""
+        self._memory.remind()
         told = since_start(tuple(read_events(self.directory.events)), self._start)
         self._losses = {event.step: event.loss for event in told if isinstance(event, StepFinished)}
         if told:
@@ -164,6 +167,7 @@ class _Records:
 
     def _emit(self, event: AnyEvent) -> None:
         self._tell(msgspec.structs.replace(event, at_seconds=self._now()))
+        self._memory.keep(event)
 
     def _started(self) -> RunStarted:
         job = self.job

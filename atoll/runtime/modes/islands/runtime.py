@@ -41,7 +41,7 @@ class IslandsRuntime:
 
     def check(self, run: RunContext) -> None:
         """A plan that sites cannot train by themselves, data that cannot be shared out, callbacks that nobody could obey."""
-        from atoll.callbacks import EarlyStopping, takes_run
+        from atoll.callbacks import takes_run
         from atoll.data import StreamSamples
         from atoll.graph.capture import Captured
         from atoll.runtime.modes.lockstep.layout import Layout
@@ -58,9 +58,10 @@ class IslandsRuntime:
             )
         for callback in run.job.callbacks:
             name = getattr(callback, "__name__", type(callback).__name__)
-            if takes_run(callback) or isinstance(callback, EarlyStopping):
+            if takes_run(callback):
                 raise JobError(
-                    f"mode islands: the callback {name} needs all sites to stop for it, which they do not; use lockstep, or leave it out"
+                    f"mode islands: the callback {name} takes the run, for which all sites would have to stop between two steps; "
+                    "use lockstep, or one argument"
                 )
         _spec(run)
 

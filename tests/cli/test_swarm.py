@@ -153,7 +153,7 @@ def test_a_resumed_run_that_is_planned_anew_keeps_its_staleness(folder: Path) ->
         assert json.loads(Path("out/plan.json").read_text())["staleness"] == staleness
 
 
-@pytest.mark.parametrize("mode", ["swarm", "lockstep", "islands"])
+@pytest.mark.parametrize("mode", ["swarm", "lockstep"])
 def test_a_site_that_says_what_may_leave_it_is_not_run_with_another_by_a_mode_that_does_not_look(
     mode: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,7 +46,8 @@ class _Place(msgspec.Struct):
 
 class RoundCoordinator:
     """One process; another may take over through the journal at any time. `choose` says how the round after those is to be made,
-    `is_over` whether none is, though fewer were made than the settings allow, and `joining` which sites take part from then on.
+    `is_over` whether none is, though fewer were made than the settings allow, `joining` which sites take part from then on, and
+    `gives_states` which sites' states others may have.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class RoundCoordinator:
         choose: Callable[[RoundHistory], RoundTerms],
         is_over: Callable[[RoundHistory], bool] = lambda history: False,
         joining: Callable[[RoundHistory], Iterable[SiteJoined]] = lambda history: (),
+        gives_states: Callable[[str], bool] = lambda site: True,
     ) -> None:
         self.node, self.journal, self.settings = node, journal, settings
         self.history = RoundHistory()
@@ -67,7 +69,7 @@ class RoundCoordinator:
         self.offers: dict[str, Offer] = {}  # of the round under way, by site
         self.named: tuple[Offer, ...] = ()
         self.id: RoundId | None = None
-        self._choose, self._is_over, self._joining = choose, is_over, joining
+        self._choose, self._is_over, self._joining, self._gives_states = choose, is_over, joining, gives_states
         self._processes: dict[str, tuple[str, int]] = {}  # everybody who was ever heard: site and newest nonce
         self._incarnations = 0
         self._barred: set[str] = set()  # sites whose update could not be had in this round
@@ -308,7 +310,9 @@ class RoundCoordinator:
             id=self.id,
             recent=recent,
             holdings=tuple(Holding(offer.update, _holders(offer.update, live)) for offer in wanted),
-            donors=tuple(place.beat.process for place in live if place.beat.position == history.position),
+            donors=tuple(
+                place.beat.process for place in live if place.beat.position == history.position and self._gives_states(place.beat.site)
+            ),
             finished=self.finished,
         )
 

@@ -65,6 +65,15 @@ class Gateway:
             self._handle(message)
             self._act()
 
+    @property
+    def lacks_state(self) -> bool:
+        """Whether it can only go on with the state of another: nobody has the updates any more that led from its own to the present one."""
+        view = self.view
+        if self.fetch is None or view is None:
+            return False
+        position = self.training.position
+        return position == self._distrusts or position not in [(commit.epoch, commit.round) for commit in view.recent]
+
     def wake(self) -> None:
         """The site has something for it: what there is to do is looked at now, not at the next heartbeat."""
         self.node.inbox.put(_DONE)

@@ -75,6 +75,7 @@ class Islands(ModeRules):
     runtime = "atoll.runtime.modes.islands.runtime:IslandsRuntime"
     options = IslandsOptions
     sites_apart = True
+    keeps_borders = True
     limits = "Every site trains the whole model. "
 
     def notes(self, plan: Plan) -> tuple[str, ...]:

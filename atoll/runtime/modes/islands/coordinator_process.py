@@ -42,6 +42,7 @@ from atoll.job import Job
 from atoll.plan.modes.islands import ISLANDS
 from atoll.runtime.checkpoint.directory import step_path
 from atoll.runtime.modes.islands.adapting import RoundAdapter
+from atoll.runtime.modes.islands.borders import IslandBorders
 from atoll.runtime.modes.islands.callback_memory import CallbackMemory
 from atoll.runtime.modes.islands.gateway_thread import SiteAccount, SiteService
 from atoll.runtime.modes.islands.joining import (
@@ -134,6 +135,8 @@ class _Rounds:
 
         authority = await asyncio.to_thread(Authority.open, self.directory.path)
         journal = FileJournal(self.directory.path / JOURNAL, _RECORDS)
+        borders = IslandBorders.of_run(self.directory, [site.name for site in self.spec.sites])
+        guard = await asyncio.to_thread(borders.guard, self.directory, self.spec.first, COORDINATOR)
         with EventLog.join(self.directory.path) as log:
             self._log = log
             self._begin()
@@ -141,7 +144,13 @@ class _Rounds:
             services = [RoundService(arrived, self.spec.settings), SiteService(heard, told), joins, places]
             member, _ = await asyncio.to_thread(
                 lambda: serve(
-                    authority, address, services=services, observer=tell_refusal, fingerprint=self.spec.fingerprint, links=self._links
+                    authority,
+                    address,
+                    services=services,
+                    observer=tell_refusal,
+                    fingerprint=self.spec.fingerprint,
+                    links=self._links,
+                    border=guard,
                 )
             )
             try:
@@ -149,7 +158,7 @@ class _Rounds:
                     COORDINATOR, clock, RoundTransport(member, None, places), inbox, 0, random.Random(time.time_ns()), self._observe
                 )
                 coordinator = self._coordinator = RoundCoordinator(
-                    node, journal, self.spec.settings, self._terms, self._is_last, self._joining
+                    node, journal, self.spec.settings, self._terms, self._is_last, self._joining, borders.gives_states
                 )
                 await self._until_over(asyncio.ensure_future(coordinator.run()), coordinator)
                 done = coordinator.finished and not coordinator.deposed

@@ -16,13 +16,14 @@ from atoll.control.messages import Message
 from atoll.control.rounds import Gateway
 from atoll.control.rounds.messages import UpdateChunk
 from atoll.control.world import SwarmProcess
-from atoll.errors import FabricError
-from atoll.events import AnyEvent, CheckpointFailed, CheckpointSaved, Evaluated, EvaluationFailed, Observer
+from atoll.errors import ClusterError, FabricError
+from atoll.events import AnyEvent, CheckpointFailed, CheckpointSaved, Evaluated, EvaluationFailed, Observer, PeerRefused
 from atoll.fabric import Remote
 from atoll.fabric.deadline import Backoff
 from atoll.fabric.security import Credentials, RunMember
 from atoll.fabric.service import CallingPeer, allowed
 from atoll.fabric.shaped import LinkChoice
+from atoll.privacy.border import SiteBorder
 from atoll.runtime.modes.islands.exchange import SiteExchange
 from atoll.runtime.modes.islands.measured import FetchMeter, MeteredTransport, SiteMeasured, chunk_bytes
 from atoll.runtime.modes.islands.spec import IslandsSpec
@@ -38,6 +39,7 @@ _REGISTER_SECONDS = 5.0
 _ANSWER_SECONDS = 20.0
 _LINGER_SECONDS = 600.0  # at the end, for those who are behind
 _LOOK_SECONDS = 0.05
+_MOST_REFUSALS = 100  # that a site tells the run of, each once
 
 
 class SiteAccount(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +53,7 @@ class SiteAccount(msgspec.Struct, frozen=True, kw_only=True):
     measured: SiteMeasured | None = None
 
 
-SiteEvent: TypeAlias = CheckpointFailed | CheckpointSaved | Evaluated | EvaluationFailed
+SiteEvent: TypeAlias = CheckpointFailed | CheckpointSaved | Evaluated | EvaluationFailed | PeerRefused
 """What a site tells of itself that is the run's."""
 
 
@@ -73,7 +75,8 @@ class SiteService:
 
 
 class GatewayThread:
-    """Runs from `start` to `close`; what goes wrong in it, the exchange is told."""
+    """Runs from `start` to `close`; what goes wrong in it, the exchange is told. `border` guards what it sends and takes, and `no_state`
+    says why no other site may give this one the common state, if none may."""
 
     def __init__(
         self,
@@ -83,7 +86,11 @@ class GatewayThread:
         exchange: SiteExchange,
         observer: Observer,
         links: LinkChoice | None,
+        border: SiteBorder | None = None,
+        no_state: str | None = None,
     ) -> None:
+        self._border, self._no_state = border, no_state
+        self._refusals: set[tuple[str, str]] = set()
         self._credentials, self._address, self._spec, self._exchange = credentials, address, spec, exchange
         self._observer, self._links = observer, links
         self._closing, self._over = threading.Event(), threading.Event()
@@ -104,6 +111,17 @@ class GatewayThread:
         """Has the run hear what concerns it."""
         if isinstance(event, SiteEvent):
             self._events.append(event)
+
+    def _heard(self, event: AnyEvent) -> None:
+        """Of the fabric: what was refused concerns the run."""
+        self._observer(event)
+        if isinstance(event, PeerRefused) and event.what in ("call", "message") and len(self._refusals) < _MOST_REFUSALS:
+            if (event.peer, event.reason) not in self._refusals:
+                self.relay(event)
+            self._refusals.add((event.peer, event.reason))
+
+    def _refused(self, name: str, role: str, why: str) -> None:
+        self._heard(PeerRefused(peer=name, role=role, what="message", reason=f"{self._exchange.site} takes no {why}"))
 
     def close(self, seconds: float = _LINGER_SECONDS) -> None:
         """Serves the others until the run is over, but no longer than that, and ends."""
@@ -136,11 +154,12 @@ class GatewayThread:
         member = await asyncio.to_thread(
             RunMember,
             self._credentials,
-            services=[RoundService(arrived, spec.settings, self._exchange.form.why_unfit)],
+            services=[RoundService(arrived, spec.settings, self._exchange.form.why_unfit, self._refused)],
             fingerprint=spec.fingerprint,
-            observer=self._observer,
+            observer=self._heard,
             backoff=_PEERS,
             links=self._links,
+            border=self._border,
         )
         try:
             host, told = own_hosts(self._address) if self._links is None else (self._links.source,) * 2
@@ -158,6 +177,8 @@ class GatewayThread:
                 await asyncio.sleep(_LOOK_SECONDS)
                 if gateway.finished:
                     self._exchange.finish()
+                if self._no_state is not None and gateway.lacks_state:
+                    raise ClusterError(f"{self._exchange.site} needs the common state, which no other site may send it: {self._no_state}")
                 if coordinator.state == "dead" and " left: " in coordinator.lost_because:
                     self._over.set()
             if errors:

@@ -6,7 +6,7 @@ each site's own optimizer are on their disks, and the journal says up to which o
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -88,12 +88,15 @@ def growth_of(joined: Sequence[SiteJoined], bases: Mapping[str, int], named: Map
     return tuple(change for one in joined for change in ((one.first, one.samples), (max(furthest, one.first), -one.samples)))
 
 
-def state_to_begin_with(directory: RunDirectory, site: str) -> SavedExchange | None:
-    """The common state of the rounds before, with what this site's codec left out; None where there is none."""
+def state_to_begin_with(directory: RunDirectory, site: str, gives: Callable[[str], bool] = lambda site: True) -> SavedExchange | None:
+    """The common state of the rounds before, with what this site's codec left out; None where there is none.
+
+    A site that has not kept it takes what one that `gives` it has kept.
+    """
     beginning = read_beginning(directory)
     if beginning.mark is None or not beginning.kept:
         return None
-    holder = site if site in beginning.kept else beginning.kept[0]
+    holder = next(kept for kept in sorted(beginning.kept, key=lambda kept: kept != site) if kept == site or gives(kept))
     found = read_exchange(directory_of_site(directory, holder, False).path / BEFORE, beginning.mark.position)
     return found if found is None or holder == site else found._replace(residual=None)
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from atoll.graph.capture import Captured
     from atoll.graph.eager import Uncaptured
     from atoll.job import Job
+    from atoll.runtime.modes.islands.borders import IslandBorders
     from atoll.runtime.modes.islands.spec import IslandsSpec
 
 __all__ = ["IslandsRuntime"]
@@ -64,6 +65,7 @@ class IslandsRuntime:
                     "use lockstep, or one argument"
                 )
         _spec(run)
+        _borders(run).check(("updates",), run.max_restarts)
 
     def resume(self, run: RunContext) -> ResumePoint | None:
         """The newest checkpoint, whichever mode wrote it; rounds are counted anew from there."""
@@ -72,6 +74,7 @@ class IslandsRuntime:
         found = prepare_rounds(run.directory, [part.site for part in _parts(run)])
         if found is None:
             return None
+        _borders(run).check_kept(found.kept)
         return ResumePoint(found.step, "\n".join((f"going on after step {found.step}", *found.notes)))
 
     def hand_over(self, job: "Job", captured: "Captured | Uncaptured") -> CapturedJob:
@@ -161,6 +164,13 @@ def _parts(run: RunContext) -> tuple[SitePart, ...]:
     return site_parts(run.plan, run.cluster)
 
 
+def _borders(run: RunContext) -> "IslandBorders":
+    from atoll.runtime.modes.islands.borders import IslandBorders
+
+    assert run.cluster is not None  # or there were no parts
+    return IslandBorders(run.cluster, [part.site for part in _parts(run)])
+
+
 def _spec(run: RunContext) -> "IslandsSpec":
     from atoll.runtime.modes.islands.resume import Beginning, read_beginning
     from atoll.runtime.modes.islands.spec import islands_spec
@@ -215,3 +225,5 @@ def _say(run: RunContext, spec: "IslandsSpec", parts: tuple[SitePart, ...], wher
     )
     for reason in spec.reasons:
         run.say(f"  {reason}")
+    if (stateless := _borders(run).why_no_state()) is not None:
+        run.say(f"a site that falls some rounds behind cannot come back: {stateless}")

@@ -11,6 +11,7 @@ from atoll.fabric.security import Credentials
 from atoll.fabric.shaped import LinkChoice
 from atoll.job import Job
 from atoll.runtime.mode import CapturedJob
+from atoll.runtime.modes.islands.borders import IslandBorders
 from atoll.runtime.modes.islands.chunks import ChunkForm
 from atoll.runtime.modes.islands.exchange import SiteExchange
 from atoll.runtime.modes.islands.gateway_thread import GatewayThread, SiteAccount
@@ -65,8 +66,10 @@ def train_site(
         weights = site_weights(training)
         exchange = None
         if credentials is not None:
-            exchange = _exchange(run, spec, site, weights, training)
-            gateway = GatewayThread(credentials, address, spec, exchange, observer, links)
+            borders = IslandBorders.of_run(run, [each.name for each in spec.sites])
+            exchange = _exchange(run, spec, site, weights, training, borders)
+            guard = borders.guard(run, site, credentials.name)
+            gateway = GatewayThread(credentials, address, spec, exchange, observer, links, guard, borders.why_no_state(site))
             gateway.start()
         else:
             weights.gather()
@@ -98,7 +101,9 @@ def _losses(run: RunDirectory) -> dict[int, float]:
     return {event.step: event.loss for event in read_events(run.events) if isinstance(event, StepFinished)}
 
 
-def _exchange(run: RunDirectory, spec: IslandsSpec, site: str, weights: SiteWeights, training: RankTraining) -> SiteExchange:
+def _exchange(
+    run: RunDirectory, spec: IslandsSpec, site: str, weights: SiteWeights, training: RankTraining, borders: IslandBorders
+) -> SiteExchange:
     row = weights.gather()
     assert row is not None
     if row.numel() != spec.elements:
@@ -109,7 +114,7 @@ def _exchange(run: RunDirectory, spec: IslandsSpec, site: str, weights: SiteWeig
     training.trainer.tell(
         Note(at_seconds=training.trainer.moment(), message=f"{site} exchanges {spec.elements:,} numbers with the other sites")
     )
-    begun, start = state_to_begin_with(run, site), read_start(run)
+    begun, start = state_to_begin_with(run, site, borders.gives_states), read_start(run)
     knows = not (spec.site(site).joined and start is not None and start.number)  # the checkpoint that the run goes on from
     state = begun.state if begun is not None else OuterState.beginning(row) if knows else None
     assert training.directory is not None

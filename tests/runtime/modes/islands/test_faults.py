@@ -45,10 +45,12 @@ def kill(run: "subprocess.Popen[str]", name: str) -> None:
 
 
 @contextmanager
-def started(tmp_path: Path, steps: str, *options: str) -> Iterator[tuple["subprocess.Popen[str]", Callable[[Callable[[], bool]], None]]]:
+def started(
+    tmp_path: Path, steps: str, *options: str, sites: Path | None = None
+) -> Iterator[tuple["subprocess.Popen[str]", Callable[[Callable[[], bool]], None]]]:
     """A run of two sites, of so many steps or as a file lets happen, and a wait for something in it. Nothing is left of it."""
-    log = tmp_path / "log"
-    command = [*ATOLL, "run", island_job.__file__, "-c", str(cluster(tmp_path / "c.toml", (1, 1))), "--mode", "islands", *options]
+    log, sites = tmp_path / "log", sites or cluster(tmp_path / "c.toml", (1, 1))
+    command = [*ATOLL, "run", island_job.__file__, "-c", str(sites), "--mode", "islands", *options]
     command += ["--out", str(tmp_path / "run"), "--", "sgd", steps]
     with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, text=True) as process:
 

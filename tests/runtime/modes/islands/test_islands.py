@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.timeout(300)
 ATOLL = [sys.executable, "-c", "from atoll.cli import main; main()"]
 SITE = """[[site]]
 name = "{name}"
+{rule}
 network = {{ bandwidth = "1 Gbit/s", latency = "0.1 ms" }}
   [[site.host]]
   name = "{host}"
@@ -36,10 +37,11 @@ HEAD = 'plan v1 graph="island job" cluster=sites mode=islands batch=10 micro_bat
 INT4 = ["--outer-codec", "int4", "--outer-learning-rate", "0.6", "--outer-momentum", "0.9"]
 
 
-def cluster(path: Path, counts: Sequence[int]) -> Path:
-    """A file of sites with so many devices each."""
+def cluster(path: Path, counts: Sequence[int], may_send: Mapping[str, Sequence[str]] = {}) -> Path:
+    """A file of sites with so many devices each, and what may leave them."""
     names = ["oslo", "rome", "kyiv", "bern"][: len(counts)]
-    sites = [SITE.format(name=name, host=name[0], count=count) for name, count in zip(names, counts, strict=True)]
+    rules = {name: f"may_send = {json.dumps(list(kinds))}" for name, kinds in may_send.items()}
+    sites = [SITE.format(name=name, host=name[0], count=count, rule=rules.get(name, "")) for name, count in zip(names, counts, strict=True)]
     links = [LINK.format(a=a, b=b) for i, a in enumerate(names) for b in names[i + 1 :]]
     path.write_text('name = "sites"\n' + "".join(sites) + "".join(links))
     return path

@@ -514,7 +514,7 @@ class PeerRefused(Event, frozen=True, kw_only=True):
 
     peer: str  # as it calls itself, or its address
     role: str  # empty where it is not known
-    what: Literal["connection", "call", "enrolment", "renewal", "state", "message"]
+    what: Literal["connection", "call", "enrolment", "renewal", "state", "message", "update"]
     reason: str
 
 

@@ -13,7 +13,7 @@ import torch
 
 from atoll.errors import AtollError
 
-__all__ = ["Judgement", "clip_to_median", "judge_updates", "trimmed_mean"]
+__all__ = ["Judgement", "clip_to_median", "judge_norms", "judge_updates", "trimmed_mean"]
 
 _ROWS = 1 << 18  # elements that are sorted at once
 
@@ -47,13 +47,30 @@ def judge_updates(
             norms[sender] = float(torch.linalg.vector_norm(update.detach().reshape(-1), dtype=torch.float64))
         else:
             refused[sender] = f"the update of {sender} {why}"
-    usual = statistics.median_low(norms.values()) if len(norms) >= 3 else usual_norm
-    if usual:
-        for sender, norm in list(norms.items()):
-            if norm > too_large * usual:
-                refused[sender] = f"the update of {sender} has a norm of {norm:.4g}, {norm / usual:.4g} times what is usual ({usual:.4g})"
-                del norms[sender]
-    return Judgement(norms, refused)
+    large = judge_norms(norms, usual_norm=usual_norm, too_large=too_large)
+    return Judgement({sender: norm for sender, norm in norms.items() if sender not in large}, refused | large)
+
+
+def judge_norms(
+    norms: Mapping[str, float], *, steps: Mapping[str, int] | None = None, usual_norm: float | None = None, too_large: float = 10.0
+) -> dict[str, str]:
+    """Whose update is too large, as `judge_updates` says, with the sentence.
+
+    `steps` are those each update is of: what is usual for one of more steps than others is theirs, larger as it has more.
+    """
+    refused = {}
+    for sender, norm in norms.items():
+        usual = statistics.median_low(_scaled(norms, steps, sender)) if len(norms) >= 3 else usual_norm
+        if usual and norm > too_large * usual:
+            refused[sender] = f"the update of {sender} has a norm of {norm:.4g}, {norm / usual:.4g} times what is usual ({usual:.4g})"
+    return refused
+
+
+def _scaled(norms: Mapping[str, float], steps: Mapping[str, int] | None, sender: str) -> list[float]:
+    """The norms, as of no fewer steps than the sender's update."""
+    if steps is None:
+        return list(norms.values())
+    return [norm * max(1.0, steps[sender] / steps[other]) for other, norm in norms.items()]
 
 
 def _why_no_update(update: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:

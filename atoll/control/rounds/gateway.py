@@ -278,7 +278,7 @@ class Gateway:
         await self.training.make_offer(self.incarnation)
 
     async def _add_up(self, id: RoundId, offers: Sequence[Offer]) -> None:
-        mean, digest = await self.training.combine([(offer.weight, self.store.chunks(offer.update)) for offer in offers])
+        mean, digest = await self.training.combine([(offer, self.store.chunks(offer.update)) for offer in offers])
         self._sum = (id, mean, digest)
 
     async def _advance(self, commit: RoundCommitted) -> None:

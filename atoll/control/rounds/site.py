@@ -86,8 +86,8 @@ class SiteTraining(Protocol):
     def digest(self, chunks: Sequence[Any]) -> str:
         """A fingerprint of an update."""
 
-    async def combine(self, updates: Sequence[tuple[float, Sequence[Any]]]) -> tuple[Any, str]:
-        """(the weighted mean of (weight, chunks) in this order, its fingerprint, bit for bit)."""
+    async def combine(self, updates: Sequence[tuple[Offer, Sequence[Any]]]) -> tuple[Any, str]:
+        """(what updates, each with its chunks, add up to in this order by their weights; its fingerprint, bit for bit)."""
 
     async def advance(self, incarnation: int, mean: Any, terms: RoundTerms, kept: Kept, cursor: int) -> None:
         """The state after the round. What a codec left out counts as sent only with `since sent`."""

@@ -46,6 +46,21 @@ class IslandsOptions(msgspec.Struct, frozen=True, kw_only=True):
     outer_momentum: Annotated[
         float | None, Meta(description="Of the outer update, Nesterov's.", extra={"min": 0, "max": 1, "only": _ONLY})
     ] = None
+    outer_aggregation: Annotated[
+        Literal["mean", "clipped", "trimmed"],
+        Meta(
+            description="How updates are joined: their weighted mean; none larger than the median norm; or without the smallest and "
+            "largest of every number.",
+            extra={"only": _ONLY},
+        ),
+    ] = "mean"
+    outer_trim: Annotated[
+        int | None,
+        Meta(
+            description="With trimmed: how many of the smallest, and of the largest, are left out; 1 if not given.",
+            extra={"min": 1, "only": _ONLY},
+        ),
+    ] = None
     quorum: Annotated[
         int | None,
         Meta(description="A round is made with the updates of so many sites at least; 1 if not given.", extra={"min": 1, "only": _ONLY}),

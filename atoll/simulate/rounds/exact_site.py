@@ -264,11 +264,11 @@ class ExactTraining:
         """Of an update."""
         return _digest(chunks)
 
-    async def combine(self, updates: Sequence[tuple[float, Sequence[int]]]) -> tuple[Any, str]:
+    async def combine(self, updates: Sequence[tuple[Offer, Sequence[int]]]) -> tuple[Any, str]:
         """Exactly."""
-        updates = [(weight, tuple(chunks)) for weight, chunks in updates]
+        weighed = [(offer.weight, tuple(chunks)) for offer, chunks in updates]
         await self._takes_time()
-        mean = mean_of(updates)
+        mean = mean_of(weighed)
         return mean, _digest([number for cell in mean for number in cell])
 
     async def advance(self, incarnation: int, mean: Any, terms: RoundTerms, kept: Kept, cursor: int) -> None:

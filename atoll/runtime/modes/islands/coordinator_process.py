@@ -114,6 +114,7 @@ class _Rounds:
         self._stopped = stop.exists() and stop.read_text() == str(self._start.number)
         self._asked: dict[str, tuple[SiteAsk, float]] = {}  # sites that want to join, and when they asked last
         self._rounds = 0  # that there are about to be
+        self._refused: set[tuple[str, str]] = set()  # updates, and why
 
     async def run(self, address: str) -> bool:
         loop = asyncio.get_running_loop()
@@ -127,7 +128,7 @@ class _Rounds:
             loop.call_soon_threadsafe(self._accounts.__setitem__, name, account)
 
         def told(event: AnyEvent) -> None:
-            loop.call_soon_threadsafe(self._emit, event)
+            loop.call_soon_threadsafe(self._told, event)
 
         def tell_refusal(event: AnyEvent) -> None:
             if isinstance(event, PeerRefused) and event.what == "call":
@@ -336,6 +337,14 @@ class _Rounds:
             self.directory.write(_STOP, str(self._start.number))
             if self._coordinator is not None:
                 self._coordinator.end()
+
+    def _told(self, event: AnyEvent) -> None:
+        """By a site; that an update was refused each says, with the same words."""
+        if isinstance(event, PeerRefused) and event.what == "update":
+            if (event.peer, event.reason) in self._refused:
+                return
+            self._refused.add((event.peer, event.reason))
+        self._emit(event)
 
     def _emit(self, event: AnyEvent) -> None:
         self._tell(msgspec.structs.replace(event, at_seconds=self._now()))

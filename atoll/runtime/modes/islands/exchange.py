@@ -19,16 +19,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from atoll.codec.registry import decode, make_codec
+from atoll.codec.registry import make_codec
 from atoll.control.rounds import GatewayReplacedError, RoundTerms
 from atoll.control.rounds.messages import Offer, Position, SiteJoined, UpdateId
 from atoll.control.rounds.site import Kept
 from atoll.errors import JobFailedError
-from atoll.runtime.modes.islands.chunks import ChunkForm, digest_of_tensors, packed, unpacked
+from atoll.runtime.modes.islands.aggregate import MEAN, Aggregation, aggregate
+from atoll.runtime.modes.islands.chunks import ChunkForm, digest_of_tensors, packed
 from atoll.runtime.modes.islands.measured import StepClock
 from atoll.runtime.modes.islands.saved import SavedExchange
 from atoll.runtime.modes.islands.spec import RoundChoice
-from atoll.runtime.outer_update import Border, OuterState, outer_step, reach_border, weighted_mean
+from atoll.runtime.outer_update import Border, OuterState, outer_step, reach_border
 
 __all__ = ["SiteOrder", "SiteExchange", "SiteTimes"]
 
@@ -91,6 +92,7 @@ class SiteExchange:
         *,
         owed: Tensor | None = None,
         restored: Callable[[], SavedExchange | None] = lambda: None,
+        aggregation: Aggregation = MEAN,
     ) -> None:
         """`beginning` is the state before the first round, the same at all sites, if this one knows it, and `owed` what the site's codec
         left out by then; `restored` is what the site has on its disk of these rounds.
@@ -119,6 +121,8 @@ class SiteExchange:
         self._incarnation = 0
         self._offers_made = 0
         self._changed = threading.Condition()
+        self._aggregation = aggregation
+        self.on_refused: Callable[[str, str], None] = lambda site, why: None  # an update of a site is not in a round, for this reason
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: Callable[[], None] = lambda: None
 
@@ -375,15 +379,15 @@ class SiteExchange:
         heads = [torch.frombuffer(bytearray(chunk[0]), dtype=torch.uint8) for chunk in chunks]
         return digest_of_tensors([part for head, chunk in zip(heads, chunks, strict=True) for part in (head, *chunk[1:])])
 
-    async def combine(self, updates: Sequence[tuple[float, Sequence[Any]]]) -> tuple[Any, str]:
+    async def combine(self, updates: Sequence[tuple[Offer, Sequence[Any]]]) -> tuple[Any, str]:
         """Δ, and its fingerprint."""
-        return await asyncio.to_thread(self._mean, [(weight, list(chunks)) for weight, chunks in updates])
+        return await asyncio.to_thread(self._sum, [(offer, list(chunks)) for offer, chunks in updates])
 
-    def _mean(self, updates: Sequence[tuple[float, Sequence[Any]]]) -> tuple[Tensor, str]:
-        mean = torch.empty(self.form.elements)
-        for number, out in enumerate(self.form.parts(mean)):
-            weighted_mean([(weight, decode(unpacked(chunks[number]))) for weight, chunks in updates], out)
-        return mean, digest_of_tensors([mean])
+    def _sum(self, updates: Sequence[tuple[Offer, Sequence[Any]]]) -> tuple[Tensor, str]:
+        found = aggregate(updates, self.form, self._aggregation)
+        for site, why in found.refused.items():
+            self.on_refused(site, f"round {updates[0][0].round + 1}: {why}")
+        return found.mean, digest_of_tensors([found.mean])
 
     async def advance(self, incarnation: int, mean: Any, terms: RoundTerms, kept: Kept, cursor: int) -> None:
         """The state after the round, once the training is where it is to have it."""

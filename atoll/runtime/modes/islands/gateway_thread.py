@@ -97,6 +97,7 @@ class GatewayThread:
         self._account = SiteAccount()
         self._meter = FetchMeter(spec.settings.patience_seconds)
         self._events: deque[SiteEvent] = deque()
+        exchange.on_refused = self._refused_update
         self._thread = threading.Thread(target=self._run, name="atoll-gateway", daemon=True)
 
     def start(self) -> None:
@@ -119,6 +120,10 @@ class GatewayThread:
             if (event.peer, event.reason) not in self._refusals:
                 self.relay(event)
             self._refusals.add((event.peer, event.reason))
+
+    def _refused_update(self, site: str, why: str) -> None:
+        """All sites find the same; the run says it once."""
+        self.relay(PeerRefused(peer=site, role="site", what="update", reason=why))
 
     def _refused(self, name: str, role: str, why: str) -> None:
         self._heard(PeerRefused(peer=name, role=role, what="message", reason=f"{self._exchange.site} takes no {why}"))

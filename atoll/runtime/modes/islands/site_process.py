@@ -125,6 +125,7 @@ def _exchange(
         training.job.total_steps - spec.site(site).base,
         owed=begun.residual if begun is not None else None,
         restored=partial(newest_exchange, training.directory.path),
+        aggregation=spec.aggregation,
     )
 
 

@@ -19,6 +19,7 @@ from atoll.plan import Plan
 from atoll.plan.modes.islands import IslandsOptions
 from atoll.plan.sites import SitePart, site_parts
 from atoll.planner.outer_choice import FEWEST, GRADIENT_CODECS, GRADIENTS_WAIT, OuterChoice, SiteLinks, choose_outer
+from atoll.runtime.modes.islands.aggregate import MEAN, Aggregation, aggregation_of
 from atoll.runtime.outer_update import OuterTerms
 from atoll.runtime.run_directory import RunDirectory, RunSettings, with_checksum
 
@@ -139,6 +140,7 @@ class IslandsSpec(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: dict[str, str]
     options: IslandsOptions = IslandsOptions()  # as asked for
     growth: tuple[tuple[int, int], ...] = ()  # of the batches, by sites that joined before these rounds (`Samples.grow`)
+    aggregation: Aggregation = MEAN
 
     @property
     def adapts(self) -> bool:
@@ -171,7 +173,8 @@ def islands_spec(
     links = links_of(parts, cluster, elements, step_seconds, frugal=options.frugal)
     choice, reasons = choose_exchange(options, links, why_no_gradients(job, parts))
     patience = _patience(links)
-    quorum = options.quorum if options.quorum is not None else (len(parts) if choice.equal_steps else 1)
+    aggregation = aggregation_of(options, len(parts))
+    quorum = options.quorum if options.quorum is not None else (len(parts) if choice.equal_steps else 2 * aggregation.trim + 1)
     if quorum > len(parts):
         raise JobError(f"--quorum {quorum}: there are {len(parts)} sites")
     rounds = RoundSettings(
@@ -188,11 +191,12 @@ def islands_spec(
     )
     sites = tuple(SiteSpec(part.site, part.start, part.stop, bases.get(part.site, 0)) for part in parts)
     config = {"sites": msgspec.to_builtins(sites), "choice": msgspec.to_builtins(choice), "arguments": list(settings.arguments)}
+    config["aggregation"] = msgspec.to_builtins(aggregation)
     return IslandsSpec(
         sites=sites,
         settings=rounds,
         choice=choice,
-        reasons=reasons,
+        reasons=(*reasons, *aggregation.reasons),
         elements=elements,
         steps=job.total_steps,
         batch_size=job.batch_size,
@@ -200,6 +204,7 @@ def islands_spec(
         fingerprint=job_fingerprint([Path(settings.script)], config),
         options=options,
         growth=growth,
+        aggregation=aggregation,
     )
 
 

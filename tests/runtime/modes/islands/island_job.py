@@ -1,7 +1,7 @@
 """A small job for sites that train together: a loss with a token-like weight, so that unequal sites must be weighed exactly.
 
 The first argument is the optimizer, the second how many steps to make or a file: then no rank reads a sample of step s before the
-number in it allows that.
+number in it allows that. A third one is what the last two samples of every batch are multiplied by: their site sends large updates.
 """
 
 import os
@@ -23,12 +23,14 @@ OPTIMIZERS["clipped"] = OPTIMIZERS["sgd"]
 given = [argument for argument in sys.argv[1:] if argument in OPTIMIZERS]  # a test that imports this has arguments of its own
 second = sys.argv[2] if given and len(sys.argv) > 2 else str(STEPS)
 allowed = None if second.isdecimal() else Path(second)
+wild = float(sys.argv[3]) if given and len(sys.argv) > 3 else 1.0
 optimizer = OPTIMIZERS[given[0] if given else "sgd"]
 
 
 class Data:
     def __init__(self) -> None:
         self.first: dict[int, int] = {}  # the steps that begin with a sample
+        self.wild: set[int] = set()
 
     def __len__(self) -> int:
         return STEPS * BATCH
@@ -36,8 +38,9 @@ class Data:
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         while allowed is not None and "RANK" in os.environ and self.first.get(index, 0) > int(allowed.read_text() or 0):
             time.sleep(0.02)
-        generator = torch.Generator().manual_seed(index)
-        return torch.randn(6, generator=generator), torch.randn(3, generator=generator), torch.rand((), generator=generator) + 0.5
+        generator, factor = torch.Generator().manual_seed(index), wild if index in self.wild else 1.0
+        inputs, wanted = torch.randn(6, generator=generator), torch.randn(3, generator=generator)
+        return inputs, wanted * factor, torch.rand((), generator=generator) + 0.5
 
 
 class Model(nn.Module):
@@ -66,3 +69,4 @@ job = atoll.Job(
     model=Model, loss=loss, data=data, optimizer=optimizer, steps=steps, batch_size=BATCH, max_grad_norm=clipped, name="island job"
 )
 data.first = {job.samples.index(step * BATCH + place): step + 1 for step in range(STEPS) for place in range(BATCH)}
+data.wild = {job.samples.index(step * BATCH + place) for step in range(STEPS) for place in (BATCH - 2, BATCH - 1)}

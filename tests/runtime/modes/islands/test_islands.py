@@ -47,9 +47,9 @@ def cluster(path: Path, counts: Sequence[int], may_send: Mapping[str, Sequence[s
     return path
 
 
-def run_job(command: Sequence[str], optimizer: str, steps: int = island_job.STEPS) -> None:
+def run_job(command: Sequence[str], optimizer: str, steps: int = island_job.STEPS, *more: str) -> None:
     """`atoll run` to its end."""
-    done = run_warm([*ATOLL, "run", island_job.__file__, *command, "--", optimizer, str(steps)])
+    done = run_warm([*ATOLL, "run", island_job.__file__, *command, "--", optimizer, str(steps), *more])
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 

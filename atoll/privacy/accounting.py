@@ -19,12 +19,14 @@ Accountant: TypeAlias = Literal["rdp", "pld"]
 
 Neighbours: TypeAlias = Literal["left out", "replaced"]
 
+_NO_PRIVACY = 200.0
+
 
 class PrivacySpent(msgspec.Struct, frozen=True, kw_only=True):
     """For reports: all updates of one site over a run."""
 
     epsilon_rdp: float
-    epsilon_pld: float
+    epsilon_pld: float | None  # None where the bound is so large that it is no privacy, and the distribution needs all memory there is
     delta: float
     noise_multiplier: float
     updates: int
@@ -51,9 +53,10 @@ def epsilon_of(multiplier: float, updates: int, delta: float, accountant: Accoun
 
 def privacy_spent(multiplier: float, updates: int, delta: float, neighbours: Neighbours = "left out") -> PrivacySpent:
     """Both accountants' ε, for a report."""
+    bound = epsilon_of(multiplier, updates, delta, "rdp", neighbours)
     return PrivacySpent(
-        epsilon_rdp=epsilon_of(multiplier, updates, delta, "rdp", neighbours),
-        epsilon_pld=epsilon_of(multiplier, updates, delta, "pld", neighbours),
+        epsilon_rdp=bound,
+        epsilon_pld=epsilon_of(multiplier, updates, delta, "pld", neighbours) if bound < _NO_PRIVACY else None,
         delta=delta,
         noise_multiplier=multiplier,
         updates=updates,

@@ -156,6 +156,7 @@ def test_epsilon_is_the_librarys_and_the_closed_forms(multiplier: float, updates
     orders = np.asarray(DEFAULT_RDP_ORDERS)
     reference, _ = compute_epsilon(orders, updates * orders / (2 * multiplier**2), delta)  # α/2z² is a Gaussian's Rényi divergence
     assert spent.epsilon_rdp == pytest.approx(reference, abs=1e-3)
+    assert spent.epsilon_pld is not None
     assert spent.epsilon_rdp > spent.epsilon_pld
     assert (spent.updates, spent.delta, spent.noise_multiplier) == (updates, delta, multiplier)
 

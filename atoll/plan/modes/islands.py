@@ -61,6 +61,15 @@ class IslandsOptions(msgspec.Struct, frozen=True, kw_only=True):
             extra={"min": 1, "only": _ONLY},
         ),
     ] = None
+    noise_multiplier: Annotated[
+        float | None,
+        Meta(
+            description="Noise every update: the standard deviation over --clip-norm. The report tells the (ε, δ) of each site.",
+            extra={"only": _ONLY},
+        ),
+    ] = None
+    clip_norm: Annotated[float | None, Meta(description="The largest norm of an update that is noised.", extra={"only": _ONLY})] = None
+    target_delta: Annotated[float | None, Meta(description="The δ that ε is told for; 1e-6 if not given.", extra={"only": _ONLY})] = None
     quorum: Annotated[
         int | None,
         Meta(description="A round is made with the updates of so many sites at least; 1 if not given.", extra={"min": 1, "only": _ONLY}),

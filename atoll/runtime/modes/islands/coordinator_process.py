@@ -339,11 +339,16 @@ class _Rounds:
                 self._coordinator.end()
 
     def _told(self, event: AnyEvent) -> None:
-        """By a site; that an update was refused each says, with the same words."""
+        """By a site; that an update was refused each says, with the same words. Steps are the first site's, where losses do not leave."""
         if isinstance(event, PeerRefused) and event.what == "update":
             if (event.peer, event.reason) in self._refused:
                 return
             self._refused.add((event.peer, event.reason))
+        if isinstance(event, StepFinished):
+            if self.spec.noise is None or event.step <= self._step:
+                return
+            self._step = event.step
+            self._losses.append(event.loss)
         self._emit(event)
 
     def _emit(self, event: AnyEvent) -> None:
@@ -357,6 +362,9 @@ class _Rounds:
             return
         now = time.monotonic()
         longest = max(len(site.losses) for site in event.sites)
+        if self.spec.noise is not None:
+            shares = {site.name: site.stop - site.start for site in self.spec.sites}
+            self._samples += sum(site.steps * shares[site.site] for site in event.sites)
         seconds, self._told_at = (now - self._told_at) / max(1, longest), now
         for index in range(longest):
             made = [(site.site, *site.losses[index]) for site in event.sites if index < len(site.losses)]

@@ -93,9 +93,11 @@ class SiteExchange:
         owed: Tensor | None = None,
         restored: Callable[[], SavedExchange | None] = lambda: None,
         aggregation: Aggregation = MEAN,
+        noised: Callable[[str, Sequence[Tensor]], list[Tensor]] | None = None,
     ) -> None:
         """`beginning` is the state before the first round, the same at all sites, if this one knows it, and `owed` what the site's codec
-        left out by then; `restored` is what the site has on its disk of these rounds.
+        left out by then; `restored` is what the site has on its disk of these rounds; `noised` makes of an update, by its name, what may
+        be sent.
         """
         self.site, self.form, self.total_steps = site, form, total_steps
         self.times = SiteTimes()
@@ -121,7 +123,7 @@ class SiteExchange:
         self._incarnation = 0
         self._offers_made = 0
         self._changed = threading.Condition()
-        self._aggregation = aggregation
+        self._aggregation, self._noised = aggregation, noised
         self.on_refused: Callable[[str, str], None] = lambda site, why: None  # an update of a site is not in a round, for this reason
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: Callable[[], None] = lambda: None
@@ -342,7 +344,7 @@ class SiteExchange:
         self._check(incarnation)
         border, state, choice = self._border, self._state, self._choice
         assert border is not None and state is not None and choice is not None and self.position is not None  # noqa: PT018
-        found = await asyncio.to_thread(self._encode, border.weights, state, choice)
+        found = await asyncio.to_thread(self._encode, border.weights, state, choice, f"{incarnation}.{self._offers_made + 1}")
         self._check(incarnation)
         if self._border is not border or self._state is not state:
             raise GatewayReplacedError("the state changed meanwhile")
@@ -353,12 +355,18 @@ class SiteExchange:
         epoch, round = self.position
         identity = UpdateId(self.site, incarnation, self._offers_made)
         digest = self.digest(self._chunks)
-        self.offer = Offer(identity, epoch, round, self.cursor, border.step, weight, digest, border.losses, len(self.joined))
+        losses = border.losses if self._noised is None else ()
+        self.offer = Offer(identity, epoch, round, self.cursor, border.step, weight, digest, losses, len(self.joined))
         return self.offer
 
-    def _encode(self, weights: Tensor, state: OuterState, choice: RoundChoice) -> list[Border]:
+    def _encode(self, weights: Tensor, state: OuterState, choice: RoundChoice, name: str) -> list[Border]:
         codec, parts = make_codec(choice.codec), self.form.parts
         owed: Sequence[Tensor | None] = self._residual if self._residual is not None else [None] * len(self.form.bounds)
+        if self._noised is not None:
+            noised = self._noised(name, parts(state.weights - weights))
+            nothing = map(torch.zeros_like, noised)
+            whole = zip(noised, nothing, owed, strict=True)
+            return [reach_border(OuterState(d, d), zero, rest, codec, choice.feedback) for d, zero, rest in whole]
         rows = zip(parts(state.weights), parts(state.momentum), parts(weights), owed, strict=True)
         return [reach_border(OuterState(g, b), own, rest, codec, choice.feedback) for g, b, own, rest in rows]
 

@@ -17,7 +17,7 @@ from atoll.control.rounds import Gateway
 from atoll.control.rounds.messages import UpdateChunk
 from atoll.control.world import SwarmProcess
 from atoll.errors import ClusterError, FabricError
-from atoll.events import AnyEvent, CheckpointFailed, CheckpointSaved, Evaluated, EvaluationFailed, Observer, PeerRefused
+from atoll.events import AnyEvent, CheckpointFailed, CheckpointSaved, Evaluated, EvaluationFailed, Observer, PeerRefused, StepFinished
 from atoll.fabric import Remote
 from atoll.fabric.deadline import Backoff
 from atoll.fabric.security import Credentials, RunMember
@@ -53,7 +53,7 @@ class SiteAccount(msgspec.Struct, frozen=True, kw_only=True):
     measured: SiteMeasured | None = None
 
 
-SiteEvent: TypeAlias = CheckpointFailed | CheckpointSaved | Evaluated | EvaluationFailed | PeerRefused
+SiteEvent: TypeAlias = CheckpointFailed | CheckpointSaved | Evaluated | EvaluationFailed | PeerRefused | StepFinished
 """What a site tells of itself that is the run's."""
 
 
@@ -110,7 +110,7 @@ class GatewayThread:
 
     def relay(self, event: AnyEvent) -> None:
         """Has the run hear what concerns it."""
-        if isinstance(event, SiteEvent):
+        if isinstance(event, SiteEvent) and (self._spec.noise is not None or not isinstance(event, StepFinished)):
             self._events.append(event)
 
     def _heard(self, event: AnyEvent) -> None:

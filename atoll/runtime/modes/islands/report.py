@@ -6,6 +6,7 @@ import msgspec
 
 from atoll.cost import Cost
 from atoll.events import OuterChosen, RoundFinished, read_events
+from atoll.runtime.modes.islands.privacy_report import report_privacy
 from atoll.runtime.report import ModeReport, ReportSection, ReportTable
 from atoll.runtime.run_directory import RunDirectory
 from atoll.units import format_bytes, format_seconds, plural
@@ -51,7 +52,9 @@ def report_islands(directory: RunDirectory, predicted: Cost | None) -> ModeRepor
     }  # fmt: skip
     line = f"{plural(made, 'round')} between {plural(len(steps), 'site')}"
     section = ReportSection(facts=facts, title="Rounds", lines=(line,), tables=(table,) if steps else ())
-    return ModeReport(sections=(section,), predicted_step_seconds=None if predicted is None else predicted.step_seconds)
+    privacy, missing = report_privacy(directory)
+    sections = (section,) if privacy is None else (section, privacy)
+    return ModeReport(sections=sections, missing=missing, predicted_step_seconds=None if predicted is None else predicted.step_seconds)
 
 
 def _report_gradients(accounts: "dict[str, _Account]", chosen: OuterChosen, predicted: Cost | None) -> ModeReport:

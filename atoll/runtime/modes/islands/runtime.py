@@ -45,6 +45,7 @@ class IslandsRuntime:
         from atoll.callbacks import takes_run
         from atoll.data import StreamSamples
         from atoll.graph.capture import Captured
+        from atoll.runtime.modes.islands.noise import check_noise
         from atoll.runtime.modes.lockstep.layout import Layout
         from atoll.runtime.modes.lockstep.parallelize import check_lane_sizes
         from atoll.runtime.stage.sizes import Sizes
@@ -64,7 +65,7 @@ class IslandsRuntime:
                     f"mode islands: the callback {name} takes the run, for which all sites would have to stop between two steps; "
                     "use lockstep, or one argument"
                 )
-        _spec(run)
+        check_noise(run.directory, _spec(run).noise, [part.site for part in _parts(run)])
         _borders(run).check(("updates",), run.max_restarts)
 
     def resume(self, run: RunContext) -> ResumePoint | None:

@@ -1,9 +1,11 @@
 """A rank of a site: lockstep with the site's other ranks; on rank 0 a gateway beside it speaks with the other sites."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+
+from torch import Tensor
 
 from atoll.errors import AtollError
 from atoll.events import AnyEvent, Note, Observer, StepFinished, read_events
@@ -17,6 +19,7 @@ from atoll.runtime.modes.islands.exchange import SiteExchange
 from atoll.runtime.modes.islands.gateway_thread import GatewayThread, SiteAccount
 from atoll.runtime.modes.islands.resume import state_to_begin_with
 from atoll.runtime.modes.islands.saved import newest_exchange
+from atoll.runtime.modes.islands.site_noise import SiteNoise
 from atoll.runtime.modes.islands.site_training import SiteSteps, site_weights
 from atoll.runtime.modes.islands.spec import IslandsSpec, directory_of_site
 from atoll.runtime.modes.islands.weights import SiteWeights
@@ -63,19 +66,18 @@ def train_site(
         share, _planning(directory, share, role), role, directory=directory, settings=settings, observers=told, own=observer,
         notes_shown=True, known=captured, cluster=run.load_cluster(),
     ) as training:  # fmt: skip
-        weights = site_weights(training)
+        weights, start = site_weights(training), read_start(run)
+        number = start.number if start is not None else 0
         exchange = None
         if credentials is not None:
             borders = IslandBorders.of_run(run, [each.name for each in spec.sites])
-            exchange = _exchange(run, spec, site, weights, training, borders)
+            exchange = _exchange(run, spec, site, weights, training, borders, number)
             guard = borders.guard(run, site, credentials.name)
             gateway = GatewayThread(credentials, address, spec, exchange, observer, links, guard, borders.why_no_state(site))
             gateway.start()
         else:
             weights.gather()
         with _telling(gateway, training):
-            start = read_start(run)
-            number = start.number if start is not None else 0
             steps = SiteSteps(training, weights, exchange, own.base, number, _losses(run))
             if steps.begin():
                 steps.finish()
@@ -102,7 +104,7 @@ def _losses(run: RunDirectory) -> dict[int, float]:
 
 
 def _exchange(
-    run: RunDirectory, spec: IslandsSpec, site: str, weights: SiteWeights, training: RankTraining, borders: IslandBorders
+    run: RunDirectory, spec: IslandsSpec, site: str, weights: SiteWeights, training: RankTraining, borders: IslandBorders, number: int
 ) -> SiteExchange:
     row = weights.gather()
     assert row is not None
@@ -118,6 +120,12 @@ def _exchange(
     knows = not (spec.site(site).joined and start is not None and start.number)  # the checkpoint that the run goes on from
     state = begun.state if begun is not None else OuterState.beginning(row) if knows else None
     assert training.directory is not None
+    noise = SiteNoise(run, site, spec.noise) if spec.noise is not None else None
+
+    def noised(update: str, shards: Sequence[Tensor]) -> list[Tensor]:
+        assert noise is not None
+        return noise.noised(f"{site}.{number}.{update}", shards)
+
     return SiteExchange(
         site,
         state,
@@ -126,6 +134,7 @@ def _exchange(
         owed=begun.residual if begun is not None else None,
         restored=partial(newest_exchange, training.directory.path),
         aggregation=spec.aggregation,
+        noised=noised if noise is not None else None,
     )
 
 

@@ -20,6 +20,7 @@ from atoll.plan.modes.islands import IslandsOptions
 from atoll.plan.sites import SitePart, site_parts
 from atoll.planner.outer_choice import FEWEST, GRADIENT_CODECS, GRADIENTS_WAIT, OuterChoice, SiteLinks, choose_outer
 from atoll.runtime.modes.islands.aggregate import MEAN, Aggregation, aggregation_of
+from atoll.runtime.modes.islands.noise import Noise, noise_of
 from atoll.runtime.outer_update import OuterTerms
 from atoll.runtime.run_directory import RunDirectory, RunSettings, with_checksum
 
@@ -141,6 +142,7 @@ class IslandsSpec(msgspec.Struct, frozen=True, kw_only=True):
     options: IslandsOptions = IslandsOptions()  # as asked for
     growth: tuple[tuple[int, int], ...] = ()  # of the batches, by sites that joined before these rounds (`Samples.grow`)
     aggregation: Aggregation = MEAN
+    noise: Noise | None = None
 
     @property
     def adapts(self) -> bool:
@@ -173,7 +175,7 @@ def islands_spec(
     links = links_of(parts, cluster, elements, step_seconds, frugal=options.frugal)
     choice, reasons = choose_exchange(options, links, why_no_gradients(job, parts))
     patience = _patience(links)
-    aggregation = aggregation_of(options, len(parts))
+    aggregation, noise = aggregation_of(options, len(parts)), noise_of(options)
     quorum = options.quorum if options.quorum is not None else (len(parts) if choice.equal_steps else 2 * aggregation.trim + 1)
     if quorum > len(parts):
         raise JobError(f"--quorum {quorum}: there are {len(parts)} sites")
@@ -196,7 +198,7 @@ def islands_spec(
         sites=sites,
         settings=rounds,
         choice=choice,
-        reasons=(*reasons, *aggregation.reasons),
+        reasons=(*reasons, *aggregation.reasons, *(() if noise is None else (noise.reason,))),
         elements=elements,
         steps=job.total_steps,
         batch_size=job.batch_size,
@@ -205,6 +207,7 @@ def islands_spec(
         options=options,
         growth=growth,
         aggregation=aggregation,
+        noise=noise,
     )
 
 

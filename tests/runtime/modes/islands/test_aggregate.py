@@ -13,7 +13,7 @@ from atoll.codec.registry import make_codec
 from atoll.control.rounds.messages import Offer, UpdateId
 from atoll.errors import JobError
 from atoll.plan.modes.islands import IslandsOptions
-from atoll.runtime.modes.islands.aggregate import Aggregation, RoundSum, aggregate, aggregation_of, squared_norm
+from atoll.runtime.modes.islands.aggregate import Aggregation, RoundSum, aggregate, aggregation_of, steady_squared_norm
 from atoll.runtime.modes.islands.chunks import ChunkForm, packed
 
 from . import island_job
@@ -44,7 +44,7 @@ def rows_of(count: int) -> list[np.ndarray[Any, Any]]:
 
 
 def weighted(rows: Sequence[np.ndarray[Any, Any]], weights: Sequence[float]) -> np.ndarray[Any, Any]:
-    return np.average(np.array(rows, np.float64), axis=0, weights=weights)  # type: ignore[no-any-return]
+    return np.average(np.array(rows, np.float64), axis=0, weights=weights)
 
 
 def check(found: RoundSum, mean: np.ndarray[Any, Any]) -> None:
@@ -54,7 +54,7 @@ def check(found: RoundSum, mean: np.ndarray[Any, Any]) -> None:
 def test_the_mean_is_without_what_is_far_too_large_and_says_whose() -> None:
     rows, weights = rows_of(4), [1.0, 2.0, 3.0, 4.0]
     check(summed(rows, weights, Aggregation()), weighted(rows, weights))
-    rows[2] = rows[2] * np.float32(30)
+    rows[2] = rows[2] * np.float32(40)
     found = summed(rows, weights, Aggregation())
     check(found, weighted([rows[0], rows[1], rows[3]], [1.0, 2.0, 4.0]))
     assert list(found.refused) == ["kyiv"]
@@ -62,10 +62,10 @@ def test_the_mean_is_without_what_is_far_too_large_and_says_whose() -> None:
     assert not summed(rows[1:3], weights[1:3], Aggregation()).refused  # of two nobody can tell whose it is
 
 
-@pytest.mark.parametrize(("steps", "refused"), [((5, 5, 150), False), ((150, 150, 5), True), ((5, 150, 150), False)])
+@pytest.mark.parametrize(("steps", "refused"), [((5, 5, 150), False), ((150, 150, 5), True), ((5, 5, 5), True)])
 def test_who_has_made_more_steps_may_send_more(steps: Sequence[int], refused: bool) -> None:
     rows = rows_of(3)
-    rows[2] = rows[2] * np.float32(29)
+    rows[2] = rows[2] * np.float32(80)
     assert bool(summed(rows, [1.0] * 3, Aggregation(), steps).refused) == refused
 
 
@@ -99,10 +99,10 @@ def test_trimmed_updates_are_bounded_by_those_of_the_others(trim: int) -> None:
 def test_norms_are_the_same_in_any_order_and_those_of_numpy(factor: float) -> None:
     values = torch.randn(300_000, generator=torch.Generator().manual_seed(1)) * factor
     wanted = float(np.linalg.norm(values.double().numpy()))
-    assert math.sqrt(squared_norm(values)) == pytest.approx(wanted, rel=1e-6)
+    assert math.sqrt(steady_squared_norm(values)) == pytest.approx(wanted, rel=1e-6)
     piece = values[: 1 << 18]
-    assert squared_norm(piece) == squared_norm(piece.flip(0)) == squared_norm(piece.view(512, 512).t().contiguous())
-    assert squared_norm(torch.zeros(5)) == 0.0
+    assert steady_squared_norm(piece) == steady_squared_norm(piece.flip(0)) == steady_squared_norm(piece.view(512, 512).t().contiguous())
+    assert steady_squared_norm(torch.zeros(5)) == 0.0
 
 
 @pytest.mark.parametrize(

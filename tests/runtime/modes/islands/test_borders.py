@@ -146,6 +146,7 @@ def test_who_comes_back_has_the_state_of_a_site_that_may_send_it_or_is_told_why_
     allowed.write_text("2")
     sites = cluster(tmp_path / "c.toml", (1, 1, 1), {"oslo": ["updates", "states"], "rome": ["updates"], "kyiv": ["updates"]})
     options = ["--inner-steps", "1", "--delay-steps", "0", "--outer-codec", "int8", "--max-restarts", "5", "--quorum", "1"]
+    options += ["--equal-steps"]  # so that who waits for data has taken over the last round, and can give its state
     with started(tmp_path, str(allowed), *options, sites=sites) as (process, until):
         until(lambda: len(rounds_of(run)) >= 2)
         kill(process, "kyiv rank 0")

@@ -55,12 +55,20 @@ class IslandBorders:
         kinds = self._rules.may_send.get(site)
         return kinds is None or kind in kinds
 
+    def why_not(self, kind: str) -> str | None:
+        """Which site may not send it, and what to do; None: all may."""
+        site = next((site for site in self.sites if not self.may_send(site, kind)), None)
+        if site is None:
+            return None
+        lacking = f"site {site!r} may send {self._allowed(site)}, and sites need {kind} of each other"
+        return f'{lacking}: add "{kind}" to its may_send in the cluster file'
+
     def gives_states(self, site: str) -> bool:
         """Whether others may have the common state from a site."""
         return self.may_send(site, "states")
 
-    def check(self, needed: Sequence[str], restarts: int) -> None:
-        """ClusterError where sites may not send what a run needs: these kinds of each, and states of one where sites come back."""
+    def check(self, needed: str, restarts: int) -> None:
+        """ClusterError where sites may not send what a run needs: this kind of each, and states of one where sites come back."""
         if not self.watched:
             return
         for one in self.sites:
@@ -70,12 +78,8 @@ class IslandBorders:
                     f"sites {one!r} and {twin!r}: a process of the first that is started again would have a name of the second, and "
                     "what may leave which could not be told (may_send); call one of them otherwise"
                 )
-            for kind in needed:
-                if not self.may_send(one, kind):
-                    raise ClusterError(
-                        f"site {one!r} may send {self._allowed(one)}, and mode islands needs {kind} of every site in every round; "
-                        f'add "{kind}" to its may_send in the cluster file, or leave the site out of the plan'
-                    )
+        if (lacking := self.why_not(needed)) is not None:
+            raise ClusterError(f"mode islands: {lacking}, or leave the site out of the plan")
         if restarts and (stateless := self.why_no_state()) is not None:
             raise ClusterError(f"--max-restarts: who comes back needs the common state of another site, and {stateless}, or leave it out")
 

@@ -27,13 +27,14 @@ from atoll.fabric.security import Authority, serve
 from atoll.fabric.shaped import LinkChoice
 from atoll.job import Job
 from atoll.plan.modes.islands import ISLANDS
+from atoll.runtime.modes.islands.borders import IslandBorders
 from atoll.runtime.modes.islands.callback_memory import CallbackMemory
 from atoll.runtime.modes.islands.gateway_thread import SiteAccount
 from atoll.runtime.modes.islands.gradient_gateway import SiteRecords, SiteSaid
 from atoll.runtime.modes.islands.resume import read_beginning
 from atoll.runtime.modes.islands.spec import ACCOUNTS, IslandsSpec
 from atoll.runtime.modes.swarm.spec import Start, read_start, since_start
-from atoll.runtime.modes.swarm.transport import Directory
+from atoll.runtime.modes.swarm.transport import COORDINATOR, Directory
 from atoll.runtime.run_directory import RunDirectory
 
 __all__ = ["coordinate_gradients"]
@@ -82,8 +83,15 @@ class _Records:
             self._log = log
             self._begin()
             services = [SiteRecords(self._tell_of), Directory()]
+            borders = IslandBorders.of_run(self.directory, [site.name for site in self.spec.sites])
             member, _ = serve(
-                authority, address, services=services, observer=self._fabric_event, fingerprint=self.spec.fingerprint, links=self._links
+                authority,
+                address,
+                services=services,
+                observer=self._fabric_event,
+                fingerprint=self.spec.fingerprint,
+                links=self._links,
+                border=borders.guard(self.directory, self.spec.first, COORDINATOR),
             )
             with member:
                 while not self._is_over():

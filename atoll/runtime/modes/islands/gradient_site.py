@@ -29,6 +29,7 @@ from atoll.fabric.shaped import LinkChoice
 from atoll.job import Job
 from atoll.runtime.checkpoint.checkpointer import SavePolicy
 from atoll.runtime.mode import CapturedJob
+from atoll.runtime.modes.islands.borders import IslandBorders
 from atoll.runtime.modes.islands.gateway_thread import SiteAccount
 from atoll.runtime.modes.islands.gradient_exchange import GradientExchange
 from atoll.runtime.modes.islands.gradient_gateway import GradientGateway
@@ -214,7 +215,8 @@ def train_site_by_gradients(
             if sums is not None and credentials is not None:
                 suffix = credentials.name.removeprefix(site)  # all sites are started together, under one number
                 others = {name: f"{name}{suffix}" for name in names if name != site}
-                gateway = GradientGateway(credentials, address, others, sums, spec.fingerprint, observer, links)
+                guard = IslandBorders.of_run(run, names).guard(run, site, credentials.name)
+                gateway = GradientGateway(credentials, address, others, sums, spec.fingerprint, observer, links, guard)
                 gateway.start()
             steps = _Steps(training, exchange, gateway, first, directory.path)
             steps.begin()

@@ -65,8 +65,10 @@ class IslandsRuntime:
                     f"mode islands: the callback {name} takes the run, for which all sites would have to stop between two steps; "
                     "use lockstep, or one argument"
                 )
-        check_noise(run.directory, _spec(run).noise, [part.site for part in _parts(run)])
-        _borders(run).check(("updates",), run.max_restarts)
+        spec = _spec(run)
+        check_noise(run.directory, spec.noise, [part.site for part in _parts(run)])
+        gradients = spec.choice.exchange == "gradients"
+        _borders(run).check("gradients" if gradients else "updates", 0 if gradients else run.max_restarts)
 
     def resume(self, run: RunContext) -> ResumePoint | None:
         """The newest checkpoint, whichever mode wrote it; rounds are counted anew from there."""
@@ -226,5 +228,5 @@ def _say(run: RunContext, spec: "IslandsSpec", parts: tuple[SitePart, ...], wher
     )
     for reason in spec.reasons:
         run.say(f"  {reason}")
-    if (stateless := _borders(run).why_no_state()) is not None:
+    if choice.exchange == "weights" and (stateless := _borders(run).why_no_state()) is not None:
         run.say(f"a site that falls some rounds behind cannot come back: {stateless}")

@@ -20,6 +20,7 @@ from atoll.plan.modes.islands import IslandsOptions
 from atoll.plan.sites import SitePart, site_parts
 from atoll.planner.outer_choice import FEWEST, GRADIENT_CODECS, GRADIENTS_WAIT, OuterChoice, SiteLinks, choose_outer
 from atoll.runtime.modes.islands.aggregate import MEAN, Aggregation, aggregation_of
+from atoll.runtime.modes.islands.borders import IslandBorders
 from atoll.runtime.modes.islands.noise import Noise, noise_of
 from atoll.runtime.outer_update import OuterTerms
 from atoll.runtime.run_directory import RunDirectory, RunSettings, with_checksum
@@ -173,7 +174,8 @@ def islands_spec(
     """What a plan and options mean for a job; JobError for options that mean nothing together. `bases` are steps sites have made before."""
     parts = site_parts(plan, cluster)
     links = links_of(parts, cluster, elements, step_seconds, frugal=options.frugal)
-    choice, reasons = choose_exchange(options, links, why_no_gradients(job, parts))
+    borders = IslandBorders(cluster, [part.site for part in parts])
+    choice, reasons = choose_exchange(options, links, why_no_gradients(job, parts) or borders.why_not("gradients"))
     patience = _patience(links)
     aggregation, noise = aggregation_of(options, len(parts)), noise_of(options)
     quorum = options.quorum if options.quorum is not None else (len(parts) if choice.equal_steps else 2 * aggregation.trim + 1)

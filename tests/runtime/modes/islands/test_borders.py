@@ -108,24 +108,39 @@ def test_a_run_that_needs_what_may_not_leave_a_site_is_refused_before_it_starts(
     file = cluster(tmp_path / "c.toml", (1, 1), {"rome": []})
     done = run_warm([*ATOLL, "run", island_job.__file__, "-c", str(file), *ISLANDS, "--out", str(tmp_path / "run"), "--", "sgd"])
     assert done.returncode == 2
-    said = "site 'rome' may send nothing, and mode islands needs updates of every site in every round; add \"updates\" to its may_send"
+    said = "site 'rome' may send nothing, and sites need updates of each other: add \"updates\" to its may_send in the cluster file"
     assert said in " ".join(done.stderr.split())
     assert not (tmp_path / "run").exists()
+
+
+def test_gradients_cross_where_they_may_and_are_not_chosen_where_not(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    file = cluster(tmp_path / "c.toml", (1, 1), {"oslo": ["gradients"]})
+    given = ["-c", str(file), "--mode", "islands", "--exchange", "gradients", "--outer-codec", "none"]
+    run_job([*given, "--out", str(run)], "sgd")
+    check_equal(run, "sgd", *one_process())
+    crossed = Counter((one.direction, one.site, one.peer_site, one.kind, one.codec, one.refused) for one in records_of(run))
+    assert {(one[0], one[1]) for one in crossed} == {("out", "oslo"), ("in", "oslo"), ("out", "rome"), ("in", "rome")}
+    assert {one[3:] for one in crossed} == {("gradients", "none", "")}
+    assert len(set(crossed.values())) == 1  # all that left arrived, each way
+    borders = borders_of(tmp_path, {"rome": ["updates"]})
+    assert "site 'rome' may send only updates, and sites need gradients of each other" in str(borders.why_not("gradients"))
+    assert borders.why_not("updates") is None
 
 
 def test_states_are_needed_of_a_site_that_may_send_them(tmp_path: Path) -> None:
     only = {"oslo": ["updates"], "rome": ["updates"]}
     borders = borders_of(tmp_path, only)
-    borders.check(("updates",), 0)
+    borders.check("updates", 0)
     with pytest.raises(ClusterError, match=r"--max-restarts: who comes back needs .* add \"states\" to the may_send of one of them"):
-        borders.check(("updates",), 1)
-    with pytest.raises(ClusterError, match="site 'oslo' may send only updates, and mode islands needs gradients of every site"):
-        borders.check(("gradients",), 0)
+        borders.check("updates", 1)
+    with pytest.raises(ClusterError, match="site 'oslo' may send only updates, and sites need gradients of each other"):
+        borders.check("gradients", 0)
     with pytest.raises(ClusterError, match="site 'rome' has kept nothing of the common state, which it needs of another, and site 'oslo'"):
         borders.check_kept(["oslo"])
     borders.check_kept(["oslo", "rome"])
     some = borders_of(tmp_path, {"oslo": ["updates"]})
-    some.check(("updates",), 1)
+    some.check("updates", 1)
     assert some.why_no_state("oslo") is None
     assert "site 'oslo' may send only updates" in str(some.why_no_state("rome"))
     assert not borders_of(tmp_path, {}).watched
@@ -138,7 +153,7 @@ def test_names_of_processes_tell_their_site(tmp_path: Path) -> None:
     text = (tmp_path / "c.toml").read_text("utf-8").replace('"rome"', '"oslo-1"')
     (tmp_path / "twins.toml").write_text(text, "utf-8")
     with pytest.raises(ClusterError, match="sites 'oslo-1' and 'oslo': a process of the first"):
-        IslandBorders(load_cluster(tmp_path / "twins.toml"), ["oslo", "oslo-1"]).check(("updates",), 0)
+        IslandBorders(load_cluster(tmp_path / "twins.toml"), ["oslo", "oslo-1"]).check("updates", 0)
 
 
 def test_who_comes_back_has_the_state_of_a_site_that_may_send_it_or_is_told_why_not(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ every connection, and a log in RUN/audit. The coordinator counts as the first si
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from atoll.cluster import Cluster
 from atoll.control.messages import Message
@@ -38,17 +38,22 @@ def content_of_round(message: Message) -> Content | None:
 class IslandBorders:
     """The rules of the sites of a run."""
 
-    def __init__(self, cluster: Cluster, sites: Sequence[str]) -> None:
-        self.sites = tuple(sites)
-        self._rules = BorderRules.of(cluster)
-        self.watched = any(self._rules.may_send.get(site) is not None for site in sites)
+    def __init__(self, may_send: Mapping[str, tuple[str, ...] | None]) -> None:
+        """Of each site, as a spec has it; of none where no site has a rule."""
+        self.sites = tuple(may_send)
+        self._rules = BorderRules(may_send)
+        self.watched = any(kinds is not None for kinds in may_send.values())
 
     @classmethod
-    def of_run(cls, run: RunDirectory, sites: Sequence[str]) -> "IslandBorders":
-        """As the run's own copy of the cluster file says."""
-        cluster = run.load_cluster()
-        assert cluster is not None, "sites are those of a cluster file"
-        return cls(cluster, sites)
+    def of(cls, cluster: Cluster, sites: Sequence[str]) -> "IslandBorders":
+        """As a cluster file says."""
+        said = {site.name: site.may_send for site in cluster.sites}
+        return cls({site: said[site] for site in sites})
+
+    @property
+    def may_send_by_site(self) -> dict[str, tuple[str, ...] | None]:
+        """For a spec."""
+        return dict(self._rules.may_send)
 
     def may_send(self, site: str, kind: str) -> bool:
         """To the others."""

@@ -136,7 +136,7 @@ class _Rounds:
 
         authority = await asyncio.to_thread(Authority.open, self.directory.path)
         journal = FileJournal(self.directory.path / JOURNAL, _RECORDS)
-        borders = IslandBorders.of_run(self.directory, [site.name for site in self.spec.sites])
+        borders = IslandBorders(self.spec.may_send)
         guard = await asyncio.to_thread(borders.guard, self.directory, self.spec.first, COORDINATOR)
         with EventLog.join(self.directory.path) as log:
             self._log = log
@@ -363,8 +363,7 @@ class _Rounds:
         now = time.monotonic()
         longest = max(len(site.losses) for site in event.sites)
         if self.spec.noise is not None:
-            shares = {site.name: site.stop - site.start for site in self.spec.sites}
-            self._samples += sum(site.steps * shares[site.site] for site in event.sites)
+            self._samples += sum(site.steps * self._samples_of(site.site) for site in event.sites)
         seconds, self._told_at = (now - self._told_at) / max(1, longest), now
         for index in range(longest):
             made = [(site.site, *site.losses[index]) for site in event.sites if index < len(site.losses)]

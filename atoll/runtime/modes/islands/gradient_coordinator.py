@@ -83,7 +83,7 @@ class _Records:
             self._log = log
             self._begin()
             services = [SiteRecords(self._tell_of), Directory()]
-            borders = IslandBorders.of_run(self.directory, [site.name for site in self.spec.sites])
+            borders = IslandBorders(self.spec.may_send)
             member, _ = serve(
                 authority,
                 address,

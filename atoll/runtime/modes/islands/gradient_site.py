@@ -215,7 +215,7 @@ def train_site_by_gradients(
             if sums is not None and credentials is not None:
                 suffix = credentials.name.removeprefix(site)  # all sites are started together, under one number
                 others = {name: f"{name}{suffix}" for name in names if name != site}
-                guard = IslandBorders.of_run(run, names).guard(run, site, credentials.name)
+                guard = IslandBorders(spec.may_send).guard(run, site, credentials.name)
                 gateway = GradientGateway(credentials, address, others, sums, spec.fingerprint, observer, links, guard)
                 gateway.start()
             steps = _Steps(training, exchange, gateway, first, directory.path)

@@ -108,6 +108,11 @@ def why_not(spec: IslandsSpec, ask: SiteAsk, joined: Sequence[SiteJoined], batch
         return f"a site of this name joined with {known.samples} samples of every batch; come back with as many (--samples)"
     if any(site.name == ask.site for site in spec.sites):
         return "the run has a site of this name; choose another"
+    if any(kinds is not None for kinds in spec.may_send.values()):
+        return (
+            "sites of this run have rules of what may leave them (may_send in the cluster file), and none is known of this one, so nothing "
+            "would be taken from it; a site that is to take part must be in the cluster file when the run is started"
+        )
     if not ask.samples >= 1:
         return f"{ask.samples} samples of every batch are none"
     if batch >= spec.steps:

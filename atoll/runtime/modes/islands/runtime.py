@@ -171,7 +171,7 @@ def _borders(run: RunContext) -> "IslandBorders":
     from atoll.runtime.modes.islands.borders import IslandBorders
 
     assert run.cluster is not None  # or there were no parts
-    return IslandBorders(run.cluster, [part.site for part in _parts(run)])
+    return IslandBorders.of(run.cluster, [part.site for part in _parts(run)])
 
 
 def _spec(run: RunContext) -> "IslandsSpec":

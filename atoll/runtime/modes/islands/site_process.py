@@ -70,7 +70,7 @@ def train_site(
         number = start.number if start is not None else 0
         exchange = None
         if credentials is not None:
-            borders = IslandBorders.of_run(run, [each.name for each in spec.sites])
+            borders = IslandBorders(spec.may_send)
             exchange = _exchange(run, spec, site, weights, training, borders, number)
             guard = borders.guard(run, site, credentials.name)
             gateway = GatewayThread(credentials, address, spec, exchange, observer, links, guard, borders.why_no_state(site))

@@ -144,6 +144,7 @@ class IslandsSpec(msgspec.Struct, frozen=True, kw_only=True):
     growth: tuple[tuple[int, int], ...] = ()  # of the batches, by sites that joined before these rounds (`Samples.grow`)
     aggregation: Aggregation = MEAN
     noise: Noise | None = None
+    may_send: dict[str, tuple[str, ...] | None] = {}  # what may leave each site, as the cluster file says
 
     @property
     def adapts(self) -> bool:
@@ -174,7 +175,7 @@ def islands_spec(
     """What a plan and options mean for a job; JobError for options that mean nothing together. `bases` are steps sites have made before."""
     parts = site_parts(plan, cluster)
     links = links_of(parts, cluster, elements, step_seconds, frugal=options.frugal)
-    borders = IslandBorders(cluster, [part.site for part in parts])
+    borders = IslandBorders.of(cluster, [part.site for part in parts])
     choice, reasons = choose_exchange(options, links, why_no_gradients(job, parts) or borders.why_not("gradients"))
     patience = _patience(links)
     aggregation, noise = aggregation_of(options, len(parts)), noise_of(options)
@@ -210,6 +211,7 @@ def islands_spec(
         growth=growth,
         aggregation=aggregation,
         noise=noise,
+        may_send=borders.may_send_by_site,
     )
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -19,6 +20,8 @@ from atoll.fabric import Fabric
 from atoll.privacy.audit_log import AuditRecord, check_log, log_names
 from atoll.runtime.modes.islands.borders import IslandBorders
 from atoll.runtime.modes.islands.chunks import packed
+from atoll.runtime.modes.islands.joining import SiteAsk, why_not
+from atoll.runtime.modes.islands.spec import IslandsSpec, RoundChoice
 from atoll.runtime.modes.islands.transport import RoundLetter, RoundService
 from atoll.runtime.run_directory import RunDirectory
 from tests.privacy.test_border import Tap
@@ -36,7 +39,7 @@ ALLOWED, FORBIDDEN = torch.full((40_000,), 1.2345e-7), torch.full((40_000,), 7.6
 
 def borders_of(path: Path, may_send: Mapping[str, list[str]], count: int = 2) -> IslandBorders:
     sites = cluster(path / "c.toml", (1,) * count, may_send)
-    return IslandBorders(load_cluster(sites), ["oslo", "rome", "kyiv"][:count])
+    return IslandBorders.of(load_cluster(sites), ["oslo", "rome", "kyiv"][:count])
 
 
 def records_of(run: Path) -> list[AuditRecord]:
@@ -146,6 +149,16 @@ def test_states_are_needed_of_a_site_that_may_send_them(tmp_path: Path) -> None:
     assert not borders_of(tmp_path, {}).watched
 
 
+def test_a_site_whose_rule_nobody_knows_is_not_taken_in(tmp_path: Path) -> None:
+    spec = IslandsSpec(
+        sites=(), settings=RoundSettings(rounds=1), choice=RoundChoice(inner_steps=1, delay_steps=0, codec="int8", learning_rate=1.0,
+        momentum=0.0), reasons=(), elements=1, steps=9, batch_size=10, bucket_bytes=1, fingerprint={},
+        may_send=borders_of(tmp_path, {"rome": ["updates"]}).may_send_by_site,
+    )  # fmt: skip
+    assert "none is known of this one" in why_not(spec, SiteAsk("kyiv", 3), (), 0)
+    assert why_not(msgspec.structs.replace(spec, may_send={"oslo": None}), SiteAsk("kyiv", 3), (), 0) == ""
+
+
 def test_names_of_processes_tell_their_site(tmp_path: Path) -> None:
     borders = borders_of(tmp_path, {"oslo": ["updates"]})
     names = ("coordinator", "oslo", "rome-r2", "rome-3", "rome-r2-13", "rome-x", "rom", "oslo-1-2")
@@ -153,7 +166,7 @@ def test_names_of_processes_tell_their_site(tmp_path: Path) -> None:
     text = (tmp_path / "c.toml").read_text("utf-8").replace('"rome"', '"oslo-1"')
     (tmp_path / "twins.toml").write_text(text, "utf-8")
     with pytest.raises(ClusterError, match="sites 'oslo-1' and 'oslo': a process of the first"):
-        IslandBorders(load_cluster(tmp_path / "twins.toml"), ["oslo", "oslo-1"]).check("updates", 0)
+        IslandBorders.of(load_cluster(tmp_path / "twins.toml"), ["oslo", "oslo-1"]).check("updates", 0)
 
 
 def test_who_comes_back_has_the_state_of_a_site_that_may_send_it_or_is_told_why_not(tmp_path: Path) -> None:

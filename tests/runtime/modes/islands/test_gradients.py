@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.warm import run_warm
+
 from . import island_job
 from .test_faults import events_of, kill, notes_of, started
-from .test_islands import EVERY_STEP, HEAD, ISLANDS, cluster, int4, run_job, samples_of, weights_of
+from .test_islands import ATOLL, EVERY_STEP, HEAD, ISLANDS, cluster, int4, run_job, samples_of, weights_of
 
 pytestmark = pytest.mark.timeout(300)
 GRADIENTS = ["--mode", "islands", "--exchange", "gradients"]
@@ -160,3 +162,17 @@ def test_a_killed_site_ends_the_run_where_nobody_may_start_it_again(tmp_path: Pa
     said = (tmp_path / "log").read_text()
     assert "error: rome: " in said
     assert "every step needs the gradients of all sites" in said
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [("layers 0-1: o/0=5 r/0=5", "layers 2-3: o/1=5 r/1=5"), ("layers 0-3 sharded: o/[0-1]=3,2 r/[0-1]=3,2",)],
+    ids=["pipeline", "sharded"],
+)
+def test_sites_whose_ranks_have_parts_of_the_model_are_refused(stages: Sequence[str], tmp_path: Path) -> None:
+    plan = tmp_path / "p.plan"
+    plan.write_text("\n".join([HEAD, *(f"stage {number}: {stage}" for number, stage in enumerate(stages)), ""]))
+    given = ["-c", str(cluster(tmp_path / "c.toml", (2, 2))), "--plan", str(plan), *GRADIENTS, "--out", str(tmp_path / "run")]
+    done = run_warm([*ATOLL, "run", island_job.__file__, *given, "--", "sgd", "4"])
+    assert done.returncode == 2
+    assert "--exchange gradients: the ranks of oslo have parts of the model each" in done.stderr

@@ -66,6 +66,8 @@ def test_gradients_are_exchanged_where_the_links_carry_them_behind_the_backward_
         (IslandsOptions(frugal=True), msgspec.structs.replace(FAST, frugal=True), None),
         (IslandsOptions(quorum=1), FAST, None),
         (IslandsOptions(adapt=True), FAST, None),
+        (IslandsOptions(noise_multiplier=1.0, clip_norm=1.0), FAST, None),
+        (IslandsOptions(outer_aggregation="clipped"), FAST, None),
         (IslandsOptions(inner_steps=2), FAST, None),
         (IslandsOptions(outer_codec="none"), FAST, None),
     ],

@@ -110,6 +110,7 @@ class _Rounds:
         self._adapter: RoundAdapter | None = None
         self._news: deque[OuterChosen | Note] = deque()  # of the round to come; told after what is told of the one before
         self._memory = CallbackMemory(directory, tuple(job.callbacks), self._start.number)
+        self._interrupted = False
         stop = directory.path / _STOP
         self._stopped = stop.exists() and stop.read_text() == str(self._start.number)
         self._asked: dict[str, tuple[SiteAsk, float]] = {}  # sites that want to join, and when they asked last
@@ -162,7 +163,7 @@ class _Rounds:
                     node, journal, self.spec.settings, self._terms, self._is_last, self._joining, borders.gives_states
                 )
                 await self._until_over(asyncio.ensure_future(coordinator.run()), coordinator)
-                done = coordinator.finished and not coordinator.deposed
+                done = coordinator.finished and not coordinator.deposed and not self._interrupted
                 self._write_accounts(coordinator)
                 self._tell(self._finished(done))
                 return done
@@ -267,7 +268,16 @@ class _Rounds:
                 task.cancel()
                 raise self._errors[0]
             self._tell_of_sites(coordinator)
+            self._end_with_its_own(coordinator)
         task.cancel()
+
+    def _end_with_its_own(self, coordinator: RoundCoordinator) -> None:
+        """When those that the run began with were asked to stop, nobody has asked the sites that joined: rounds end for them, too."""
+        now, own = time.monotonic(), {site.name for site in self.spec.sites}
+        live = [place.beat.process for site, place in coordinator.places.items() if site in own and coordinator.is_live(place, now)]
+        if live and not coordinator.finished and all(name in self._accounts and self._accounts[name].ended for name in live):
+            self._interrupted = True
+            coordinator.end()
 
     def _is_over(self, coordinator: RoundCoordinator) -> bool:
         """Sites that have ended are still heard, until this process leaves."""

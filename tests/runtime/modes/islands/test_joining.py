@@ -1,7 +1,11 @@
 """A whole site joins a run: real processes, real TLS, against one process that trains on the samples that each round's updates have."""
 
+import signal
 import subprocess
+import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -14,11 +18,12 @@ from torch import Tensor, nn
 from atoll.control.journal import read_records
 from atoll.control.rounds.messages import Offer, RoundCommitted, RoundRecord, SiteJoined, UpdateId
 from atoll.data import Samples
-from atoll.runtime.modes.islands.resume import growth_of
+from atoll.runtime.modes.islands.resume import growth_of, read_beginning
+from atoll.runtime.run_directory import RunDirectory
 
 from . import island_job
 from .test_faults import events_of, notes_of, rounds_of, started
-from .test_islands import ATOLL, EVERY_STEP, check_equal
+from .test_islands import ATOLL, EVERY_STEP, check_equal, run_job, weights_of
 
 pytestmark = pytest.mark.timeout(300)
 SAMPLES = 3
@@ -54,7 +59,9 @@ def one_process(rounds: list[list[range]]) -> tuple[list[float], dict[str, Tenso
     return losses, model.state_dict()
 
 
-def test_a_site_that_joins_trains_on_samples_of_its_own_and_no_sample_counts_twice(tmp_path: Path) -> None:
+@contextmanager
+def joined_by_kyiv(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[str]", "subprocess.Popen[str]", Path]]:
+    """A run with the file that lets it go on, and a site that has joined it."""
     run, allowed, log = tmp_path / "run", tmp_path / "allowed", tmp_path / "log"
     allowed.write_text("2")
     with started(tmp_path, str(allowed), "--equal-steps", *EVERY_STEP) as (process, until):
@@ -66,25 +73,68 @@ def test_a_site_that_joins_trains_on_samples_of_its_own_and_no_sample_counts_twi
             allowed.write_text("6")
             own = tmp_path / "kyiv" / "sites" / "kyiv"
             until(lambda: joining.poll() is not None or any("this site goes on after" in said for said in notes_of(own)))
-            allowed.write_text(str(10**6))
-            assert process.wait() == 0, log.read_text()
-            assert joining.wait() == 0, (tmp_path / "joined").read_text()
+            yield process, joining, allowed
         finally:
             joining.kill()
-    records = read_records((run / "journal.jsonl").read_bytes(), msgspec.json.Decoder(RoundRecord))[0]
-    (joined,) = [record for record in records if isinstance(record, SiteJoined)]
-    assert (joined.site, joined.samples) == ("kyiv", SAMPLES)
-    assert f"kyiv takes part from step {joined.first + 1} on" in (tmp_path / "joined").read_text()
-    base = {"oslo": 0, "rome": 0, "kyiv": joined.first}
-    rounds = [
+
+
+def records_of(journal: Path) -> list[RoundRecord]:
+    return list(read_records(journal.read_bytes(), msgspec.json.Decoder(RoundRecord))[0])
+
+
+def parts_of(records: list[RoundRecord], base: dict[str, int], joined: SiteJoined, rounds: int = 1 << 30) -> list[list[range]]:
+    """The samples of each of the first rounds."""
+    commits = [record for record in records if isinstance(record, RoundCommitted) and record.round < rounds]
+    return [
         [
             positions(base[offer.update.site] + step, offer.update.site, joined)
             for offer in record.named
             for step in range(offer.first, offer.last)
         ]
-        for record in records
-        if isinstance(record, RoundCommitted)
+        for record in commits
     ]
+
+
+def test_a_run_that_is_stopped_stops_the_site_that_joined_and_goes_on_without_it(tmp_path: Path) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    with joined_by_kyiv(tmp_path) as (process, joining, allowed):
+        process.send_signal(signal.SIGINT)
+        while process.poll() is None and "every site stops after its step" not in log.read_text():
+            time.sleep(0.02)
+        allowed.write_text(str(10**6))
+        assert process.wait() == 130, log.read_text()
+        assert joining.wait() == 0, (tmp_path / "joined").read_text()
+    run_job(["--resume", str(run), "--mode", "islands", "--equal-steps", *EVERY_STEP], "sgd", 20)
+    before = records_of(next(run.glob("journal-before-*.jsonl")))
+    joined = next(record for record in before if isinstance(record, SiteJoined))
+    beginning = read_beginning(RunDirectory(run))
+    assert beginning.mark is not None
+    rounds = parts_of(before, {"oslo": 0, "rome": 0, "kyiv": joined.first}, joined, beginning.mark.position[1])
+    (since, more), (until, less) = beginning.growth
+    assert (since, more, less) == (joined.first, SAMPLES, -SAMPLES)
+    for record in records_of(run / "journal.jsonl"):  # each site goes on where the checkpoint has it
+        if isinstance(record, RoundCommitted):
+            batches = [(offer.update.site, beginning.bases[offer.update.site] + offer.first) for offer in record.named]
+            begins = [batch * island_job.BATCH + SAMPLES * (max(0, batch - since) - max(0, batch - until)) for _, batch in batches]
+            rounds.append([range(begin + PARTS[site][0], begin + PARTS[site][1]) for (site, _), begin in zip(batches, begins, strict=True)])
+    taken = [place for parts in rounds for part in parts for place in part]
+    assert len(set(taken)) == len(taken)  # no sample counts twice
+    found = weights_of(run, "sgd")
+    for name, value in one_process(rounds)[1].items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_site_that_joins_trains_on_samples_of_its_own_and_no_sample_counts_twice(tmp_path: Path) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    with joined_by_kyiv(tmp_path) as (process, joining, allowed):
+        allowed.write_text(str(10**6))
+        assert process.wait() == 0, log.read_text()
+        assert joining.wait() == 0, (tmp_path / "joined").read_text()
+    records = records_of(run / "journal.jsonl")
+    (joined,) = [record for record in records if isinstance(record, SiteJoined)]
+    assert (joined.site, joined.samples) == ("kyiv", SAMPLES)
+    assert f"kyiv takes part from step {joined.first + 1} on" in (tmp_path / "joined").read_text()
+    rounds = parts_of(records, {"oslo": 0, "rome": 0, "kyiv": joined.first}, joined)
     counted = Counter(place for parts in rounds for part in parts for place in part)
     whole = joined.first * island_job.BATCH + (island_job.STEPS - joined.first) * (island_job.BATCH + SAMPLES)
     assert set(counted.values()) == {1}  # no sample counts twice

@@ -172,12 +172,14 @@ class SiteExchange:
             return SiteOrder("end")
         if stop():
             return SiteOrder("interrupted")
+        if self._is_untold():
+            return None
         if border is None and self._change is None and self._is_border(step, over):
             return SiteOrder("border")
-        return None if over or (due and self._waits(step)) or self._is_untold() else SiteOrder("go on")
+        return None if over or (due and self._waits(step)) else SiteOrder("go on")
 
     def _is_untold(self) -> bool:
-        """Where runs are to be repeated no step is made before it is known how its round is."""
+        """Where runs are to be repeated nothing is done before it is known how this round is made: its border may be due at once."""
         return self._choice is not None and self._choice.equal_steps and self._told_of != self.position
 
     def new_joined(self) -> tuple[SiteJoined, ...]:

@@ -106,11 +106,7 @@ class Samples:
         drop_last: bool = False,
         purpose: int = TRAINING,
     ) -> None:
-        self.dataset: Any = dataset
-        self.seed, self.batch_size = seed, batch_size
-        self._every, self._first = batch_size, 0  # a step's samples begin so many after those of the step before, at this place
-        self._growth: tuple[tuple[int, int], ...] = ()  # from which step on global batches have so many samples more
-        self.asked = -1  # the last step whose samples somebody wanted to know
+        self._begin(dataset, seed, batch_size)
         self.reader: Any = MapReader(dataset, collate_fn, seed, purpose)
         self._order = epoch_order(sampler, seed, len(dataset))
         self.length = self._order.length - (self._order.length % batch_size if drop_last else 0)
@@ -118,6 +114,14 @@ class Samples:
             raise JobError(
                 f"Job: drop_last: an epoch has {self._order.length} samples, no whole batch of {batch_size}; make batch_size smaller"
             )
+
+    def _begin(self, dataset: object, seed: int, batch_size: int) -> None:
+        """What samples of all kinds have."""
+        self.dataset: Any = dataset
+        self.seed, self.batch_size = seed, batch_size
+        self._every, self._first = batch_size, 0  # a step's samples begin so many after those of the step before, at this place
+        self._growth: tuple[tuple[int, int], ...] = ()  # from which step on global batches have so many samples more
+        self.asked = -1  # the last step whose samples somebody wanted to know
 
     @property
     def reading(self) -> object | None:

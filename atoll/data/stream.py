@@ -188,8 +188,7 @@ class StreamSamples(Samples):
     most_workers = 1
 
     def __init__(self, stream: Iterable[Any], collate_fn: Collate, seed: int, batch_size: int, *, purpose: int = TRAINING) -> None:
-        self.dataset, self.seed, self.batch_size = stream, seed, batch_size
-        self._every, self._first = batch_size, 0
+        self._begin(stream, seed, batch_size)
         self.reader = StreamReader(stream, collate_fn, seed, batch_size, purpose)
         self.length = 0  # which is not known
 

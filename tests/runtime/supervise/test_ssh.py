@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from atoll.errors import AtollError, ClusterError
 from atoll.runtime.supervise.hosts import ProcessSpec, ThisMachine
 from atoll.runtime.supervise.placement import copy_directory, place_processes
 from atoll.runtime.supervise.ssh import SSH, OverSsh
+from tests.gone import wait_until_gone
 from tests.runtime.supervise.sshd import Keys, local_sshd, why_no_sshd
 from tests.runtime.supervise.test_supervisor import Noted
 
@@ -98,12 +98,6 @@ def test_what_cannot_be_started_is_said(far: Far) -> None:
     start(noted, host, "one", "")
     noted.run()
     assert noted.ends == {"one": "cannot be started on far-0: /no/such/directory: No such file or directory"}
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    """Fails by the test's time-out."""
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
-        time.sleep(0.02)
 
 
 SUPERVISOR = """

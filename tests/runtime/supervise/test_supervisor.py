@@ -12,6 +12,7 @@ import pytest
 
 from atoll.runtime.supervise.hosts import ProcessSpec, ThisMachine
 from atoll.runtime.supervise.supervisor import Supervisor
+from tests.gone import wait_until_gone
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -100,5 +101,4 @@ def test_a_killed_supervisor_leaves_nobody_behind() -> None:
         assert process.stdout is not None
         child = int(process.stdout.readline().removeprefix("one: "))
         process.kill()
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.01)
+    wait_until_gone([child])

@@ -14,6 +14,7 @@ from atoll.errors import AtollError
 from atoll.events import AnyEvent, EventStream, MemberChanged, ProcessEnded, ProcessStarted, Restarted, WorkerFailed
 from atoll.runtime.modes.lockstep.supervisor import LaunchResult, launch
 from atoll.watch.describe import describe_event, importance
+from tests.gone import wait_until_gone
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -160,7 +161,12 @@ def test_a_killed_launcher_leaves_no_rank_behind() -> None:
     )
     process = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    ranks = [int(process.stdout.readline().split("pids ")[1].split()[0]) for _ in range(2)]
+    told: list[str] = []
+    while len(told) < 2:
+        line = process.stdout.readline()
+        assert line, "the launcher has ended"
+        told += line.split("pids ")[1:]
+    ranks = [int(text.split()[0]) for text in told]
     children = [child.pid for rank in ranks for child in psutil.Process(rank).children()]
     process.kill()
     process.wait()
@@ -168,12 +174,6 @@ def test_a_killed_launcher_leaves_no_rank_behind() -> None:
     wait_until_gone(ranks)
     for child in children:  # a rank's own children end by themselves in training; here they only sleep
         os.kill(child, signal.SIGKILL)
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    """Fails by the test's time-out."""
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
-        time.sleep(0.02)
 
 
 def test_output_comes_line_by_line_with_its_rank(capfd: pytest.CaptureFixture[str]) -> None:

@@ -207,8 +207,8 @@ class ImportedScript(NamedTuple):
 
 
 def imported_scripts() -> list[ImportedScript]:
-    """The scripts that this process has imported."""
-    found = [(name, module) for name, module in sys.modules.items() if name.startswith(_PREFIX) and module.__spec__ is not None]
+    """The scripts that this process has imported, but for those whose file is gone since: nobody can import them again."""
+    found = [(name, module) for name, module in sys.modules.items() if name.startswith(_PREFIX) and Path(str(module.__file__)).exists()]
     return [ImportedScript(name, str(module.__file__), module.__spec__.loader_state or ()) for name, module in found if module.__spec__]
 
 

@@ -10,7 +10,7 @@ from atoll.cluster import load_cluster
 from atoll.errors import ClusterError, JobError, PlanError
 from atoll.job import Job
 from atoll.plan import load_plan
-from atoll.script import load_job
+from atoll.script import imported_scripts, load_job
 
 GOOD = """
 import torch, atoll
@@ -148,3 +148,11 @@ def test_arguments_that_a_script_refuses_are_not_taken_for_an_exit(tmp_path: Pat
 def test_a_failed_script_can_be_mended_and_loaded_again(tmp_path: Path) -> None:
     failure(script(tmp_path, "1 / 0\n"))
     assert isinstance(load_job(script(tmp_path, GOOD + "job = make(1)\n")), Job)
+
+
+def test_a_script_that_is_gone_since_is_imported_by_no_other_process(tmp_path: Path) -> None:
+    path = script(tmp_path, GOOD + "job = make(3)\n", "gone_since.py")
+    load_job(path)
+    assert str(path) in {each.file for each in imported_scripts()}
+    path.unlink()
+    assert str(path) not in {each.file for each in imported_scripts()}
